@@ -55,7 +55,7 @@ def run_title(request: RunRequest, job: Job) -> str:
     Runs made for another purpose, such as a report, begin with which one it is.
     """
     recipe, mode = job.recipe, job.recipe.parallelism.mode
-    named = (mode, f"plan={job.setup.plan}")
+    named = (mode, f"plan={job.setup.plan}", f"seed={recipe.train.seed}")
     varied = ",".join(part for part in request.loaded.varied_name.split(",") if part not in named)
     parts = filter(None, (f"{mode} {job.setup.plan}", varied, f"seed {recipe.train.seed}"))
     return f"{request.name}: {', '.join(parts)}" if request.suite.brief else ", ".join(parts)

@@ -20,14 +20,14 @@ def labelled(runs: Sequence[Recorded]) -> list[RunResult]:
 
     Comparisons take runs of one name as seeds of one recipe, but recorded runs of one name may differ in anything.
     """
-    asked: dict[tuple[tuple[str, str], ...], list[Recorded]] = {}
+    asked: dict[tuple[str, tuple[tuple[str, str], ...]], list[Recorded]] = {}
     for run in runs:
-        asked.setdefault(_but_seed(run), []).append(run)
-    first = [each[0].result.name for each in asked.values()]
+        asked.setdefault((run.result.name, _but_seed(run)), []).append(run)
+    names = [name for name, _ in asked]
 
     def is_one_row(run: Recorded) -> bool:
-        alike = asked[_but_seed(run)]
-        return first.count(run.result.name) == 1 and len({each.result.seed for each in alike}) == len(alike)
+        alike = asked[run.result.name, _but_seed(run)]
+        return names.count(run.result.name) == 1 and len({each.result.seed for each in alike}) == len(alike)
 
     named = ((run, f"{run.result.name} {short_id(run.run_id)}") for run in runs)
     return [run.result if is_one_row(run) else replace(run.result, name=name) for run, name in named]

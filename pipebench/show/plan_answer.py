@@ -58,9 +58,14 @@ class PlanFindings:
     @property
     def rows(self) -> tuple[LayerProfile, ...]:
         """The layers at the size of the best plan's microbatches, or of whole minibatches."""
-        layers, whole = self.request.profile.layers, self.request.minibatch_size
+        return self.request.profile.layers[self.rows_size]
+
+    @property
+    def rows_size(self) -> int:
+        """The samples that the times and bytes of `rows` are of."""
+        whole = self.request.minibatch_size
         part = -(-whole // self.comparison.best.microbatches)
-        return layers[part if part in layers else whole]
+        return part if part in self.request.profile.layers else whole
 
     @property
     def layer_names(self) -> list[str]:
@@ -105,7 +110,9 @@ def bottleneck_of(answer: PlanFindings, found: PlanEstimate) -> Bottleneck:
         if not answer.request.model.has_ports:
             del parts[TRANSFER]
         elif stage_s > sum(parts.values()) * (1 + _ALMOST):
-            return Bottleneck(own, WAITING)
+            if not answer.mode.flush and index + 1 < len(sums_s):
+                return Bottleneck(own, WAITING)
+            parts[TRANSFER] = stage_s - parts[COMPUTE] - parts[SYNC]  # latencies and copies, too, which ports don't see
     return Bottleneck(own, max(parts, key=lambda cause: parts[cause]))
 
 

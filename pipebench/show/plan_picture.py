@@ -43,7 +43,8 @@ def plan_figure(answer: PlanFindings) -> InlineFigure:
     found = answer.comparison.best
     figure = InlineFigure(_WIDTH_IN, _HEIGHT_IN, MADE_BY)
     layers, stages = figure.subplots(2, 1, height_ratios=(3, 2))
-    _draw_layers(layers, answer.rows, found)
+    unit = "minibatch" if answer.rows_size == answer.request.minibatch_size else "microbatch"
+    _draw_layers(layers, answer.rows, found, unit)
     _draw_stages(stages, found, answer.times)
     cluster = answer.request.cluster
     bottleneck = f"bottleneck: {bottleneck_of(answer, found)}, {seconds(found.bottleneck_s)} per minibatch"
@@ -68,7 +69,7 @@ def cut_bytes(rows: Sequence[LayerProfile], found: PlanEstimate) -> list[int]:
     ]
 
 
-def _draw_layers(axes: Axes, rows: Sequence[LayerProfile], found: PlanEstimate) -> None:
+def _draw_layers(axes: Axes, rows: Sequence[LayerProfile], found: PlanEstimate, unit: str) -> None:
     ordered = [rows[layer] for layer in found.order]
     bounds = [0, *(stage.stop for stage in found.plan.stages)]
     heights = [row.forward_s + row.backward_s for row in ordered]
@@ -96,12 +97,12 @@ def _draw_layers(axes: Axes, rows: Sequence[LayerProfile], found: PlanEstimate) 
             axes.text(border, 1.06 * top, num_bytes(num), ha="center", va="center", rotation=90, fontsize=7, bbox=box)
     axes.set_ylim(0, 1.42 * top)
     axes.set_xlim(-0.5, len(ordered) - 0.5)
-    finish(axes, "forward and backward", "s")
+    finish(axes, f"forward and backward per {unit}", "s")
     step = -(-len(ordered) // _MOST_LABELS)
     labels = [_layer_label(row) for row in ordered[::step]]
     axes.set_xticks(range(0, len(ordered), step), labels, rotation=90, fontsize=7)
     axes.set_xlabel(
-        "layers in the order of the stages; at every cut the activations that cross it per minibatch"
+        f"layers in the order of the stages; at every cut the activations that cross it per {unit}"
         + (f"; every {step} named" if step > 1 else "")
         + "".join(f"; {said}" for policy, said in _SAID.items() if any(policy in s.memory for s in found.plan.stages)),
         fontsize=8,

@@ -17,7 +17,16 @@ from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.schedule.modes import RECOMPUTE, SWAP
 from pipebench.schedule.pipeline import MOST_BEYOND_NOAM
 from pipebench.schedule.syncs import SYNCS
-from pipebench.show.plan_answer import PORT, Bottleneck, PlanFindings, bottleneck_of, depth_is_lowered, quotient, ties
+from pipebench.show.plan_answer import (
+    PORT,
+    WAITING,
+    Bottleneck,
+    PlanFindings,
+    bottleneck_of,
+    depth_is_lowered,
+    quotient,
+    ties,
+)
 from pipebench.show.profile_report import shortened
 from pipebench.show.tables import new_table, print_facts, print_table
 from pipebench.show.terminal import print_plain
@@ -238,6 +247,8 @@ def _parts(found: PlanEstimate, bottleneck: Bottleneck) -> str:
     compute_s, sync_s, transfer_s = (
         sum(getattr(stage, part) for stage in mine) for part in ("compute_s", "sync_s", "transfer_s")
     )
+    if bottleneck.cause != WAITING:  # what else the stage takes: latencies, too
+        transfer_s = max(transfer_s, sum(stage.stage_s for stage in mine) - compute_s - sync_s)
     parts = f"computing {seconds(compute_s)}"
     parts += f", gradient sum {seconds(sync_s)}" if sync_s else ""
     parts += f", transfers {seconds(transfer_s)}" if transfer_s else ""

@@ -11,6 +11,7 @@ from pipebench.show.profile_picture import plain_text
 from pipebench.show.sweep_lines import Sweep
 
 _MARKERS = "os^Dv<>PX*"
+_MOST_INSIDE = 5  # lines whose names find room between them
 _WIDE = 8.0  # largest over smallest, from which on an axis is logarithmic
 
 
@@ -64,4 +65,7 @@ def _finish(axes: Axes, sweep: Sweep) -> None:
     axes.set_xlabel(f"{plain_text(sweep.key, 60)}{' (hollow: some seeds missed the target)' if partly else ''}")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    if len(sweep.lines) > _MOST_INSIDE:
+        axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, fontsize=8)
+    else:
+        axes.legend(frameon=False)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from pipebench.formats import listed, num_epochs, number, ratio, seconds
 from pipebench.show.comparison import ComparisonRow, RunGroup, groups, has_seeds, headings, markdown_table, notes, rows
@@ -126,7 +127,7 @@ def _winner(group: RunGroup) -> Iterator[str]:
             yield f"{first.name} and {second.name} are first to {goal}, both in {seconds(one)} ({_epochs(first)})."
             return
         yield (
-            f"{first.name} is first to {goal}: in {seconds(one)}, {_lead(other / one)} {second.name} with "
+            f"{first.name} is first to {goal}: in {seconds(one)}, {ratio(other / one)} as fast as {second.name} with "
             f"{seconds(other)} ({_epochs(first)}, against {_epochs(second)})."
         )
     elif ranked:
@@ -134,19 +135,22 @@ def _winner(group: RunGroup) -> Iterator[str]:
     elif any(row.num_targeted for row in group.rows):
         yield f"None reached {goal}."
     else:
-        rates = sorted(((row.throughput_samples_per_s or 0.0, row.name) for row in group.rows), reverse=True)
-        (one, first_name), (other, second_name) = rates[:2]
-        if other:
-            text = f"{number(one)} samples/s, {_lead(one / other)} {second_name} with {number(other)}"
-            yield f"{first_name} has the highest throughput: {text}."
+        rates = sorted(
+            ((row.throughput_samples_per_s or 0.0, row.name) for row in group.rows), key=itemgetter(0), reverse=True
+        )
+        (most, name), (less, following) = rates[:2]
+        tied = [each for rate, each in rates if most < rate * (1 + _SEEN)]
+        if len(tied) == len(rates):
+            yield f"None is faster than another: {number(most)} samples/s."
+        elif len(tied) > 1:
+            yield f"{listed(tied, _MOST_NAMED)} have the highest throughput: {number(most)} samples/s."
+        elif less:
+            text = f"{number(most)} samples/s, {ratio(most / less)} as fast as {following} with {number(less)}"
+            yield f"{name} has the highest throughput: {text}."
 
 
 def _target_s(row: ComparisonRow) -> float:
     return row.time_to_accuracy_s or 0.0
-
-
-def _lead(times: float) -> str:
-    return "as fast as" if times < 1 + _SEEN else f"{ratio(times)} as fast as"
 
 
 def _epochs(row: ComparisonRow) -> str:

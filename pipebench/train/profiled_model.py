@@ -4,8 +4,8 @@ The model is traced to layers and checked against its data set; a profile has th
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ from pipebench.profile.choose import (
     profile_request,
 )
 from pipebench.profile.model import Profile
+from pipebench.profile.request import ProfileRequest
 from pipebench.profile.tensor import with_exchanges
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.make import make_dataset, make_model
@@ -103,8 +104,8 @@ def profile_model(
     if profile_given is not None:
         profile = fitting(profile_given, _OF_DECISION, graph, sizes)
     else:
-        with _telling_of_one(recipe, dataset):
-            profile = profile_for(recipe, cluster, profile_request(recipe, graph, dataset, sizes), device, on_progress)
+        request = profile_request(recipe, graph, dataset, sizes)
+        profile = _profile_of(recipe, cluster, request, device, on_progress)
         profile = profile if slices == 1 else with_exchanges(profile, cluster.levels[0], slices)
     if is_users and decides and len(graph.layers) > 1:  # one layer runs unchanged, and the zoo's are tested
         check_traced(*exact, sizes)
@@ -113,15 +114,27 @@ def profile_model(
     return ProfiledModel(dataset, graph, device, _noted(profile, left_over), left_over)
 
 
-@contextmanager
-def _telling_of_one(recipe: Recipe, dataset: Dataset) -> Iterator[None]:
-    """Tell which key leaves a layer that needs several samples a single one."""
+def _profile_of(
+    recipe: Recipe,
+    cluster: Cluster,
+    request: ProfileRequest,
+    device: torch.device,
+    on_progress: Callable[[str], None] | None,
+) -> Profile:
+    """Return a profile of all sizes, or of several samples only, where a single one is of other modes' microbatches.
+
+    A layer may not take one sample (BatchNorm): other modes are then planned with whole minibatches. If the recipe's
+    own has one, the error tells which key leaves it.
+    """
     try:
-        yield
+        return profile_for(recipe, cluster, request, device, on_progress)
     except ProfileError as error:
         if _WITHOUT_ONE not in str(error):
             raise
-        raise ProfileError(f"{error}; {source_of_one(recipe, dataset)}", error.layer) from error
+        if 1 in travelling_sizes(recipe, request.dataset):
+            raise ProfileError(f"{error}; {source_of_one(recipe, request.dataset)}", error.layer) from error
+        several = request._replace(sizes=[size for size in request.sizes if size > 1])
+        return profile_for(recipe, cluster, several, device, on_progress)
 
 
 def _noted(profile: Profile, left_over: int) -> Profile:

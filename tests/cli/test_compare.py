@@ -143,6 +143,8 @@ def test_seeds_of_a_recipe_are_one_row_and_anything_else_has_a_name_of_its_own()
     slower = result(DP, {"train.optimizer.lr": "0.01"})
     assert named(DP_RUN, slower) == ["quickstart-dp 00000000", "quickstart-dp 00000001"]
     assert named(DP_RUN, DP_RUN) == ["quickstart-dp 00000000", "quickstart-dp 00000001"], "measured twice"
+    swept = [replace(result(DP, {}, seed=seed), name=f"seed={seed}") for seed in (0, 1)]
+    assert named(*swept) == ["seed=0", "seed=1"], "of a sweep over train.seed, where all but the first had an id, too"
 
 
 def test_a_sweep_and_the_rest_of_it_are_one_table(folder: Path, runs: list[RunLog]) -> None:

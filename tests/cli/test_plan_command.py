@@ -248,6 +248,19 @@ def test_what_fills_a_stage_s_time_is_told_and_no_mode_is_faster_than_the_fastes
     assert max(shares) == 100.0
 
 
+@pytest.mark.parametrize(
+    ("latency", "cause"),
+    [
+        ("10us", "stage 3's computing: 370 us per minibatch (computing 290 us, transfers 80.4 us)"),
+        ("50us", "stage 1's transfers: 690 us per minibatch (computing 290 us, transfers 400 us)"),
+    ],
+)
+def test_nothing_comes_back_from_later_stages_to_the_last_one(few: str, latency: str, cause: str) -> None:
+    """Latencies were called a `wait for minibatches to come back from later stages`, and left out of transfers."""
+    keys = ("parallelism.mode=zero-bubble", "parallelism.microbatches=4", "train.minibatch_size=8")
+    assert cause in " ".join(invoke(few, *keys, f"cluster.latency={latency}", "--no-others").output.split())
+
+
 def test_picture(graph: str) -> None:
     result = invoke("--profile", graph, "--levels", "4@1e9", "--picture", "plan.png", "--json")
     assert result.exit_code == 0

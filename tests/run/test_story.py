@@ -164,6 +164,14 @@ def test_what_a_recipe_refuses_is_not_advised() -> None:
     assert not [line for _, line in steps if "microbatches=64" in line]
 
 
+@pytest.mark.parametrize(("recipe", "unit"), [("quickstart", "minibatch"), ("quickstart/gpipe", "microbatch")])
+def test_the_plan_s_picture_says_what_its_bytes_are_of(recipe: str, unit: str) -> None:
+    """Those of a microbatch were called those of a minibatch."""
+    layers = plan_figure(answer_of(prepare_job(load(recipe), trains=False))).axes[0]
+    assert f"cross it per {unit}" in layers.get_xlabel()
+    assert layers.get_ylabel().endswith(f"per {unit}")
+
+
 def test_the_plan_s_picture_has_a_legend_of_what_it_draws() -> None:
     answer = answer_of(prepare_job(load("quickstart"), trains=False))
     simulated = replace(answer, times=tuple(StageTime(0.5, 0.25, 0.25) for _ in answer.comparison.best.stages))

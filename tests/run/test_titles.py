@@ -14,10 +14,11 @@ from pipebench.run.recorder import run_title
         ("", "pipedream 2-2, seed 3"),
         ("plan=2-2", "pipedream 2-2, seed 3"),
         ("pipedream,plan=2-2,depth=4", "pipedream 2-2, depth=4, seed 3"),
+        ("depth=4,seed=3", "pipedream 2-2, depth=4, seed 3"),
         ("plan=auto", "pipedream 2-2, plan=auto, seed 3"),
     ],
 )
-def test_a_title_says_mode_and_plan_once(varied: str, title: str) -> None:
+def test_a_title_says_mode_plan_and_seed_once(varied: str, title: str) -> None:
     """A sweep over plans was called `pipedream 2-2, plan=2-2, seed 3`."""
     parallelism, train = SimpleNamespace(mode="pipedream"), SimpleNamespace(seed=3)
     job = SimpleNamespace(

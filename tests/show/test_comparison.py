@@ -311,6 +311,16 @@ def test_a_simulated_comparison_has_no_columns_of_dashes() -> None:
     assert column(results, "samples per update") == {"pipedream": "32", "dp": "128 *"}
 
 
+def test_rows_of_one_throughput_are_first_together() -> None:
+    """The last by name of a sweep over learning rates had `the highest throughput, as fast as` the others."""
+    rates = {"dp": 2000.0, "gpipe": 2000.0, "pipedream": 2001.0}
+    found = [timed(mode, None, throughput_samples_per_s=rate) for mode, rate in rates.items()]
+    assert verdict(groups(found)[0])[0] == "None is faster than another: 2,001 samples/s."
+    found += [timed("model", None, throughput_samples_per_s=1000.0)]
+    told = "pipedream, dp, gpipe have the highest throughput: 2,001 samples/s."
+    assert verdict(groups(found)[0])[0] == told
+
+
 def test_a_plan_that_is_data_parallelism_says_so_in_its_row() -> None:
     whole = replace(timed("pipedream", 2.0), plan="4", stages=(stage(0.1, 4),))
     results = [replace(timed("dp", 2.0), plan="4", stages=whole.stages), whole, timed("gpipe", 3.0)]

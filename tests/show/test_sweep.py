@@ -172,6 +172,19 @@ def test_the_picture_has_a_line_per_mode_and_the_values_as_written(tmp_path: Pat
     assert (tmp_path / "sweep.png").stat().st_size > 1000
 
 
+def test_names_of_many_lines_stand_above_them() -> None:
+    """Ten names in the midst of the lines covered half of them."""
+    few = found_sweep()
+    lines = {f"parallelism.mode=dp, train.seed={seed}": next(iter(few.lines.values())) for seed in range(10)}
+    figure = sweep_figure(Sweep(few.key, few.metric, lines))
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    legend = axes.get_legend()
+    assert legend is not None
+    assert axes.bbox.y1 <= legend.get_window_extent().y0 < legend.get_window_extent().y1 <= figure.bbox.y1
+    assert legend.get_window_extent().x1 <= figure.bbox.x1
+
+
 def test_a_picture_of_seeds_shows_spreads_misses_and_gaps() -> None:
     (sweep,) = sweeps_of(RATES_TRIED)
     (axes,) = sweep_figure(sweep).axes

@@ -19,6 +19,7 @@ from pipebench.recipe.schema import Recipe
 from pipebench.run import runner
 from pipebench.train import profiled_model
 from pipebench.train.prepare import prepare
+from pipebench.train.profile_cache import to_plan
 from pipebench.train.profiled_model import profile_model
 from tests.recipes import uniform_recipe
 
@@ -176,6 +177,19 @@ def test_what_leaves_batch_norm_a_single_sample_is_said(overrides: list[str], sa
     prepare_with("normed")
     with pytest.raises(ProfileError, match=f"Expected more than 1 value per channel .*; {said}"):
         prepare_with("normed", *overrides)
+
+
+@pytest.mark.usefixtures("here")
+def test_batch_norm_is_planned_where_only_other_modes_would_leave_it_a_single_sample() -> None:
+    """A recipe that trains had no plan: others cut its minibatch of as many samples as there are workers."""
+    keys = [
+        "train.minibatch_size=4",
+        "dataset.num_train=48",
+        "parallelism.mode=pipedream",
+        "parallelism.microbatches=1",
+    ]
+    loaded = load("normed.yaml", keys)
+    assert {*to_plan(loaded).profile.layers} == {4}
 
 
 def test_plans_and_simulations_take_no_weights_and_no_data() -> None:
