@@ -21,7 +21,7 @@ _CAUSES = {
     LOADING: "loading of data",
 }
 _PARTS = {"compute_s": COMPUTE, "sync_s": SYNC, "transfer_s": TRANSFER}
-_ALMOST = 1e-6  # relative: times closer than this are the same
+ALMOST = 1e-6  # relative: times closer than this are the same
 
 
 @dataclass(frozen=True)
@@ -96,20 +96,20 @@ def bottleneck_of(answer: PlanFindings, found: PlanEstimate) -> Bottleneck:
     stage_s, stages = sums_s[index], found.by_position[index]
     own = tuple(found.plan.by_position[index])
     parts = {cause: sum(getattr(stage, part) for stage in stages) for part, cause in _PARTS.items()}
-    if found.port_s > stage_s * (1 + _ALMOST):
+    if found.port_s > stage_s * (1 + ALMOST):
         return Bottleneck((), PORT)
     if found.plan.chunks == 1:
-        if found.bottleneck_s > stage_s * (1 + _ALMOST):
+        if found.bottleneck_s > stage_s * (1 + ALMOST):
             return Bottleneck((), RECURRENCE)  # the hierarchical recurrence may charge for more than the stages do
         unit_size = -(-answer.request.minibatch_size // found.microbatches)
         load_s = answer.request.profile.load_s.get(unit_size, 0.0) * found.microbatches / found.plan.replicas[index]
-        if answer.request.model.has_ports and 0 < stage_s <= load_s * (1 + _ALMOST):
+        if answer.request.model.has_ports and 0 < stage_s <= load_s * (1 + ALMOST):
             return Bottleneck(own, LOADING)
-        if 0 < stage_s <= parts[TRANSFER] * (1 + _ALMOST):
+        if 0 < stage_s <= parts[TRANSFER] * (1 + ALMOST):
             return Bottleneck(own, TRANSFER)
         if not answer.request.model.has_ports:
             del parts[TRANSFER]
-        elif stage_s > sum(parts.values()) * (1 + _ALMOST):
+        elif stage_s > sum(parts.values()) * (1 + ALMOST):
             if not answer.mode.flush and index + 1 < len(sums_s):
                 return Bottleneck(own, WAITING)
             parts[TRANSFER] = stage_s - parts[COMPUTE] - parts[SYNC]  # latencies and copies, too, which ports don't see

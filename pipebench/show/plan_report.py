@@ -18,6 +18,7 @@ from pipebench.schedule.modes import RECOMPUTE, SWAP
 from pipebench.schedule.pipeline import MOST_BEYOND_NOAM
 from pipebench.schedule.syncs import SYNCS
 from pipebench.show.plan_answer import (
+    ALMOST,
     PORT,
     WAITING,
     Bottleneck,
@@ -247,8 +248,9 @@ def _parts(found: PlanEstimate, bottleneck: Bottleneck) -> str:
     compute_s, sync_s, transfer_s = (
         sum(getattr(stage, part) for stage in mine) for part in ("compute_s", "sync_s", "transfer_s")
     )
-    if bottleneck.cause != WAITING:  # what else the stage takes: latencies, too
-        transfer_s = max(transfer_s, sum(stage.stage_s for stage in mine) - compute_s - sync_s)
+    whole_s, computed_s = sum(stage.stage_s for stage in mine), compute_s + sync_s
+    if bottleneck.cause != WAITING and whole_s > computed_s * (1 + ALMOST):  # what else a stage takes: latencies, too
+        transfer_s = max(transfer_s, whole_s - computed_s)
     parts = f"computing {seconds(compute_s)}"
     parts += f", gradient sum {seconds(sync_s)}" if sync_s else ""
     parts += f", transfers {seconds(transfer_s)}" if transfer_s else ""
