@@ -15,7 +15,7 @@ class Segments:
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
-        self._totals_of: dict[tuple[int, int], SegmentTotals] = {}
+        self._totals_of: dict[tuple[int, bool, int | None], SegmentTotals] = {}
 
     def totals(self, first: int, num_minibatches: int, meter: Meter | None = None) -> SegmentTotals:
         """Return the totals of a segment that begins with minibatch `first` of a run; `meter` records a new one."""
@@ -24,7 +24,7 @@ class Segments:
         begin = first % per_epoch
         end = begin + num_minibatches
         inside = (end - 1) // per_epoch if sampler.size(per_epoch - 1) < sampler.size(0) else 0
-        key = begin if inside else -(end % per_epoch == 0), num_minibatches
+        key = num_minibatches, end % per_epoch == 0, begin if inside else None
         if key not in self._totals_of:
             self._totals_of[key] = self._simulated(begin, num_minibatches, inside, meter)
         return self._totals_of[key]
