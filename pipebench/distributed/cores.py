@@ -8,27 +8,33 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipebench.model.cores import usable_cores
+from pipebench.model.cores import name_of_cores, usable_cores
 from pipebench.simulate.costs import SharedProcessors
+
+Shares = Sequence[Mapping[str, Any]]  # a process's `processor_shares`
 
 
 def processor_shares(device: torch.device) -> list[dict[str, Any]]:
-    """Return what this process takes of its host's cores and, where one computes, of its GPU, which is last; JSON.
+    """Return what this process takes of its cores and, where one computes, of its GPU, which is last; JSON.
 
-    Per processor its name, its kind, how many threads this process computes with on it, and how many it has at once.
+    Per processor its name, which no other one has on any host, its host, its kind, how many threads this process
+    computes with on it, and how many it has at once.
     """
     host, on_gpu = socket.gethostname(), device.type == "cuda"
     # A process with a GPU keeps one core busy to launch kernels.
     threads = 1 if on_gpu else torch.get_num_threads()
-    cores = {"name": host, "kind": "core", "threads": threads, "capacity": usable_cores()}
+    cores = {"name": name_of_cores(), "host": host, "kind": "core", "threads": threads, "capacity": usable_cores()}
     if not on_gpu:
         return [cores]
-    name = f"{host} {torch.cuda.get_device_properties(device).uuid}"
+    name = str(torch.cuda.get_device_properties(device).uuid)
     # Kernels of several processes take turns on a GPU (without its Multi-Process Service): it has one queue.
-    return [cores, {"name": name, "kind": "GPU", "threads": 1, "capacity": 1.0}]
+    return [cores, {"name": name, "host": host, "kind": "GPU", "threads": 1, "capacity": 1.0}]
 
 
-Shares = Sequence[Mapping[str, Any]]  # a process's `processor_shares`
+def numbered(everyone: Sequence[Shares]) -> list[list[dict[str, Any]]]:
+    """Return all processes' shares with numbers for names: alike after a restart, and on other cores of the hosts."""
+    names = list(dict.fromkeys(share["name"] for shares in everyone for share in shares))
+    return [[{**share, "name": names.index(share["name"])} for share in shares] for shares in everyone]
 
 
 class Turn(NamedTuple):
@@ -59,10 +65,10 @@ def _has_room(threads: float, share: Mapping[str, Any]) -> bool:
 def shared_processors(everyone: Sequence[Shares]) -> SharedProcessors | None:
     """Return how the processors that processes compute on are shared; None if every thread has its own.
 
-    None, too, on several hosts, which aren't simulated.
+    None, too, where they differ in how many threads they run at once, which isn't simulated.
     """
     computing = [shares[-1] for shares in everyone]
-    if len({shares[0]["name"] for shares in everyone}) > 1 or not _crowded(computing):
+    if len({share["capacity"] for share in computing}) > 1 or not _crowded(computing):
         return None
     names = list(dict.fromkeys(share["name"] for share in computing))
     return SharedProcessors(
@@ -86,8 +92,9 @@ def crowding(everyone: Sequence[Shares], *, simulated: bool = False) -> str:
     threads = sorted({share["threads"] for share in worst})
     one = f"{threads[0]} thread{'s' * (threads[0] > 1)}"
     many = one if len(threads) == 1 else f"{threads[0]} to {threads[-1]} threads"
-    num_hosts = len({shares[0]["name"] for shares in everyone})
-    where = f" on one of {num_hosts} hosts" if num_hosts > 1 else ""
+    num_hosts = len({shares[0]["host"] for shares in everyone})
+    on_one = len({share["host"] for share in worst}) == 1  # containers share, too
+    where = f" on one of {num_hosts} hosts" if on_one and num_hosts > 1 else ""
     processes = f"{len(worst)} process{'es' * (len(worst) > 1)}"
     what = f"{capacity:g} usable core{'s' * (capacity != 1)}" if kind == "core" else "one GPU"
     with_threads = f" x {many}" if kind == "core" else ""

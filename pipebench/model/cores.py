@@ -1,6 +1,7 @@
 """The cores that a process may use, in a container, too."""
 
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +12,29 @@ def usable_cores(root: Path = Path("/")) -> float:
     The smallest of its affinity and the quotas of its control groups, whose files are under `root`.
     """
     # Python >= 3.13 has os.process_cpu_count for the first; nothing in Python gives the second.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min([float(cores), *_quotas(root)])
+    return min([float(len(_affinity())), *_quotas(root)])
+
+
+def name_of_cores(root: Path = Path("/")) -> str:
+    """Return a name for the cores that this process may use, the same in all processes that compete for them.
+
+    Processes that a launcher binds to different cores don't compete; containers of one machine do, unless a quota or
+    cores of their own limit them. Files of the system are under `root`.
+    """
+    cores, host = _affinity(), socket.gethostname()
+    if usable_cores(root) < len(cores):
+        return f"{host}'s quota"
+    try:
+        machine = (root / "proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # not Linux
+        machine = host
+    return f"{machine}'s {','.join(map(str, cores))}"
+
+
+def _affinity() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def _quotas(root: Path) -> Iterator[float]:

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 import torch
 
 from pipebench import typed_json
-from pipebench.distributed.cores import processor_shares
+from pipebench.distributed.cores import numbered, processor_shares
 from pipebench.distributed.host import host_costs, in_situ, in_turns
 from pipebench.distributed.launch_pipes import ready_listener
 from pipebench.distributed.world import World
@@ -63,7 +63,7 @@ class Together:
         self._is_first = world.rank == 0
         self._recipe = loaded.recipe
         self._kinds = world.exchange(local_device_name(world.device))
-        self._shares = world.exchange(processor_shares(world.device))
+        self._shares = numbered(world.exchange(processor_shares(world.device)))
         gpus = [shares[-1]["name"] for shares in self._shares if shares[-1]["kind"] == "GPU"]
         self._alone = len({*gpus}) == world.size  # every worker has a GPU of its own
         self._layers_key: Mapping[str, object] = {}

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from pipebench.distributed import cores
-from pipebench.distributed.cores import crowding, processor_shares, shared_processors, turn_of
+from pipebench.distributed.cores import crowding, numbered, processor_shares, shared_processors, turn_of
 from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.meter import MeasuredMeter
-from pipebench.model.cores import usable_cores
+from pipebench.model.cores import name_of_cores, usable_cores
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.simulate.costs import HostCosts, SharedProcessors
 from pipebench.simulate.meter import PREDICTION
@@ -86,15 +86,42 @@ def test_where_there_is_no_affinity_all_cores_are_usable(root: Path, monkeypatch
     assert usable_cores(root) == 64
 
 
+def test_cores_are_named_alike_where_processes_compete_for_them(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def named(host: str, cores: set[int]) -> str:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores, raising=False)
+        monkeypatch.setattr(socket, "gethostname", lambda: host)
+        return name_of_cores(root)
+
+    assert named("a", {0, 1}) != named("b", {0, 1})  # not Linux
+    write(root, {"proc/sys/kernel/random/boot_id": "one-machine\n"})
+    assert named("a", {0, 1}) == named("b", {0, 1}) == "one-machine's 0,1"  # containers
+    assert named("a", {0}) != named("a", {1})  # bound by a launcher
+    write(root, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"})
+    assert named("a", {0, 1}) != named("b", {0, 1})  # a quota each
+
+
+def test_what_was_measured_is_known_on_other_cores_of_the_hosts() -> None:
+    assert numbered([bound(0), bound(1)]) == numbered([bound(2), bound(5)])
+    assert numbered([bound(0), bound(1)]) != numbered([bound(0), bound(0)])
+    assert numbered([bound(0), bound(1)]) != numbered([bound(0), bound(1, host="b")])
+
+
 Shares = list[dict[str, Any]]
 
 
 def share(host: str = "a", threads: int = 1, cores: float = 2) -> Shares:
-    return [{"name": host, "kind": "core", "threads": threads, "capacity": cores}]
+    return [{"name": f"{host}'s 0,1", "host": host, "kind": "core", "threads": threads, "capacity": cores}]
 
 
 def gpu(number: int, host: str = "a", cores: float = 16) -> Shares:
-    return [*share(host, 1, cores), {"name": f"{host} {number}", "kind": "GPU", "threads": 1, "capacity": 1.0}]
+    queue = {"name": f"{number} of {host}", "host": host, "kind": "GPU", "threads": 1, "capacity": 1.0}
+    return [*share(host, 1, cores), queue]
+
+
+def bound(*cores: int, host: str = "a", machine: str = "x") -> Shares:
+    """Return the share of a process that a launcher, or a container, limits to some cores."""
+    one = {"name": f"{machine}'s {cores}", "host": host, "kind": "core", "threads": 1, "capacity": float(len(cores))}
+    return [one]
 
 
 @pytest.mark.parametrize(
@@ -109,6 +136,10 @@ def gpu(number: int, host: str = "a", cores: float = 16) -> Shares:
         ([share(threads=1), share(threads=4)], "2 processes x 1 to 4 threads share 2 usable cores; the"),
         ([*[share("a")] * 2, *[share("b")] * 3], "3 processes x 1 thread share 2 usable cores on one of 2 hosts; the"),
         ([*[share("a", cores=2)] * 2, *[share("b", cores=8)] * 8], ""),
+        ([bound(0), bound(1)], ""),
+        ([bound(0), bound(1), bound(1)], "2 processes x 1 thread share 1 usable core; the"),
+        ([bound(0, 1, host=host) for host in "abc"], "3 processes x 1 thread share 2 usable cores; the"),
+        ([bound(0, 1, host=host, machine=host) for host in "abc"], ""),
         ([gpu(0), gpu(1)], ""),
         ([gpu(0), gpu(1), gpu(0)], "2 processes share one GPU; the prediction does not model that"),
         ([gpu(0), gpu(0), gpu(0, "b")], "2 processes share one GPU on one of 2 hosts; the"),
@@ -140,6 +171,7 @@ def test_who_knows_of_shared_cores_says_so() -> None:
         ([share("a"), share("b")] * 2, [0, 0, 0, 0]),
         ([*[share("a")] * 4, *[share("b")] * 2], [0, 0, 1, 1, 0, 0]),
         ([share(), share(threads=2), share()], [0, 1, 0]),
+        ([bound(0), bound(1)], [0, 0]),
         ([gpu(0), gpu(1), gpu(0), gpu(1)], [0, 0, 1, 1]),
         ([gpu(0), gpu(0), gpu(1)], [0, 1, 0]),
         ([gpu(number, cores=2) for number in range(3)], [0, 0, 1]),
@@ -158,22 +190,28 @@ def test_in_its_turn_every_thread_has_a_core(shares: list[Shares], turns: list[i
         ([share()] * 3, SharedProcessors(2, 1, (0, 0, 0))),
         ([share(threads=2)] * 2, SharedProcessors(2, 2, (0, 0))),
         ([share(cores=0.5)], SharedProcessors(0.5, 1, (0,))),
-        ([*[share("a")] * 3, share("b")], None),
+        ([*[share("a")] * 3, share("b")], SharedProcessors(2, 1, (0, 0, 0, 1))),
+        ([*[share("a")] * 3, share("b", cores=4)], None),
+        ([bound(0), bound(1)], None),
+        ([bound(0, 1, host=host) for host in "abc"], SharedProcessors(2, 1, (0, 0, 0))),
         ([share(), share(threads=2)], SharedProcessors(2, 2, (0, 0))),
         ([gpu(0), gpu(1)], None),
         ([gpu(0), gpu(1), gpu(0)], SharedProcessors(1.0, 1, (0, 1, 0))),
-        ([gpu(0), gpu(0), gpu(0, "b")], None),
+        ([gpu(0), gpu(0), gpu(0, "b")], SharedProcessors(1.0, 1, (0, 0, 1))),
     ],
 )
-def test_processors_of_one_host_are_shared(shares: list[Shares], expected: SharedProcessors | None) -> None:
+def test_processors_that_are_shared_are_simulated(shares: list[Shares], expected: SharedProcessors | None) -> None:
     assert shared_processors(shares) == expected
 
 
 def test_a_process_whose_gpu_computes_keeps_one_core_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "usable_cores", lambda: 4.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(cores, "name_of_cores", lambda: "a's 0,1")
     monkeypatch.setattr(socket, "gethostname", lambda: "a")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=device.index))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"{device.index} of a")
+    )
     assert processor_shares(torch.device("cpu")) == share(threads=3, cores=4.0)
     assert processor_shares(torch.device("cuda", 7)) == gpu(7, cores=4.0)
 
