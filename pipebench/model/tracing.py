@@ -7,12 +7,14 @@ it is traced, and would be frozen or lost: where that would change the result, t
 import dis
 import inspect
 import linecache
+import operator
 import pickle
 import random
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from types import FrameType
 from typing import Any, Self
 
@@ -28,6 +30,7 @@ IsLeaf = Callable[[nn.Module, str], bool]
 Fed = int | Collection[str] | None  # how many arguments of a forward are fed with data, or which; None: not known
 # In a node's `meta`: of every module whose call put out the node's value, by its path, the names of what it was given.
 CALLS = "pipebench_calls"
+_IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
 
 
 def record(model: nn.Module, is_leaf: IsLeaf, fed: Fed = None) -> fx.GraphModule:
@@ -41,17 +44,41 @@ def record(model: nn.Module, is_leaf: IsLeaf, fed: Fed = None) -> fx.GraphModule
     """
     versions = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
     try:
-        with _nothing_drawn():
+        with _nothing_drawn(), _attributes_as_before(model):
             graph = _Tracer(is_leaf, fed).trace(model)
+            held = {name: attrgetter(name)(model) for name, _, _ in versions}
     except Exception as error:  # tracing runs the user's forward: anything can come out of it
         raise TracingError(_why_not_traced(model, error)) from error
     for name, buffer, version in versions:
-        if buffer._version != version:
+        if buffer._version != version or not _is_value_of(held[name], buffer, name):
             raise TracingError(
                 f"model {type(model).__name__} changes its buffer {name} while it is traced, which torch.fx doesn't "
-                "record; name the module that does in model.leaves to make it one layer"
+                f"record; write into it (self.{name.rpartition('.')[2]}.copy_(...)), or name the module that does in "
+                "model.leaves to make it one layer"
             )
     return TracedModule(model, graph)
+
+
+def _is_value_of(held: Any, buffer: torch.Tensor, name: str) -> bool:
+    """Return whether a module holds its buffer still, or what `self.x += 1` has put into it."""
+    if not isinstance(held, fx.Proxy):
+        return held is buffer
+    node: Any = held.node
+    while node.target in _IN_PLACE:
+        node = node.args[0]
+    return bool(node.op == "get_attr" and node.target == name)
+
+
+@contextmanager
+def _attributes_as_before(model: nn.Module) -> Iterator[None]:
+    """Give modules their attributes and buffers back that are assigned to meanwhile; new ones stay: torch.fx's."""
+    before = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for attributes, earlier, buffers in before:
+            attributes.update(earlier)
+            attributes["_buffers"].update(buffers)
 
 
 class TracedModule(fx.GraphModule):
@@ -110,6 +137,23 @@ class _Value(fx.Proxy):
     def __bool__(self) -> bool:
         # An assertion holds, or the model's first forward would have failed; what it checks is no part of the result.
         return _is_in_an_assertion(sys._getframe(1)) or super().__bool__()
+
+    def __iadd__(self, other: Any) -> Any:
+        return self._in_place(operator.iadd, other)
+
+    def __isub__(self, other: Any) -> Any:
+        return self._in_place(operator.isub, other)
+
+    def __imul__(self, other: Any) -> Any:
+        return self._in_place(operator.imul, other)
+
+    def __itruediv__(self, other: Any) -> Any:
+        return self._in_place(operator.itruediv, other)
+
+    def _in_place(self, operation: Callable[..., Any], other: Any) -> Any:
+        """Record an operation that changes a buffer; any other value may be another one afterwards."""
+        of_buffer = self.node.op == "get_attr" or self.node.target in _IN_PLACE
+        return self.tracer.create_proxy("call_function", operation, (self, other), {}) if of_buffer else NotImplemented
 
     def __setitem__(self, index: Any, item: Any) -> None:
         self.tracer.create_proxy("call_function", set_item, (self, index, item), {})
@@ -291,7 +335,10 @@ def _why_not_traced(model: nn.Module, error: Exception) -> str:
     holders = [frame.f_locals.get("self") for frame, _ in steps]
     holder = next((holder for holder in reversed(holders) if isinstance(holder, nn.Module)), None)
     reason = str(error).strip().split("\n")[0] or type(error).__name__
-    return f"model {type(model).__name__} can't be traced by torch.fx{where}: {reason}; {_way_out(model, holder)}"
+    way_out = _way_out(model, holder)
+    if "dynamo-optimized" in reason or hasattr(model, "_orig_mod"):
+        reason, way_out = "torch.compile has compiled it", "leave that out, and set engine.compile: true"
+    return f"model {type(model).__name__} can't be traced by torch.fx{where}: {reason}; {way_out}"
 
 
 def _way_out(model: nn.Module, holder: nn.Module | None) -> str:

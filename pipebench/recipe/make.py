@@ -28,18 +28,21 @@ def make_model(model: Mapping[str, Any]) -> Any:
         made = make(**options(model))
     if not isinstance(made, torch.nn.Module):
         raise UserCodeError(f"{target} returned {type(made).__name__}, needed is a torch.nn.Module", "model.target")
-    _refuse_lazy(made, target)
+    for name, module in made.named_modules():
+        if problem := _problem(module):
+            raise UserCodeError(f"{target}: {name or 'the model'} is a {problem}", "model.target")
     return made
 
 
-def _refuse_lazy(model: Any, target: str) -> None:
-    for name, module in model.named_modules():
-        if any(map(torch.nn.parameter.is_lazy, module.parameters(recurse=False))):
-            kind = type(module).__name__
-            problem = f"{name or 'the model'} is a {kind}, whose parameters have no shape before its first input"
-            raise UserCodeError(
-                f"{target}: {problem}: give the size, as in {kind.removeprefix('Lazy')}", "model.target"
-            )
+def _problem(module: Any) -> str | None:
+    """Return what a module is that can't be trained here, and what to do; None if it can."""
+    kind = type(module).__name__
+    if isinstance(module, torch.jit.ScriptModule):
+        return f"{kind} of TorchScript, which takes no weights but its own: use the torch.nn.Module it was made from"
+    if any(map(torch.nn.parameter.is_lazy, module.parameters(recurse=False))):
+        size = f"give the size, as in {kind.removeprefix('Lazy')}"
+        return f"{kind}, whose parameters have no shape before its first input: {size}"
+    return None
 
 
 def make_dataset(dataset: Mapping[str, Any]) -> Any:

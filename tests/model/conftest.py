@@ -148,6 +148,14 @@ def frozen():
     return nn.Linear(2, 3).requires_grad_(False)
 
 
+def scripted():
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch >= 2.15 has deprecated it
+        return nn.Sequential(torch.jit.script(nn.Linear(2, 3)))
+
+
 def strayed(length: int = 100):
     points = torch.utils.data.TensorDataset(torch.randn(length, 2), torch.arange(length) % 3)
     return torch.utils.data.Subset(points, [*range(57), 1000, *range(58, length)]), Points(20, "")

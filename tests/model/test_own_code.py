@@ -61,6 +61,10 @@ REFUSED: list[tuple[Sequence[str], str]] = [
         ["model.target=torch.nn:LazyLinear", "model.out_features=3"],
         "model.target: torch.nn:LazyLinear: the model is a LazyLinear, whose parameters have no shape before its first",
     ),
+    (
+        ["model.target=OWN:scripted"],
+        "OWN:scripted: 0 is a RecursiveScriptModule of TorchScript, which takes no weights but its own: use the",
+    ),
     (["model.target=torch:Tensor"], "model.target: torch:Tensor returned Tensor, needed is a torch.nn.Module"),
     (["model.target=torch:pi"], "model.target: torch:pi is a float, needed is a function or a class that makes one"),
     (

@@ -86,6 +86,18 @@ def reverse(net: Net, x: torch.Tensor) -> torch.Tensor:
     return Reverse.apply(x)
 
 
+compiled = torch.compile(torch.relu)
+
+
+def calls_compiled(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return compiled(x)
+
+
+def assigns(net: Net, x: torch.Tensor) -> torch.Tensor:
+    net.steps = net.steps + 1
+    return x
+
+
 @pytest.mark.parametrize(
     ("middle", "says"),
     [
@@ -96,6 +108,8 @@ def reverse(net: Net, x: torch.Tensor) -> torch.Tensor:
         (frozen_noise, r"test_tracing.py:\d+ \(return x \+ torch.randn.*the random numbers of randn"),
         (layer_drop, "random numbers of Python's random module would be drawn once"),
         (numpy_noise, "random numbers of NumPy would be drawn once"),
+        (calls_compiled, "torch.compile has compiled it; leave that out, and set engine.compile: true"),
+        (assigns, r"Net changes its buffer steps while .* write into it \(self.steps.copy_\(...\)\), or name"),
         (branch, r"test_tracing.py:\d+ .*control flow.* into a module of its own .* modes single and dp"),
     ],
 )
@@ -192,6 +206,23 @@ def test_comparing_leaves_everything_as_it_was() -> None:
     assert model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_buffer_counts_in_a_graph_as_in_the_model_which_tracing_leaves_as_it_was() -> None:
+    def up(net: Net, x: torch.Tensor) -> torch.Tensor:
+        net.calls += 1
+        net.steps += 2
+        steps = net.steps
+        steps -= 1
+        return net.b(x) * steps
+
+    model = Net(up)
+    graph = trace(model)
+    assert int(model.steps) == model.calls == 0
+    check_traced(graph, Blobs())
+    engine = trained(mode_setup(model, "model", [1]), 2)
+    [found] = [tensors["steps"] for replica in engine.replicas if "steps" in (tensors := replica.tensors())]
+    assert int(found) == 2
 
 
 def pairs_only(net: Net, x: torch.Tensor) -> torch.Tensor:
