@@ -1,6 +1,7 @@
 """Evaluate a report: cells, scores and verdicts from the outcomes of its runs. Pure: nothing runs here."""
 
 import itertools
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,18 +11,7 @@ from typing import Any
 
 from pipebench.formats import UNKNOWN, listed
 from pipebench.report.definition import Measure, PublishedClaim, Quoted, Report, Row
-from pipebench.report.evaluated import (
-    EARLIER,
-    LEFT_OUT,
-    MISSED,
-    NO,
-    UNTESTABLE,
-    YES,
-    Evaluated,
-    Origin,
-    TableCell,
-    Verdict,
-)
+from pipebench.report.evaluated import EARLIER, LEFT_OUT, NO, UNTESTABLE, YES, Evaluated, Origin, TableCell, Verdict
 from pipebench.report.expressions import Cells, Expression, Look, NoValueError, Value, cells_of, evaluate, explain
 from pipebench.report.metrics import value_of
 from pipebench.report.reasons import reason_for_plan, same_plan
@@ -146,29 +136,46 @@ class _ResultTable:
 
 
 def _number(measure: Measure, runs: Sequence[Sequence[CellOutcome]]) -> dict[str, Any]:
-    """Return median and range over every combination of seeds."""
-    values: list[float] = []
+    """Return the median over every combination of seeds, and the range of those that reached their target.
+
+    In the median a missed target took infinitely long. So a ratio of two runs is infinite or 0 where one of them
+    missed; where both did, neither was faster, and the combination doesn't count.
+    """
+    values: list[tuple[float, bool]] = []  # and whether a target was missed
     problems: dict[str, None] = {}
     used: dict[int, CellOutcome] = {}
-    total = 0
-    for chosen in itertools.product(*runs):
-        total += 1
+    combinations = [dict(zip(measure.runs, chosen, strict=True)) for chosen in itertools.product(*runs)]
+    for chosen in combinations:
+        missed = _missed(measure, chosen)
+        problems.update(missed)
         try:
-            value = _value(measure, dict(zip(measure.runs, chosen, strict=True)))
+            values.append((_value(measure, chosen), bool(missed)))
         except NoValueError as error:
-            problems[str(error)] = None
+            problems.update({} if missed else {str(error): None})
         else:
-            values.append(value)
-            used.update((id(each), each) for each in chosen)
-    if not values:
-        return {"problem": "; ".join(problems) or _NOT_RUN}
-    several = len(values) > 1
+            used.update((id(each), each) for each in chosen.values())
+    values.sort()
+    reached = [value for value, is_missed in values if not is_missed]
     remarks = [*_remarks(used.values())]
-    if problems:
+    if problems and reached:
         of = "seeds" if sum(len(outcomes) > 1 for outcomes in runs) == 1 else "combinations of seeds"
-        remarks.append(f"{len(values)} of {total} {of}; the others: {'; '.join(problems)}")
-    spread = {"low": min(values), "high": max(values)} if several or problems else {}
-    return {"value": statistics.median(values), **spread, "remarks": tuple(dict.fromkeys(remarks))}
+        remarks.append(f"{len(reached)} of {len(combinations)} {of}; the others: {'; '.join(problems)}")
+    remarked = {"remarks": tuple(dict.fromkeys(remarks))}
+    middle = values[(len(values) - 1) // 2 : len(values) // 2 + 1]
+    if not reached or any(is_missed for _, is_missed in middle):
+        return {"problem": "; ".join(problems) or _NOT_RUN, **remarked}
+    spread = {"low": reached[0], "high": reached[-1]} if len(reached) > 1 or problems else {}
+    return {"value": statistics.median(value for value, _ in middle), **spread, **remarked}
+
+
+def _missed(measure: Measure, chosen: Mapping[str, CellOutcome]) -> dict[str, None]:
+    """Return how the runs ended that missed a target that the measure is about; nothing if one couldn't run."""
+    assert measure.expression is not None
+    found = [(chosen[run].result, metric) for run, metric in measure.expression.metrics]
+    known = [(result, metric) for result, metric in found if result is not None]
+    if len(known) < len(found):
+        return {}
+    return {result.outcome: None for result, metric in known if value_of(result, metric) == math.inf}
 
 
 def _value(measure: Measure, chosen: Mapping[str, CellOutcome]) -> float:
@@ -180,7 +187,7 @@ def _value(measure: Measure, chosen: Mapping[str, CellOutcome]) -> float:
             raise NoValueError(str(outcome.problem))
         found = value_of(outcome.result, metric)
         if isinstance(found, str):
-            raise NoValueError(found if found == MISSED or len(chosen) == 1 else f"{run}: {found}")
+            raise NoValueError(found if len(chosen) == 1 else f"{run}: {found}")
         return found
 
     assert measure.expression is not None
