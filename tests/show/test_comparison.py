@@ -124,6 +124,14 @@ def test_runs_of_other_seeds_are_no_baseline() -> None:
     assert column([dp(seed=0), dp(seed=1), pipedream(seed=0)], "vs dp")["pipedream"] == "-"
 
 
+def test_other_seeds_are_told_below_the_table() -> None:
+    """Below a table whose speed-up was unknown for that reason a sentence had it, and no word of seeds."""
+    (group,) = groups([dp(seed=0), dp(seed=1), pipedream(seed=0)])
+    assert verdict(group)[1] == "Rows have other seeds, which change how many epochs it takes to a target."
+    (group,) = groups([dp(seed=0), dp(seed=1), pipedream(seed=0), pipedream(seed=1)])
+    assert not any("seeds" in sentence for sentence in verdict(group))
+
+
 def test_without_dp_there_is_no_speed_up() -> None:
     assert "vs dp" not in headings([PIPEDREAM])
 
@@ -329,6 +337,18 @@ def test_rows_of_one_throughput_are_first_together() -> None:
     assert verdict(groups(found)[0])[0] == "None is faster than another: 2,001 samples/s."
     found += [timed("model", None, throughput_samples_per_s=1000.0)]
     told = "pipedream, dp, gpipe have the highest throughput: 2,001 samples/s."
+    assert verdict(groups(found)[0])[0] == told
+
+
+def test_rows_of_one_time_are_first_together() -> None:
+    """The third was left out, and what one of them took, in epochs of its own, was said of both."""
+    found = [timed("dp", 1.0), timed("gpipe", 1.004, epoch_time_s=0.5), timed("pipedream", 1.0)]
+    told = (
+        "dp, pipedream, gpipe are first to top1 0.95, all in 1.00 s (2 epochs of 1.00 s, against 2 epochs of 500 ms)."
+    )
+    assert verdict(groups(found)[0])[0] == told
+    found = [timed("dp", 0.996), timed("pipedream", 1.004), timed("gpipe", 2.0)]
+    told = "dp and pipedream are first to top1 0.95, both in 996 ms to 1.00 s (2 epochs of 1.00 s)."
     assert verdict(groups(found)[0])[0] == told
 
 
