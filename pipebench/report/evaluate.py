@@ -4,7 +4,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
@@ -235,9 +235,22 @@ def _verdicts(report: Report, claim: PublishedClaim, cells: Sequence[TableCell])
         return
     for column in report.columns:
         try:
-            yield verdict(claim, column.name, _look_in(report, cells, column.name))
+            found = verdict(claim, column.name, _look_in(report, cells, column.name))
         except NoValueError as error:
             yield Verdict(claim, column.name, UNTESTABLE, str(error))
+        else:
+            absent = dict.fromkeys(_absent(expression, [cell for cell in cells if cell.column == column.name]))
+            without = f"; without {listed([*absent], _MOST_NAMED)}" if absent else ""
+            yield replace(found, reason=f"{found.reason}{without}")
+
+
+def _absent(expression: Expression, cells: Sequence[TableCell]) -> Iterator[str]:
+    """Yield the rows that an expression over several is about but whose runs gave no value, and why."""
+    failed = [cell for cell in cells if cell.problem not in (None, _NOT_RUN)]
+    for measure, row in cells_of(expression):
+        for cell in failed:
+            if cell.measure == measure and fnmatchcase(cell.row, row or "*"):
+                yield f"{cell.row} ({cell.problem})"
 
 
 def _left_out(report: Report, expression: Expression) -> list[str]:

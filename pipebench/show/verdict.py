@@ -140,11 +140,11 @@ def _winner(group: RunGroup) -> Iterator[str]:
             ((row.throughput_samples_per_s or 0.0, row.name) for row in group.rows), key=itemgetter(0), reverse=True
         )
         (most, name), (less, following) = rates[:2]
-        tied = [each for rate, each in rates if most < rate * (1 + _SEEN)]
-        if len(tied) == len(rates):
+        fastest = [each for rate, each in rates if most < rate * (1 + _SEEN)]
+        if len(fastest) == len(rates):
             yield f"None is faster than another: {number(most)} samples/s."
-        elif len(tied) > 1:
-            yield f"{listed(tied, _MOST_NAMED)} have the highest throughput: {number(most)} samples/s."
+        elif len(fastest) > 1:
+            yield f"{listed(fastest, _MOST_NAMED)} have the highest throughput: {number(most)} samples/s."
         elif less:
             text = f"{number(most)} samples/s, {ratio(most / less)} as fast as {following} with {number(less)}"
             yield f"{name} has the highest throughput: {text}."

@@ -230,6 +230,22 @@ def test_what_is_about_rows_that_were_left_out_is_neither_untestable_nor_decided
     assert found.about == "It comes to (rows left out), of the first to 2.00x."
 
 
+def test_a_claim_names_the_rows_that_have_no_value(write: Write) -> None:
+    """They were left out of it in silence: of several ways, one that had missed its target, say."""
+    rows = [{"name": name, "runs": {run: f"{run}.yaml" for run in ("dp", "straight")}} for name in ("first", "second")]
+    report = one_column(write, rows=rows, claims=[{"text": "Faster", "holds": "min(speedup) > 1", "tolerance": "none"}])
+    found: dict[tuple[str, str, str], list[RunResult | str]] = {
+        (row, run, "ideal"): [result(epoch_s=seconds)]
+        for row in ("first", "second")
+        for run, seconds in (("dp", 4.0), ("straight", 2.0))
+    }
+    (before,) = evaluated(report, found).verdicts
+    found["second", "straight", "ideal"] = ["it doesn't fit"]
+    (after,) = evaluated(report, found).verdicts
+    assert (before.reason, before.answer) == ("min(speedup) is 2 (first)", YES)
+    assert (after.reason, after.answer) == ("min(speedup) is 2 (first); without second (it doesn't fit)", YES)
+
+
 def test_a_text_quotes_the_column_that_it_names(write: Write) -> None:
     about, rows = "{slow: max(twice)} after {ideal: max(twice)}", changed()["rows"][:1]
     report, reading = read_report(write(changed(about=about, rows=rows, pictures=None)))
