@@ -110,6 +110,8 @@ class _ResultTable:
             "hypothesis": row.hypothesis.get(measure.name),
             "chosen": row.chosen.get(measure.name) or measure.chosen.get(column),
         }
+        if calibrated and published is not None and not known["fitted"] and not known["chosen"]:
+            known["chosen"] = self._fitted_part(row, measure)
         if missing:
             return TableCell(**known, problem=_NOT_RUN)
         runs = [self._of(row, run, column) for run in measure.runs]
@@ -118,6 +120,13 @@ class _ResultTable:
         if "value" in found:
             found["remarks"] = (*found["remarks"], *_about_seeds(row, dict(zip(measure.runs, runs, strict=True))))
         return TableCell(**known, origins=origins, **found)
+
+    def _fitted_part(self, row: Row, measure: Measure) -> str | None:
+        """Return that a fitted cell of the row is computed with in this one, if one is: it is no plain prediction."""
+        own = {*measure.expression.metrics} if measure.expression else set()
+        measures = [self._report.measure(name) for where, name in sorted(self._fitted) if where == row.name]
+        parts = [each.title for each in measures if each.expression and own.issuperset(each.expression.metrics)]
+        return f"a part of it is fitted: {parts[0]}" if parts else None
 
     def _of(self, row: Row, run: str, column: str) -> Sequence[CellOutcome]:
         return self._outcomes.get((row.name, run, SAME if row.runs[run].same else column), ())

@@ -230,6 +230,21 @@ def test_what_is_about_rows_that_were_left_out_is_neither_untestable_nor_decided
     assert found.about == "It comes to (rows left out), of the first to 2.00x."
 
 
+def test_what_is_computed_with_a_fitted_cell_is_no_prediction(write: Write) -> None:
+    """As a time to accuracy: the epoch time's speed-up, fitted on this row, times that of epochs."""
+    rows = changed()["rows"][:1]
+    rows[0]["published"]["twice"] = 3
+    report, reading = read_report(write(changed(rows=rows, pictures=None, claims=[])))
+    assert not reading.faults
+    found = evaluated(
+        report, {("first", run, column): [result()] for run in ("dp", "straight") for column in ("ideal", "slow")}
+    )
+    slow, ideal = (cell(found, "first", "twice", column) for column in ("slow", "ideal"))
+    assert (slow.fitted, slow.chosen, ideal.chosen) == (False, "a part of it is fitted: epoch time", None)
+    fitted = cell(found, "first", "speedup", "slow")
+    assert (fitted.fitted, fitted.chosen) == (True, None)
+
+
 def test_a_claim_names_the_rows_that_have_no_value(write: Write) -> None:
     """They were left out of it in silence: of several ways, one that had missed its target, say."""
     rows = [{"name": name, "runs": {run: f"{run}.yaml" for run in ("dp", "straight")}} for name in ("first", "second")]
