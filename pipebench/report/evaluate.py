@@ -1,27 +1,17 @@
 """Evaluate a report: cells, scores and verdicts from the outcomes of its runs. Pure: nothing runs here."""
 
 import itertools
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
 
 from pipebench.formats import UNKNOWN, listed
 from pipebench.report.definition import Measure, PublishedClaim, Quoted, Report, Row
-from pipebench.report.evaluated import (
-    EARLIER,
-    LEFT_OUT,
-    MISSED,
-    NO,
-    UNTESTABLE,
-    YES,
-    Evaluated,
-    Origin,
-    TableCell,
-    Verdict,
-)
+from pipebench.report.evaluated import EARLIER, LEFT_OUT, NO, UNTESTABLE, YES, Evaluated, Origin, TableCell, Verdict
 from pipebench.report.expressions import Cells, Expression, Look, NoValueError, Value, cells_of, evaluate, explain
 from pipebench.report.metrics import value_of
 from pipebench.report.reasons import reason_for_plan, same_plan
@@ -120,6 +110,8 @@ class _ResultTable:
             "hypothesis": row.hypothesis.get(measure.name),
             "chosen": row.chosen.get(measure.name) or measure.chosen.get(column),
         }
+        if calibrated and published is not None and not known["fitted"] and not known["chosen"]:
+            known["chosen"] = self._fitted_part(row, measure)
         if missing:
             return TableCell(**known, problem=_NOT_RUN)
         runs = [self._of(row, run, column) for run in measure.runs]
@@ -128,6 +120,13 @@ class _ResultTable:
         if "value" in found:
             found["remarks"] = (*found["remarks"], *_about_seeds(row, dict(zip(measure.runs, runs, strict=True))))
         return TableCell(**known, origins=origins, **found)
+
+    def _fitted_part(self, row: Row, measure: Measure) -> str | None:
+        """Return that a fitted cell of the row is computed with in this one, if one is: it is no plain prediction."""
+        own = {*measure.expression.metrics} if measure.expression else set()
+        measures = [self._report.measure(name) for where, name in sorted(self._fitted) if where == row.name]
+        parts = [each.title for each in measures if each.expression and own.issuperset(each.expression.metrics)]
+        return f"a part of it is fitted: {parts[0]}" if parts else None
 
     def _of(self, row: Row, run: str, column: str) -> Sequence[CellOutcome]:
         return self._outcomes.get((row.name, run, SAME if row.runs[run].same else column), ())
@@ -146,29 +145,46 @@ class _ResultTable:
 
 
 def _number(measure: Measure, runs: Sequence[Sequence[CellOutcome]]) -> dict[str, Any]:
-    """Return median and range over every combination of seeds."""
-    values: list[float] = []
+    """Return the median over every combination of seeds, and the range of those that reached their target.
+
+    In the median a missed target took infinitely long. So a ratio of two runs is infinite or 0 where one of them
+    missed; where both did, neither was faster, and the combination doesn't count.
+    """
+    values: list[tuple[float, bool]] = []  # and whether a target was missed
     problems: dict[str, None] = {}
     used: dict[int, CellOutcome] = {}
-    total = 0
-    for chosen in itertools.product(*runs):
-        total += 1
+    combinations = [dict(zip(measure.runs, chosen, strict=True)) for chosen in itertools.product(*runs)]
+    for chosen in combinations:
+        missed = _missed(measure, chosen)
+        problems.update(missed)
         try:
-            value = _value(measure, dict(zip(measure.runs, chosen, strict=True)))
+            values.append((_value(measure, chosen), bool(missed)))
         except NoValueError as error:
-            problems[str(error)] = None
+            problems.update({} if missed else {str(error): None})
         else:
-            values.append(value)
-            used.update((id(each), each) for each in chosen)
-    if not values:
-        return {"problem": "; ".join(problems) or _NOT_RUN}
-    several = len(values) > 1
+            used.update((id(each), each) for each in chosen.values())
+    values.sort()
+    reached = [value for value, is_missed in values if not is_missed]
     remarks = [*_remarks(used.values())]
-    if problems:
+    if problems and reached:
         of = "seeds" if sum(len(outcomes) > 1 for outcomes in runs) == 1 else "combinations of seeds"
-        remarks.append(f"{len(values)} of {total} {of}; the others: {'; '.join(problems)}")
-    spread = {"low": min(values), "high": max(values)} if several or problems else {}
-    return {"value": statistics.median(values), **spread, "remarks": tuple(dict.fromkeys(remarks))}
+        remarks.append(f"{len(reached)} of {len(combinations)} {of}; the others: {'; '.join(problems)}")
+    remarked = {"remarks": tuple(dict.fromkeys(remarks))}
+    middle = values[(len(values) - 1) // 2 : len(values) // 2 + 1]
+    if not reached or any(is_missed for _, is_missed in middle):
+        return {"problem": "; ".join(problems) or _NOT_RUN, **remarked}
+    spread = {"low": reached[0], "high": reached[-1]} if len(reached) > 1 or problems else {}
+    return {"value": statistics.median(value for value, _ in middle), **spread, **remarked}
+
+
+def _missed(measure: Measure, chosen: Mapping[str, CellOutcome]) -> dict[str, None]:
+    """Return how the runs ended that missed a target that the measure is about; nothing if one couldn't run."""
+    assert measure.expression is not None
+    found = [(chosen[run].result, metric) for run, metric in measure.expression.metrics]
+    known = [(result, metric) for result, metric in found if result is not None]
+    if len(known) < len(found):
+        return {}
+    return {result.outcome: None for result, metric in known if value_of(result, metric) == math.inf}
 
 
 def _value(measure: Measure, chosen: Mapping[str, CellOutcome]) -> float:
@@ -180,7 +196,7 @@ def _value(measure: Measure, chosen: Mapping[str, CellOutcome]) -> float:
             raise NoValueError(str(outcome.problem))
         found = value_of(outcome.result, metric)
         if isinstance(found, str):
-            raise NoValueError(found if found == MISSED or len(chosen) == 1 else f"{run}: {found}")
+            raise NoValueError(found if len(chosen) == 1 else f"{run}: {found}")
         return found
 
     assert measure.expression is not None
@@ -228,9 +244,22 @@ def _verdicts(report: Report, claim: PublishedClaim, cells: Sequence[TableCell])
         return
     for column in report.columns:
         try:
-            yield verdict(claim, column.name, _look_in(report, cells, column.name))
+            found = verdict(claim, column.name, _look_in(report, cells, column.name))
         except NoValueError as error:
             yield Verdict(claim, column.name, UNTESTABLE, str(error))
+        else:
+            absent = dict.fromkeys(_absent(expression, [cell for cell in cells if cell.column == column.name]))
+            without = f"; without {listed([*absent], _MOST_NAMED)}" if absent else ""
+            yield replace(found, reason=f"{found.reason}{without}")
+
+
+def _absent(expression: Expression, cells: Sequence[TableCell]) -> Iterator[str]:
+    """Yield the rows that an expression over several is about but whose runs gave no value, and why."""
+    failed = [cell for cell in cells if cell.problem not in (None, _NOT_RUN)]
+    for measure, row in cells_of(expression):
+        for cell in failed:
+            if cell.measure == measure and fnmatchcase(cell.row, row or "*"):
+                yield f"{cell.row} ({cell.problem})"
 
 
 def _left_out(report: Report, expression: Expression) -> list[str]:

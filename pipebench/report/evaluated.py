@@ -12,7 +12,6 @@ NOT_CHOSEN = "nothing chosen in view of them"
 CONSTANT = "geometric mean of the fitted cells"  # a baseline instead of a column
 YES, NO, UNTESTABLE = "yes", "no", "not testable here"
 LEFT_OUT = "rows left out"  # a report of some rows says nothing of claims about others, too
-MISSED = "missed"  # problem of a cell whose run didn't reach its target
 MLFLOW, KEPT = "MLflow", "kept"
 EARLIER = "an earlier release, which named no tree"  # what trained a result
 
@@ -42,8 +41,9 @@ class TableCell:
     row: str
     measure: str
     column: str
-    value: float | str | None = None  # a number (the median over seeds) or a plan; None with a problem
-    low: float | None = None  # minimum over seeds; None with one
+    # A number (the median over seeds, in which a missed target took infinitely long) or a plan; None with a problem
+    value: float | str | None = None
+    low: float | None = None  # minimum over seeds that reached their target; None with one
     high: float | None = None  # likewise, maximum
     problem: str | None = None  # why there is no value, such as `missed`
     remarks: tuple[str, ...] = ()  # sentences on a valid value: doesn't fit in memory; 2 of 3 seeds

@@ -120,6 +120,7 @@ def unit_of(expression: Expression, units: Mapping[str, str]) -> str:
 def evaluate(expression: Expression, look: Look) -> Value:
     """Evaluate an expression; raises a NoValueError if it has no value, such as a quotient by 0.
 
+    What is infinite is computed with, such as the time to a target that was missed; inf / inf has no value.
     `look`, whose errors pass through, returns the value of (run, metric) in a cell's expression, and of (measure, row
     or pattern or "") in a claim's.
     """
@@ -344,7 +345,7 @@ def _applied(function: Callable[..., float], values: Sequence[Value]) -> float:
         value = function(*values)
     except ZeroDivisionError:
         raise NoValueError("it divides by zero") from None
-    if not math.isfinite(value):
+    if math.isnan(value) or (math.isinf(value) and not any(each in (math.inf, -math.inf) for each in values)):
         raise NoValueError("it isn't finite")
     return value
 

@@ -8,7 +8,8 @@ from pipebench.errors import nearest
 from pipebench.metrics import MEASURED, METRICS, SIMULATED, TARGET, TRAINED, ZERO, known, names
 from pipebench.recipe.engines import ENGINES
 from pipebench.tracking.summary import summarise_curves
-from pipebench.train.result import DIVERGED, MISSED, RunResult
+from pipebench.train.result import RunResult
+from pipebench.train.seeds import values_of
 
 # From the recipe, besides logged metrics.
 _OF_THE_RECIPE = ("minibatch_size", "num_layers")
@@ -58,14 +59,12 @@ def stage_values(result: RunResult, metric: str) -> list[float]:
 
 
 def value_of(result: RunResult, metric: str) -> float | str:
-    """Return a metric of a run, or in a few words why it has none.
+    """Return a metric of a run, or in a few words why it has none; infinity if it tells of a target that was missed.
 
     Bytes of a kind or level without traffic are 0, as are metrics of swaps or moves in a run without any.
     """
-    row = known(metric)
-    if row is not None and row.of == TARGET and result.outcome in (MISSED, DIVERGED):
-        return result.outcome
-    found = metrics_of(result).get(metric)
+    found = next(iter(values_of([result], metric)), metrics_of(result).get(metric))
     if found is not None:
         return found
+    row = known(metric)
     return 0.0 if row is not None and ZERO in row.shown else f"the run has no {metric}"

@@ -1,21 +1,22 @@
 """Runs side by side: a row per recipe, with the speed-up over data parallelism, for the console and MLflow.
 
 A comparison varies one thing: rows share a group, and a dp baseline, only if their recipes agree in all but the
-parallelism. Runs of one recipe under several seeds are one row, with median and range. The runs of a sweep share a
+parallelism. Runs of one recipe under several seeds are one row, with median and range, in which a missed target counts
+as an infinite time (`pipebench.train.seeds`). The runs of a sweep share a
 group whatever it varies; a sweep over workers adds columns of scaling. Rows are sorted by what was asked for: the time
 to accuracy, throughput without a target; those of a sweep over numbers keep its order.
 """
 
 import math
 import os
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pipebench.formats import UNKNOWN, num_bytes, number, percent, ratio, seconds
 from pipebench.schedule.modes import MODES
-from pipebench.train.result import COMPLETED, REACHED, RunResult
+from pipebench.train.result import COMPLETED, MISSED, REACHED, RunResult
+from pipebench.train.seeds import median, values_of
 from pipebench.units import quantity
 
 BASELINE_MODE = "dp"
@@ -64,7 +65,7 @@ class ComparedRun:
     @property
     def num_devices(self) -> float | None:
         """Devices of the row's runs, None if not recorded: its workers', which may be sliced over several each."""
-        workers = _median(_values(self.runs, "num_workers"))
+        workers = self.median("num_workers")
         return None if workers is None else workers * int(self.runs[0].recipe.get("parallelism.tensor", 1))
 
     @property
@@ -78,15 +79,9 @@ class ComparedRun:
         }  # what older runs don't know of is null
         return {k: value for k, value in given.items() if not any(f"{k}.".startswith(f"{each}.") for each in free)}
 
-    @property
-    def reached(self) -> tuple[RunResult, ...]:
-        """The runs that reached their target: only they have a time to accuracy."""
-        return tuple(run for run in self.runs if run.outcome == REACHED)
-
-    @property
-    def all_reached(self) -> bool:
-        """Whether every run reached its target: only then is the row ranked by its time to accuracy."""
-        return len(self.reached) == len(self.runs)
+    def median(self, metric: str) -> float | None:
+        """Return the median over the runs, None if unknown or if half or more missed the target that it tells of."""
+        return median(values_of(self.runs, metric))
 
     def has_succeeded(self) -> bool:
         """Return whether every run completed or reached its target."""
@@ -98,18 +93,13 @@ def _has_target(results: Iterable[RunResult]) -> bool:
 
 
 def _time_to_target(entry: ComparedRun) -> float:
-    times = _values(entry.runs, "time_to_accuracy_s") if entry.all_reached else []
-    return statistics.median(times or [math.inf])
+    time_s = entry.median("time_to_accuracy_s")
+    return math.inf if time_s is None else time_s
 
 
 def _time_per_sample(entry: ComparedRun) -> float:
-    rates = _values(entry.runs, "throughput_samples_per_s")
-    return -statistics.median(rates) if rates else math.inf
-
-
-def _counted(entry: ComparedRun, metric: str) -> tuple[RunResult, ...]:
-    """Return the runs that a metric is taken of: those that reached their target, or all."""
-    return entry.reached if metric in ("time_to_accuracy_s", "epochs_to_target") else entry.runs
+    rate = entry.median("throughput_samples_per_s")
+    return math.inf if rate is None else -rate
 
 
 @dataclass(frozen=True)
@@ -136,22 +126,32 @@ class ComparisonRow:
     num_devices: float | None  # this and the next two in a sweep over the number of devices
     speed_up: float | None
     efficiency: float | None
-    ranges: Mapping[str, tuple[float, float]]  # smallest and largest value of metrics in which its runs differ
+    # Smallest and largest value of metrics in which its runs differ; infinity where a target was missed
+    ranges: Mapping[str, tuple[float, float]]
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether some of its runs reached their target, and some missed it."""
+        return 0 < self.num_reached < self.num_targeted
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as plain data; of metrics in which its runs differ, `<metric>_min` and `<metric>_max`, too."""
+        """Return the row as plain data; of metrics in which its runs differ, `<metric>_min` and `<metric>_max`, too.
+
+        The largest is None if a run missed its target.
+        """
         row = {name: value for name, value in vars(self).items() if name != "ranges"}
         for metric, (low, high) in self.ranges.items():
-            row |= {f"{metric}_min": low, f"{metric}_max": high}
+            row |= {f"{metric}_min": low, f"{metric}_max": high if math.isfinite(high) else None}
         return row
 
     def text(self, metric: str, say: _Format) -> str:
         """Return a metric's median and, where it differs, its range."""
         value = getattr(self, metric)
         if value is None:
-            missed = metric == "time_to_accuracy_s" and self.num_targeted and not self.num_reached
-            return self.outcome if missed else UNKNOWN
-        middle, low, high = (say(each) for each in (value, *self.ranges.get(metric, (value, value))))
+            is_missed = metric == "time_to_accuracy_s" and self.num_targeted
+            return ", ".join(each for each in self.outcome.split(", ") if each != REACHED) if is_missed else UNKNOWN
+        ends = self.ranges.get(metric, (value, value))
+        middle, low, high = (say(each) if math.isfinite(each) else MISSED for each in (value, *ends))
         return middle if low == high else f"{middle} [{low} to {high}]"
 
 
@@ -208,20 +208,20 @@ def _rows_of(results: Sequence[RunResult], entries: Sequence[ComparedRun]) -> tu
     """Return the rows of a group of `results`."""
     names = short_names([*dict.fromkeys(result.name for result in results)])
     has_target, scales = _has_target(results), _scales(results)
-    usual = _median(_values(entries[0].runs, _UPDATE))
+    usual = entries[0].median(_UPDATE)
     found = []
     for entry in entries:
-        first, values = entry.runs[0], {metric: _values(_counted(entry, metric), metric) for metric in _METRICS}
+        first, values = entry.runs[0], {metric: values_of(entry.runs, metric) for metric in _METRICS}
         base = baseline(entry, entries)
         scaled = (entry.num_devices, *scaling(entry, entries)) if scales else (None, None, None)
         found.append(
             ComparisonRow(
                 names[entry.name], first.mode, first.plan, _is_dp(first),
-                len({usual, _median(values[_UPDATE])} - {None}) > 1,
+                len({usual, median(values[_UPDATE])} - {None}) > 1,
                 ", ".join(dict.fromkeys(run.outcome for run in entry.runs)),
-                len(entry.reached), sum(run.outcome != COMPLETED for run in entry.runs),
+                sum(run.outcome == REACHED for run in entry.runs), sum(run.outcome != COMPLETED for run in entry.runs),
                 vs_dp=speed_up(entry, base) if has_target else epoch_speed_up(entry, base),
-                **{metric: _median(each) for metric, each in values.items()},
+                **{metric: median(each) for metric, each in values.items()},
                 **dict(zip(("num_devices", "speed_up", "efficiency"), scaled, strict=True)),
                 ranges={metric: (min(each), max(each)) for metric, each in values.items() if len({*each}) > 1},
             )
@@ -243,8 +243,8 @@ def rows(results: Sequence[RunResult], group: RunGroup) -> list[tuple[str, ...]]
     """Return one row of texts per recipe of a group of `results`, under `headings`.
 
     A run that missed or diverged shows that instead of a time. Several seeds show the median and, where they differ,
-    the range: of times and epochs to the target over the seeds that reached it. Samples per update are marked where
-    they aren't the first row's.
+    the range, which ends with `missed` if one of them missed its target. Samples per update are marked where they
+    aren't the first row's.
     """
     counted, columns, table = has_seeds(results), _columns(results), []
     for row in group.rows:
@@ -306,17 +306,17 @@ def time_to_accuracy_s(result: RunResult) -> float | None:
 
 
 def speed_up(entry: ComparedRun, base: ComparedRun | None) -> float | None:
-    """Return a row's speed-up to the target over the baseline, by medians; None unless all runs reached it."""
-    if base is None or not (entry.all_reached and base.all_reached):
-        return None
-    return _divided(*(_median(_values(each.runs, "time_to_accuracy_s")) for each in (base, entry)))
+    """Return a row's speed-up to the target over the baseline, by medians; None if half or more of either's missed."""
+    return _faster(entry, base, "time_to_accuracy_s")
 
 
 def epoch_speed_up(entry: ComparedRun, base: ComparedRun | None) -> float | None:
     """Return a row's speed-up of epochs over the baseline, by medians."""
-    if base is None:
-        return None
-    return _divided(*(_median(_values(each.runs, "epoch_time_s")) for each in (base, entry)))
+    return _faster(entry, base, "epoch_time_s")
+
+
+def _faster(entry: ComparedRun, base: ComparedRun | None, metric: str) -> float | None:
+    return None if base is None else _divided(base.median(metric), entry.median(metric))
 
 
 def speed_ups(results: Sequence[RunResult]) -> dict[tuple[str, int | None], dict[str, float]]:
@@ -378,14 +378,6 @@ def _scales(results: Sequence[RunResult]) -> bool:
 def _shared(entry: ComparedRun) -> dict[str, str]:
     """Return a row's setting without the keys that its sweep varies."""
     return {key: value for key, value in entry.setting.items() if key not in entry.varied}
-
-
-def _values(runs: Iterable[RunResult], metric: str) -> list[float]:
-    return [run.metrics[metric] for run in runs if metric in run.metrics]
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
 
 
 def has_seeds(results: Sequence[RunResult]) -> bool:

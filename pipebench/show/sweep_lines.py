@@ -22,8 +22,8 @@ class SweepPoint(NamedTuple):
 
     x: float
     text: str
-    value: float | None  # median over seeds; None if none reached the target
-    is_ranked: bool = True  # False of a time to accuracy that not all seeds reached
+    value: float | None  # median over seeds; None if half or more missed the target
+    is_partial: bool = False  # whether some seeds reached the target, and some missed it
     span: tuple[float, float] | None = None  # smallest and largest value over seeds, where they differ
 
 
@@ -41,14 +41,19 @@ class Sweep:
         places = Counter(point.x for line in self.lines.values() for point in line)
         return max(places.values(), default=0) > 1
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether some seeds of a point reached the target, and some missed it."""
+        return any(point.is_partial for line in self.lines.values() for point in line)
+
     def first_places(self) -> Iterator[tuple[str, str, str]]:
         """Yield the lines that are first, in order of the quantity: name, and the first and last value as written.
 
-        Where no line is, since none reached the target with every seed, the name is `none`.
+        Where no line is, since none reached the target with most of its seeds, the name is `none`.
         """
         sign = 1 if self.metric == "time_to_accuracy_s" else -1
         points = sorted(
-            (point.x, sign * point.value if point.is_ranked and point.value is not None else math.inf, name, point.text)
+            (point.x, math.inf if point.value is None else sign * point.value, name, point.text)
             for name, line in self.lines.items()
             for point in line
         )
@@ -90,8 +95,7 @@ def sweep_of(group: RunGroup) -> Sweep | None:
         named += [f"{other}={entry.varied[other]}" if named_by_key else entry.varied[other] for other in others]
         value, x = getattr(row, metric), quantity(entry.varied[key])
         if x is not None:
-            is_ranked = value is not None and (entry.all_reached or metric == _RATE)
-            point = SweepPoint(x, entry.varied[key], value, is_ranked, row.ranges.get(metric))
+            point = SweepPoint(x, entry.varied[key], value, row.is_partial, row.ranges.get(metric))
             lines.setdefault(", ".join(named), []).append(point)
     return Sweep(key, metric, {name: sorted(line) for name, line in lines.items()})
 

@@ -25,7 +25,8 @@ def sweep_figure(sweep: Sweep) -> InlineFigure:
 def draw_lines(axes: Axes, sweep: Sweep) -> None:
     """Draw a sweep's lines: medians, with a bar from the smallest to the largest over seeds.
 
-    A point is hollow where some seeds missed the target, and a line is interrupted where all did.
+    A point is hollow where some seeds missed the target: its bar ends there. A line is interrupted where half or more
+    of them did.
     """
     timed = sweep.metric == "time_to_accuracy_s"
     scale, unit = axis_unit(max(_values(sweep), default=1.0)) if timed else (1.0, "")
@@ -35,8 +36,9 @@ def draw_lines(axes: Axes, sweep: Sweep) -> None:
         axes.plot([point.x for point in line], values, color=colour, marker=marker, label=plain_text(name, 60))
         for point, value in zip(line, values, strict=True):
             if point.span is not None:
-                axes.plot([point.x] * 2, [each / scale for each in point.span], color=colour)
-            if point.value is not None and not point.is_ranked:
+                ends = [each / scale if math.isfinite(each) else value for each in point.span]
+                axes.plot([point.x] * 2, ends, color=colour)
+            if point.is_partial:
                 axes.plot(point.x, value, color=colour, marker=marker, markerfacecolor="white")
     _finish(axes, sweep)
     axes.set_ylabel(f"time to accuracy [{unit}]" if timed else "samples/s")
@@ -48,7 +50,6 @@ def _values(sweep: Sweep) -> list[float]:
 
 def _finish(axes: Axes, sweep: Sweep) -> None:
     places = {point.x: point.text for line in sweep.lines.values() for point in line}
-    partly = any(point.value is not None and not point.is_ranked for line in sweep.lines.values() for point in line)
     values = _values(sweep)
     if min(places, default=0) > 0 and max(places) > _WIDE * min(places):
         axes.set_xscale("log")
@@ -62,7 +63,8 @@ def _finish(axes: Axes, sweep: Sweep) -> None:
     axes.set_xticks(
         list(places), [plain_text(text, 20) for text in places.values()], rotation=30 if len(places) > 6 else 0
     )
-    axes.set_xlabel(f"{plain_text(sweep.key, 60)}{' (hollow: some seeds missed the target)' if partly else ''}")
+    hollow = any(point.is_partial and point.value is not None for line in sweep.lines.values() for point in line)
+    axes.set_xlabel(f"{plain_text(sweep.key, 60)}{' (hollow: some seeds missed the target)' if hollow else ''}")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     if len(sweep.lines) > _MOST_INSIDE:

@@ -12,6 +12,8 @@ from pipebench.train.result import RunResult
 
 _MOST_NAMED = 6  # rows whose limits are told
 _SEEN = 0.01  # relative: below, times are the same, and a part isn't mentioned
+_SEED = "train.seed"
+_MOSTLY = " with most seeds"  # said of medians over seeds some of which missed the target
 _WORKER_PARTS = ("compute_s", "waiting_s", "sending_s", "swapping_s", "other_s")
 
 
@@ -91,15 +93,15 @@ def verdict(group: RunGroup) -> list[str]:
         # A cluster's bandwidth is given, a learning rate is chosen: then one row is the first of all.
         chosen = all(entry.setting == group.entries[0].setting for entry in group.entries)
         along = [*_crossovers(sweep)]
-        return [*along, *(_winner(group) if chosen or not along else ()), *_remarks(group.rows)]
-    return [*_winner(group), *_limits(group), *_remarks(group.rows)]
+        return [*along, *(_winner(group) if chosen or not along else ()), *_remarks(group)]
+    return [*_winner(group), *_limits(group), *_remarks(group)]
 
 
 def _crossovers(sweep: Sweep) -> Iterator[str]:
     """Yield which line of a sweep is first where."""
     what = "first to the target" if sweep.metric == "time_to_accuracy_s" else "highest in throughput"
-    if any(point.value is not None and not point.is_ranked for line in sweep.lines.values() for point in line):
-        what += " with every seed"
+    if sweep.is_partial:
+        what += _MOSTLY
     places = [*sweep.first_places()]
     where = [
         f"{name} {f'from {since} to {until}' if since != until else f'at {since}'}" for name, since, until in places
@@ -114,18 +116,17 @@ def _crossovers(sweep: Sweep) -> Iterator[str]:
 
 def _winner(group: RunGroup) -> Iterator[str]:
     """Yield which row is first in what was asked for, and by how much."""
-    pairs = zip(group.rows, group.entries, strict=True)
-    ranked = sorted((row for row, entry in pairs if entry.all_reached), key=_target_s)
+    ranked = sorted((row for row in group.rows if row.time_to_accuracy_s is not None), key=_target_s)
     recipes = (entry.runs[0].recipe for entry in group.entries)
     goals = {(each.get("train.target.metric", "the target"), each.get("train.target.value", "")) for each in recipes}
     goal = " ".join(goals.pop()).rstrip() if len(goals) == 1 else "its own target"
-    if any(0 < row.num_reached < row.num_targeted for row in group.rows):
-        goal += " with every seed"
-    if len(ranked) > 1:
+    if any(row.is_partial for row in group.rows):
+        goal += _MOSTLY
+    tied = [row for row in ranked if _target_s(row) <= _target_s(ranked[0]) * (1 + _SEEN)]
+    if len(tied) > 1:
+        yield _tie(tied, goal)
+    elif len(ranked) > 1:
         (first, second), (one, other) = ranked[:2], map(_target_s, ranked[:2])
-        if other < one * (1 + _SEEN):
-            yield f"{first.name} and {second.name} are first to {goal}, both in {seconds(one)} ({_epochs(first)})."
-            return
         yield (
             f"{first.name} is first to {goal}: in {seconds(one)}, {ratio(other / one)} as fast as {second.name} with "
             f"{seconds(other)} ({_epochs(first)}, against {_epochs(second)})."
@@ -139,14 +140,23 @@ def _winner(group: RunGroup) -> Iterator[str]:
             ((row.throughput_samples_per_s or 0.0, row.name) for row in group.rows), key=itemgetter(0), reverse=True
         )
         (most, name), (less, following) = rates[:2]
-        tied = [each for rate, each in rates if most < rate * (1 + _SEEN)]
-        if len(tied) == len(rates):
+        fastest = [each for rate, each in rates if most < rate * (1 + _SEEN)]
+        if len(fastest) == len(rates):
             yield f"None is faster than another: {number(most)} samples/s."
-        elif len(tied) > 1:
-            yield f"{listed(tied, _MOST_NAMED)} have the highest throughput: {number(most)} samples/s."
+        elif len(fastest) > 1:
+            yield f"{listed(fastest, _MOST_NAMED)} have the highest throughput: {number(most)} samples/s."
         elif less:
             text = f"{number(most)} samples/s, {ratio(most / less)} as fast as {following} with {number(less)}"
             yield f"{name} has the highest throughput: {text}."
+
+
+def _tie(tied: Sequence[ComparisonRow], goal: str) -> str:
+    """Return which rows are first together; epochs differ where an epoch of more of them is shorter."""
+    names, both = [row.name for row in tied], "both" if len(tied) == 2 else "all"
+    times = dict.fromkeys(seconds(row.time_to_accuracy_s) for row in (tied[0], tied[-1]))
+    who = " and ".join(names) if len(tied) == 2 else listed(names, _MOST_NAMED)
+    epochs = ", against ".join(dict.fromkeys(map(_epochs, tied[:_MOST_NAMED])))
+    return f"{who} are first to {goal}, {both} in {' to '.join(times)} ({epochs})."
 
 
 def _target_s(row: ComparisonRow) -> float:
@@ -177,8 +187,12 @@ def _limits(group: RunGroup) -> Iterator[str]:
         yield f"Milliseconds per minibatch of {size}, of each one's slowest stage: {'; '.join(sentences)}."
 
 
-def _remarks(found: Sequence[ComparisonRow]) -> Iterator[str]:
-    """Yield what the table marks."""
+def _remarks(group: RunGroup) -> Iterator[str]:
+    """Yield what the table marks, and that rows have other seeds where no sweep over seeds says so."""
+    found = group.rows
+    seeds = {frozenset(run.seed for run in entry.runs) for entry in group.entries if _SEED not in entry.varied}
+    if len(seeds) > 1 and any(row.num_targeted for row in found):
+        yield "Rows have other seeds, which change how many epochs it takes to a target."
     marked = [row.name for row in found if row.is_marked]
     if marked:
         yield (

@@ -283,7 +283,8 @@ def _verdict(cell: CellValue) -> str:
         return "equal" if str(cell.value).lower() == str(published).lower() else "differs"
     if cell.bound in ("exact", "about"):
         return _nearness(ratio)
-    return "kept" if (cell.value >= published) == (cell.bound == "at_least") else "not kept"
+    holds = cell.value >= published if cell.bound == "at_least" else cell.value <= published
+    return "kept" if holds else "not kept"
 
 
 def _nearness(ratio: float) -> str:

@@ -48,7 +48,7 @@ NOTES = """## What it says
   where {gnmt8[dp].missed} seeds of `dp` missed. On gnmt8 both take twice as many as one worker: that is what
   late gradients, and four times the samples per update, cost at one worker's best rate.
 - **Vertical sync is far from negligible here**: {vgg16[vertical-sync].missed} seeds missed vgg16's target within 16
-  epochs and the others took {vgg16[vertical-sync].over_stashing} stashing's; {gnmt8[vertical-sync].missed} missed
+  epochs, and the median is {vgg16[vertical-sync].over_stashing} stashing's; {gnmt8[vertical-sync].missed} missed
   gnmt8's within eight. With it every stage is three updates late, without it only the first is. A smaller rate would
   leave late gradients more room; nothing here contradicts an effect that is small there.
 - **Not stashing costs little here**: {vgg16[no-stashing].over_stashing} stashing's epochs on vgg16 and
@@ -74,9 +74,9 @@ Two tasks, four stages, five seeds, half an epoch between evaluations: differenc
 BatchNorm lets accuracy jump from one evaluation to the next. The rate is one worker's best, by one seed, which is hard
 on whatever is late: the page says how much room a method leaves, not how good it could be made. Time is virtual, of
 V100s that are hardly busy with such narrow networks. Every evaluation drains the pipeline, after which recurrences
-start over; that spares late gradients a little. Epochs are medians of the seeds that reached the target, with their
-range; a mode of which a seed missed has no ratio. *best* is the median of the seeds' best values; *misses in full*
-counts all epochs of a seed that missed, which is the least that it needs.
+start over; that spares late gradients a little. Epochs are medians of all seeds, with their range, where a seed that
+missed took infinitely many; a mode of which most missed has no ratio. *best* is the median of the seeds' best values;
+*misses in full* counts all epochs of a seed that missed, which is the least that it needs.
 
 Some of the set-up was chosen with results in view, of one worker or of some modes: vgg16's target and the half epochs
 between evaluations after two of the rates had been tried at a target of 0.90; a fourth rate in each grid, so that the

@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -32,6 +32,7 @@ from pipebench.zoo.translation import Translation, copy_baseline
 from reports.studies import clocks, kept_runs
 from reports.studies.ngram import Trigram
 from reports.studies.planned_models import table
+from reports.studies.seeds import in_range, middle
 
 RESULTS = Path(__file__).parent / "small_zoo_runs"
 MODELS = ("vgg16", "resnet50", "alexnet", "gnmt8", "gnmt16", "awd_lm", "s2vt")
@@ -74,7 +75,7 @@ NOTES = """
 ## How to read it
 
 Time to accuracy is on the virtual clock, with and without the forward passes of evaluations; text that models write
-for BLEU and METEOR costs no virtual time. Where three seeds ran: the median of those that reached the target, and the
+for BLEU and METEOR costs no virtual time. Where three seeds ran: the median, and the
 range. *single's*: `model` and `gpipe` take `single`'s updates, so its epochs too; their times are simulated. Rows of
 these modes without that word were trained as a check. `gpipe` on a model with BatchNorm is always trained: its
 statistics are those of a microbatch. "wall" is the whole command here, beside another one.
@@ -271,9 +272,9 @@ def trained_row(model: str, mode: str) -> list[object]:
         mode,
         result.plan,
         f"{len(reached)} of {len(runs)}" + ("" if len(reached) == len(runs) else f" (best {best})"),
-        spread([outcome.epochs for outcome in reached], lambda value: f"{value:g}"),
-        spread([outcome.clock_s for outcome in reached], seconds),
-        spread([outcome.training_s for outcome in reached], seconds),
+        in_range([outcome.epochs for outcome in outcomes], "{:g}".format),
+        in_range([outcome.clock_s for outcome in outcomes], seconds),
+        in_range([outcome.training_s for outcome in outcomes], seconds),
         num_bytes(result.metrics["comm_bytes_per_sample"]),
         f"{statistics.median(outcome.wall_s for outcome in outcomes):.0f} s",
     ]
@@ -282,27 +283,18 @@ def trained_row(model: str, mode: str) -> list[object]:
 def derived_row(model: str, mode: str) -> list[object]:
     """Return the row of a mode that takes `single`'s updates: its epochs, and simulated times."""
     epochs = [outcome_of(Run(model, "single", seed)).epochs for seed in THREE]
-    reached, result = [value for value in epochs if value is not None], simulated(model, mode)
+    result = simulated(model, mode)
     return [
         model,
         mode,
         result.plan,
         "*single's*",
-        spread(reached, lambda value: f"{value:g}"),
+        in_range(epochs, "{:g}".format),
         "",
-        spread([value * result.metrics["epoch_time_s"] for value in reached], seconds),
+        in_range([value and value * result.metrics["epoch_time_s"] for value in epochs], seconds),
         num_bytes(result.metrics["comm_bytes_per_sample"]),
         "",
     ]
-
-
-def spread(values: Iterable[float | None], text: Callable[[float], str]) -> str:
-    """Return the median and the range of what is there."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return "-"
-    middle = text(statistics.median(known))
-    return middle if len({*known}) == 1 else f"{middle} ({text(min(known))} to {text(max(known))})"
 
 
 def summary() -> str:
@@ -322,12 +314,9 @@ def _title(model: str) -> str:
 def _short(model: str, mode: str) -> str:
     outcomes = [outcome_of(Run(model, mode, seed)) for seed in seeds_of(model, mode)]
     reached = [outcome for outcome in outcomes if outcome.epochs is not None]
-    if not reached:
+    clock_s, epochs = middle([each.clock_s for each in outcomes]), middle([each.epochs for each in outcomes])
+    if clock_s is None or epochs is None:
         return f"missed ({', '.join(f'{outcome.best:.4g}' for outcome in outcomes)})"
-    clock_s, epochs = (
-        statistics.median(value for value in values if value is not None)
-        for values in ([outcome.clock_s for outcome in reached], [outcome.epochs for outcome in reached])
-    )
     text = f"{seconds(clock_s)}, {epochs:g} epochs"
     return text if len(reached) == len(outcomes) else f"{text} ({len(reached)} of {len(outcomes)} seeds)"
 

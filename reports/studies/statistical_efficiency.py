@@ -27,6 +27,7 @@ from reports.studies.efficiency_pictures import draw
 from reports.studies.efficiency_texts import HEAD, NOTES, OTHER, SAID
 from reports.studies.kept import fresh
 from reports.studies.planned_models import table
+from reports.studies.seeds import in_range, middle
 
 RATES = Path(__file__).parent / "statistical_efficiency_runs"
 # Runs of the same recipes on another processor, two of them also by the tree of most kept ones, and by version 0.1.0.
@@ -254,7 +255,7 @@ class Summary:
     """What the page's sentences say of a mode."""
 
     missed: str  # seeds that missed the target, of how many
-    over_stashing: str  # median epochs of the others over those of PipeDream
+    over_stashing: str  # median epochs over those of PipeDream
 
 
 def summaries(model: str) -> dict[str, Summary]:
@@ -267,8 +268,8 @@ def _missed(made: Sequence[Outcome]) -> str:
 
 
 def _over_stashing(model: str, mode: str) -> str:
-    own, base = ([each.epochs for each in _of(model, way) if each.epochs is not None] for way in (mode, "pipedream"))
-    return ratio(statistics.median(own) / statistics.median(base) if own and base else None)
+    own, base = (_medians(_of(model, way))[0] for way in (mode, "pipedream"))
+    return ratio(_over(own, base))
 
 
 def _of(model: str, mode: str) -> list[Outcome]:
@@ -294,26 +295,14 @@ def _at_least(made: Sequence[Outcome]) -> list[float]:
 
 def _told(made: Sequence[Outcome]) -> list[str]:
     """Return epochs and virtual time to the target: the median of the seeds and, where they differ, the range."""
-    epochs = sorted(each.epochs for each in made if each.epochs is not None)
-    times_s = sorted(each.clock_s for each in made if each.clock_s is not None)
-    if not epochs:
-        return [", ".join(dict.fromkeys(each.outcome for each in made)), UNKNOWN]
-    median_epochs, median_s = (statistics.median(values) for values in (epochs, times_s))
-    if epochs[0] == epochs[-1]:
-        return [number(median_epochs), seconds(median_s)]
-    return [
-        f"{number(median_epochs)} ({number(epochs[0])} to {number(epochs[-1])})",
-        f"{seconds(median_s)} ({seconds(times_s[0])} to {seconds(times_s[-1])})",
-    ]
+    if _medians(made)[0] is None:
+        return [", ".join(dict.fromkeys(each.outcome for each in made if each.epochs is None)), UNKNOWN]
+    return [in_range([each.epochs for each in made], number), in_range([each.clock_s for each in made], seconds)]
 
 
 def _medians(made: Sequence[Outcome]) -> tuple[float | None, float | None]:
-    """Return median epochs and seconds; None unless every seed reached the target."""
-    epochs = [each.epochs for each in made if each.epochs is not None]
-    times_s = [each.clock_s for each in made if each.clock_s is not None]
-    if len(epochs) < len(made):
-        return None, None
-    return statistics.median(epochs), statistics.median(times_s)
+    """Return median epochs and seconds; None if half of the seeds or more missed the target."""
+    return middle([each.epochs for each in made]), middle([each.clock_s for each in made])
 
 
 def _over(value: float | None, base: float | None) -> float | None:

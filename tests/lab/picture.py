@@ -37,7 +37,10 @@ def figure(found: Findings) -> "Figure":
         axes.set_xlabel("bandwidth of every host's wire")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].legend(frameon=False, title="lines predicted, points measured")
+    # Outside: among the points the legend's markers look like measurements.
+    handles, names = panels[0].get_legend_handles_labels()
+    title = "lines predicted, points measured"
+    made.legend(handles, names, frameon=False, loc="outside upper left", ncols=6, title=title, alignment="left")
     return made
 
 
@@ -49,7 +52,8 @@ def _throughput(axes: "Axes", found: Findings) -> None:
         runs = [run for run in (*found.runs, *found.climbed) if run.case == case]
         _points(axes, runs, index, lambda run: run.throughput_samples_per_s, case.name)
     if found.crossing is not None:
-        axes.axvline(found.crossing.bandwidth_bytes_per_s, color="#999999", linestyle=":")
+        at = found.crossing.bandwidth_bytes_per_s
+        axes.axvline(at, color="#999999", linestyle=":", label="predicted crossing")
     axes.set_ylabel("throughput in training [samples/s]")
     axes.set_ylim(bottom=0)
 

@@ -75,10 +75,15 @@ def test_bytes_are_payload_headers_and_the_rest() -> None:
 
 
 def test_the_picture_has_a_line_and_points_for_every_recipe() -> None:
-    throughput, time_to_accuracy = figure(findings(1.0)).axes
+    made = figure(findings(1.0))
+    throughput, time_to_accuracy = made.axes
     assert len(throughput.lines) == 2 * 2 + 1  # and the predicted crossing
     assert len(time_to_accuracy.lines) == 2 * 2
-    assert [text.get_text() for text in throughput.get_legend().get_texts()] == ["pipe", "whole"]  # type: ignore[union-attr]
+    (legend,) = made.legends
+    assert [text.get_text() for text in legend.get_texts()][:2] == ["pipe", "whole"]
+    assert legend.get_texts()[2].get_text().startswith("predicted crossing"), "the dotted line had no name"
+    made.draw_without_rendering()
+    assert legend.get_window_extent().y0 >= throughput.bbox.y1, "its markers looked like measurements"
 
 
 def test_a_target_that_is_not_reached_predicts_no_time() -> None:

@@ -18,7 +18,6 @@ from pipebench.report.definition import (
 from pipebench.report.evaluated import (
     ALL,
     KEPT,
-    MISSED,
     NO,
     NOT_BY_CONSTRUCTION,
     UNTESTABLE,
@@ -29,7 +28,7 @@ from pipebench.report.evaluated import (
     TableCell,
     Verdict,
 )
-from pipebench.train.result import Point, RunResult
+from pipebench.train.result import MISSED, Point, RunResult
 from tests.results import DP
 
 PLAN = Measure("plan", "configuration", plan_of="chosen")

@@ -1,6 +1,6 @@
 """From results to cells and verdicts: numbers by hand, seeds that miss, plans that differ and why."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 
@@ -85,25 +85,59 @@ def test_what_was_chosen_with_a_measure_s_results_in_view_holds_for_all_cells_of
     assert seen == {key: "a rate" if key == ("twice", "seen") else None for key in seen}
 
 
-def test_several_seeds_give_every_combination_and_those_that_missed_are_told(write: Write) -> None:
-    epochs = {"title": "epochs", "value": "dp.epochs_to_target / straight.epochs_to_target"}
+@pytest.fixture
+def seeded(write: Write) -> Callable[[str, list[RunResult], list[RunResult]], TableCell]:
+    """Return a function that gives the cell of an expression over the seeds of `dp` and `straight`."""
     trained = {name: {"recipe": f"{name}.yaml", "engine": "virtual", "seeds": [0, 1, 2]} for name in ("dp", "straight")}
-    rows = [{"name": "first", "runs": trained}]
-    report = one_column(write, measures={"epochs": epochs}, rows=rows, claims=[])
-    runs: dict[tuple[str, str, str], list[RunResult | str]] = {
-        ("first", "dp", "ideal"): [result(outcome=REACHED, epochs_to_target=n) for n in (2.0, 4.0, 6.0)],
-        ("first", "straight", "ideal"): [
-            result(outcome=REACHED, epochs_to_target=1.0),
-            result(outcome=REACHED, epochs_to_target=2.0),
-            result(outcome=MISSED),
-        ],
-    }
-    found = cell(evaluated(report, runs), "first", "epochs")
-    # 2 4 6 over 1 and over 2: 1 2 2 3 4 6, whose median is 2.5.
-    assert (found.value, found.low, found.high) == (2.5, 1.0, 6.0)
+
+    def found(value: str, dp: list[RunResult], straight: list[RunResult]) -> TableCell:
+        measures = {"epochs": {"title": "epochs", "value": value}}
+        report = one_column(write, measures=measures, rows=[{"name": "first", "runs": trained}], claims=[])
+        return cell(
+            evaluated(report, {("first", "dp", "ideal"): [*dp], ("first", "straight", "ideal"): [*straight]}),
+            "first",
+            "epochs",
+        )
+
+    return found
+
+
+def seeds(*epochs: float | None) -> list[RunResult]:
+    """Return a run per seed; None for one that missed its target."""
+    return [
+        result(outcome=MISSED) if each is None else result(outcome=REACHED, epochs_to_target=each) for each in epochs
+    ]
+
+
+RATIO = "dp.epochs_to_target / straight.epochs_to_target"
+
+
+def test_several_seeds_give_every_combination_and_a_miss_takes_infinitely_long(
+    seeded: Callable[..., TableCell],
+) -> None:
+    """The median was of the combinations that reached the target, 2.5: what missed looked faster."""
+    found = seeded(RATIO, seeds(2.0, 4.0, 6.0), seeds(1.0, 2.0, None))
+    # 2 4 6 over 1, over 2 and over infinity: 0 0 0 1 2 2 3 4 6.
+    assert (found.value, found.low, found.high) == (2.0, 1.0, 6.0)
     assert found.remarks == ("6 of 9 combinations of seeds; the others: missed",)
-    runs["first", "straight", "ideal"] = [result(outcome=MISSED)] * 3
-    assert cell(evaluated(report, runs), "first", "epochs").problem == "missed"
+    found = seeded(RATIO, seeds(1.0, 2.0, None), seeds(2.0, 4.0, 6.0))
+    assert (found.value, found.low, found.high) == (0.5, 1 / 6, 1.0), "and a slow baseline makes fast"
+    # Of the ninth neither was faster: 0 0 | 0.5 1 1 2 | inf inf.
+    assert seeded(RATIO, seeds(1.0, 2.0, None), seeds(1.0, 2.0, None)).value == 1.0
+    assert seeded("dp.epochs_to_target", seeds(2.0, None, 4.0), seeds()).value == 4.0
+
+
+def test_a_cell_is_missed_where_half_of_the_seeds_missed(seeded: Callable[..., TableCell]) -> None:
+    for value, dp, straight in (
+        (RATIO, seeds(2.0, 4.0), seeds(1.0, None)),
+        (RATIO, seeds(1.0, None, None), seeds(2.0, 4.0, 6.0)),
+        (RATIO, seeds(2.0), seeds(None, None, None)),
+        (RATIO, seeds(None), seeds(None)),
+        ("dp.epochs_to_target", seeds(2.0, None), seeds()),
+    ):
+        found = seeded(value, dp, straight)
+        assert (found.value, found.problem) == (None, "missed")
+    assert seeded("dp.epochs_to_target", seeds(2.0, None), seeds()).remarks[0] == "1 of 2 seeds; the others: missed"
 
 
 def test_what_could_not_run_is_a_problem_of_its_cells(write: Write) -> None:
@@ -194,6 +228,37 @@ def test_what_is_about_rows_that_were_left_out_is_neither_untestable_nor_decided
         (UNTESTABLE, "nobody is there"),
     ]
     assert found.about == "It comes to (rows left out), of the first to 2.00x."
+
+
+def test_what_is_computed_with_a_fitted_cell_is_no_prediction(write: Write) -> None:
+    """As a time to accuracy: the epoch time's speed-up, fitted on this row, times that of epochs."""
+    rows = changed()["rows"][:1]
+    rows[0]["published"]["twice"] = 3
+    report, reading = read_report(write(changed(rows=rows, pictures=None, claims=[])))
+    assert not reading.faults
+    found = evaluated(
+        report, {("first", run, column): [result()] for run in ("dp", "straight") for column in ("ideal", "slow")}
+    )
+    slow, ideal = (cell(found, "first", "twice", column) for column in ("slow", "ideal"))
+    assert (slow.fitted, slow.chosen, ideal.chosen) == (False, "a part of it is fitted: epoch time", None)
+    fitted = cell(found, "first", "speedup", "slow")
+    assert (fitted.fitted, fitted.chosen) == (True, None)
+
+
+def test_a_claim_names_the_rows_that_have_no_value(write: Write) -> None:
+    """They were left out of it in silence: of several ways, one that had missed its target, say."""
+    rows = [{"name": name, "runs": {run: f"{run}.yaml" for run in ("dp", "straight")}} for name in ("first", "second")]
+    report = one_column(write, rows=rows, claims=[{"text": "Faster", "holds": "min(speedup) > 1", "tolerance": "none"}])
+    found: dict[tuple[str, str, str], list[RunResult | str]] = {
+        (row, run, "ideal"): [result(epoch_s=seconds)]
+        for row in ("first", "second")
+        for run, seconds in (("dp", 4.0), ("straight", 2.0))
+    }
+    (before,) = evaluated(report, found).verdicts
+    found["second", "straight", "ideal"] = ["it doesn't fit"]
+    (after,) = evaluated(report, found).verdicts
+    assert (before.reason, before.answer) == ("min(speedup) is 2 (first)", YES)
+    assert (after.reason, after.answer) == ("min(speedup) is 2 (first); without second (it doesn't fit)", YES)
 
 
 def test_a_text_quotes_the_column_that_it_names(write: Write) -> None:

@@ -155,10 +155,17 @@ def test_nothing_of_a_summary_is_wider_than_the_terminal_and_no_word_is_broken(w
 
 
 def test_seeds_have_median_and_spread() -> None:
-    results = [DP, replace(DP, seed=1, metrics={**DP.metrics, "time_to_accuracy_s": 8.0}), replace(DP, outcome=MISSED)]
+    timed = [
+        replace(DP, seed=n, metrics={**DP.metrics, "time_to_accuracy_s": each}) for n, each in enumerate((6.0, 8.0))
+    ]
+    results = [*timed, replace(DP, outcome=MISSED)]
     to = plain()
     console.print_seeds("quickstart-dp", results, summarise_seeds(results), to)
     assert "quickstart-dp: 3 seeds, 2 of 3 reached the target" in written(to)
+    rows = [line.split() for line in written(to).splitlines()]
+    assert ["time_to_accuracy_s", "8.00", "s", "6.00", "s", "-", "-", "-"] in rows, "a miss takes infinitely long"
+    to = plain()
+    console.print_seeds("quickstart-dp", timed, summarise_seeds(timed), to)
     rows = [line.split() for line in written(to).splitlines()]
     assert ["time_to_accuracy_s", "7.00", "s", "6.00", "s", "8.00", "s", "7.00", "s", "1.41", "s"] in rows
 

@@ -13,6 +13,8 @@ import pytest
 from pipebench.recipe.yaml_file import read_mapping
 from pipebench.report.catalog import reports_folder
 from pipebench.report.definition import Published
+from pipebench.report.values import CellValue
+from reports.studies import coverage
 from reports.studies.coverage import DERIVED, NAME, NONE, STATED, TEST, Pages, PublishedEntry, entries, write_coverage
 from reports.studies.study_claims import StudyClaim
 
@@ -231,3 +233,10 @@ def _leaves(values: Any) -> Iterator[Any]:
     else:
         for each in inside:
             yield from _leaves(each)
+
+
+@pytest.mark.parametrize(("value", "bound", "told"), [(2.0, "at_least", "kept"), (2.0, "at_most", "kept"),
+    (1.9, "at_least", "not kept"), (2.1, "at_most", "not kept"), (1.9, "at_most", "kept")])  # fmt: skip
+def test_a_bound_that_is_met_exactly_is_kept(value: float, bound: str, told: str) -> None:
+    """One from above wasn't, though the report's own page said so."""
+    assert coverage._verdict(CellValue("row", "measure", "column", value, published=2.0, bound=bound)) == told

@@ -14,6 +14,7 @@ from pipebench.recipe.make import make_model
 from pipebench.train.result import COMPLETED, REACHED, Point, RunResult
 from reports.studies import small_zoo
 from reports.studies.planned_models import table
+from reports.studies.seeds import in_range
 from reports.studies.small_zoo import MODELS, MODES, Run, keep, outcome_of, study
 
 PAGE = Path(small_zoo.__file__).parents[1] / "small_zoo.md"
@@ -95,10 +96,11 @@ def test_the_first_evaluation_at_the_target_counts() -> None:
     assert small_zoo.value_at(small_zoo.result_of(dp), "top1", 2 / 3) == curve[1]
 
 
-def test_spread_is_the_median_and_the_range() -> None:
-    assert small_zoo.spread([3, 1, 2], "{:g}".format) == "2 (1 to 3)"
-    assert small_zoo.spread([2, None, 2], "{:g}".format) == "2"
-    assert small_zoo.spread([None], "{:g}".format) == "-"
+def test_seeds_are_their_median_and_range_and_a_miss_takes_forever() -> None:
+    assert in_range([3, 1, 2], "{:g}".format) == "2 (1 to 3)"
+    assert in_range([2, 2], "{:g}".format) == "2"
+    assert in_range([1, None, 2], "{:g}".format) == "2 (1 to missed)"
+    assert in_range([2, None], "{:g}".format) == in_range([None], "{:g}".format) == "missed"
 
 
 def test_gpipe_is_trained_on_every_model_with_batch_norm() -> None:

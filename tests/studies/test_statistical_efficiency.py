@@ -71,14 +71,20 @@ def test_what_is_kept_of_a_run() -> None:
     assert kept.points == [[1.0, 2.5, 0.4], [2.0, 5.0, 0.8]]
 
 
-def test_a_mode_that_a_seed_missed_has_no_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
-    missed = outcome(None)
-    monkeypatch.setattr(
-        Run, "outcome", property(lambda run: missed if (run.mode, run.seed) == ("dp", 1) else outcome(2.0 + run.seed))
-    )
+def test_a_seed_that_missed_counts_as_infinite_and_with_most_missed_there_is_no_ratio(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The median was of the seeds that reached the target: 4.50, or the only seed's."""
+
+    def made(run: Run) -> statistical_efficiency.Outcome:
+        missed = {"dp": run.seed == 1, "pipedream": run.seed != 1}.get(run.mode, False)
+        return outcome(None if missed else 2.0 + run.seed)
+
+    monkeypatch.setattr(Run, "outcome", property(made))
     rows = {row[0]: row for row in statistical_efficiency.mode_rows("gnmt8")}
-    assert rows["single"][2:7] == ["0 of 5", "4.00 (2.00 to 6.00)", "4.00 s (2.00 s to 6.00 s)", "1.00x", "-"]
-    assert rows["dp"][2:6] == ["1 of 5", "4.50 (2.00 to 6.00)", "4.50 s (2.00 s to 6.00 s)", "-"]
+    assert rows["single"][2:7] == ["0 of 5", "4.00 (2.00 to 6.00)", "4.00 s (2.00 s to 6.00 s)", "1.00x", "0.80x"]
+    assert rows["dp"][2:6] == ["1 of 5", "5.00 (2.00 to missed)", "5.00 s (2.00 s to missed)", "1.25x"]
+    assert rows["pipedream"][2:7] == ["4 of 5", "missed", "-", "-", "-"]
 
 
 def test_the_page_is_that_of_the_results_kept() -> None:

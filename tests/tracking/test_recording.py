@@ -434,18 +434,19 @@ def test_every_worker_has_its_seconds_in_the_result() -> None:
     assert read(RunResult, write(result)) == result
 
 
-def test_seeds_that_missed_count_but_have_no_time() -> None:
+def test_seeds_that_missed_count_as_infinitely_slow() -> None:
     missed = replace(RESULT, outcome=MISSED, metrics={"time_to_accuracy_s": 99.0, "epoch_time_s": 3.0})
     reached = [replace(RESULT, metrics={"time_to_accuracy_s": value, "epoch_time_s": 2.0}) for value in (1.0, 2.0, 6.0)]
     summary = summarise_seeds([*reached, missed])
     assert (summary["runs_reached"], summary["runs_total"]) == (3, 4)
-    assert summary["time_to_accuracy_s_mean"] == 3.0
-    assert summary["time_to_accuracy_s_median"] == 2.0
-    assert (summary["time_to_accuracy_s_min"], summary["time_to_accuracy_s_max"]) == (1.0, 6.0)
-    assert summary["time_to_accuracy_s_std"] == pytest.approx(math.sqrt(7))
+    assert (summary["time_to_accuracy_s_min"], summary["time_to_accuracy_s_median"]) == (1.0, 4.0), "it is infinite"
+    assert not summary.keys() & {f"time_to_accuracy_s_{each}" for each in ("mean", "std", "max")}
     assert summary["epoch_time_s_max"] == 3.0
-    assert seed_medians([*reached, missed]) == {"epoch_time_s": 2.0}, "else the row would rank by its luckier seeds"
+    assert seed_medians([*reached, missed]) == {"epoch_time_s": 2.0, "time_to_accuracy_s": 4.0}
+    assert seed_medians([*reached, *[missed] * 3]) == {"epoch_time_s": 2.5}, "half of the seeds missed"
     assert seed_medians(reached)["time_to_accuracy_s"] == 2.0
+    assert summarise_seeds(reached)["time_to_accuracy_s_mean"] == 3.0
+    assert summarise_seeds(reached)["time_to_accuracy_s_std"] == pytest.approx(math.sqrt(7))
 
 
 def test_one_seed_has_no_spread_and_none_reached_no_time() -> None:
