@@ -25,7 +25,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
         Path("/dev/null"): "/dev/null: isn't a file",
         tmp_path: "can't be read: Is a directory",
         tmp_path / "circle": "circle: can't be read: Too many levels of symbolic links",
-        tmp_path / "a\0b": "can't be read: embedded null byte",
+        tmp_path / "a\0b": r"can't be read: .*embedded null",
         tmp_path / ("x" * 300): "can't be read: File name too long",
     }
     for path, sentence in told.items():

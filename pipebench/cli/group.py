@@ -128,8 +128,7 @@ class Commands(click.Group):
         if isinstance(error, click.Abort | KeyboardInterrupt):
             return INTERRUPTED
         if isinstance(error, _ReaderGoneError):
-            # The interpreter's last flush needs a target.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _drop_output()
             return BROKEN_PIPE
         return self._failed_inside(error.ending if isinstance(error, _EndOfFileError) else error)
 
@@ -141,6 +140,10 @@ class Commands(click.Group):
         if isinstance(error, SystemExit):
             raise error
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # a disk, or the output's
+            try:
+                sys.stdout.flush()
+            except OSError:
+                _drop_output()
             return self._mistake(UserError(f"what was to be written can't be: {error}"))
         if is_out_of_memory(error):
             _say(f"pipebench: error: {printable(memory_text(error))}")
@@ -155,6 +158,11 @@ class Commands(click.Group):
         if self._meta.get(_VERBOSE):
             _say(traceback_of(error))
         return USER_ERROR
+
+
+def _drop_output() -> None:
+    """Give the interpreter's last flush a target that takes it: Python >= 3.13 exits with 120 where it fails."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _in_a_sentence(error: click.ClickException) -> str:

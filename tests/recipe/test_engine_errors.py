@@ -1,5 +1,7 @@
 """Ways of parallelising that compiled stages or channels last don't go with: the sentence that says so."""
 
+import sys
+
 import pytest
 
 from pipebench.errors import PlanError, RecipeError
@@ -93,6 +95,7 @@ def prepared(overrides: list[str]) -> Job:
 
 def test_a_missing_compiler_is_told_before_the_run(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load(str(write()), ["engine.compile=true", "engine.device=cpu"])
+    monkeypatch.setenv("CXX", sys.executable)  # there, as no compiler need be
     preflight(loaded)
     monkeypatch.setenv("CXX", "no-such-compiler")
     preflight(loaded, trains=False)
