@@ -1,12 +1,15 @@
 """Compares a traced model, whole and in pieces, with the model itself on a few samples, before anything is trained.
 
 torch.fx records operations. Other effects of a forward can get lost silently: the backward of a custom autograd
-function, numbers from a generator of the model's own, a decision that depends on earlier calls.
+function, numbers from a generator of the model's own, a decision that depends on earlier calls. So can weights: every
+version is other tensors, in copies of the modules, which a module doesn't see that holds its weights in a list, too.
 """
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +17,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from pipebench.errors import GraphError
-from pipebench.model.graph import LayerGraph, attribute, forget_states
+from pipebench.model.graph import LayerGraph, attribute, copied, forget_states
 from pipebench.model.in_place import overwritten
 from pipebench.zoo.measures import plain_output
 from pipebench.zoo.registry import Dataset
@@ -30,12 +33,15 @@ _NOISE = 1e-3
 _GRADIENT = "gradient of "
 
 _Found = dict[str, torch.Tensor]  # by a name that can stand in a sentence
+_Weights = Mapping[int, nn.Parameter]  # by the id of the parameter that it takes the place of
+_OWN: _Weights = MappingProxyType({})  # all parameters in their own place
 
 
 def check_traced(graph: LayerGraph, dataset: Dataset, sizes: Sequence[int] = ()) -> None:
     """Compare a layer graph with its model: outputs, gradients and buffers, in training and in evaluation.
 
-    The graph's weights are on the CPU and stay as they are. The data set's first samples must be there; `sizes` are
+    A graph of one layer runs unchanged: only whether it computes with the weights that it is given is checked. The
+    graph's weights are on the CPU and stay as they are. The data set's first samples must be there; `sizes` are
     numbers of samples to try where the model doesn't take two.
 
     Raises:
@@ -54,39 +60,99 @@ def check_traced(graph: LayerGraph, dataset: Dataset, sizes: Sequence[int] = ())
 
 
 def _compare(graph: LayerGraph, dataset: Dataset, num_samples: int) -> None:
-    model = graph.model
     fetched = dataset.fetch("train", range(num_samples), [*dataset.inputs, *dataset.targets])
-    targets = {name: fetched[name] for name in dataset.targets}
+    for training, form in ((True, graph), (False, graph.evaluated)):
+        trial = _Trial(form, dataset, fetched, training=training)
+        before = {f"buffer {name}": buffer.clone() for name, buffer in graph.model.named_buffers()}
+        expected = trial.whole()
+        if len(graph.layers) > 1:
+            _check_buffers(form, {name for name, value in before.items() if _differs(value, expected[name])})
+            _check_recorded(trial, expected)
+        _check_apart(trial, expected)
 
-    def whole(fields: Mapping[str, torch.Tensor]) -> Any:
-        positional, named = dataset.arguments(fields)
-        return model(*positional, **named)
 
-    for training, traced in ((True, graph), (False, graph.evaluated)):
+@dataclass(frozen=True)
+class _Trial:
+    """A model as it trains, or as it evaluates, and samples to run it on."""
 
-        def run(forward: Callable[[Mapping[str, torch.Tensor]], Any], training: bool = training) -> _Found:
-            with _as_it_was(model, training=training):
-                output = forward({name: fetched[name].clone() for name in dataset.inputs})
-                loss = (lambda: dataset.loss(output, targets)) if training else None
-                return _left_behind(model, output, loss)
+    graph: LayerGraph  # in that form
+    dataset: Dataset
+    fetched: Mapping[str, torch.Tensor]
+    training: bool
 
-        before = {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
-        expected = run(whole)
-        _check_buffers(traced, {name for name, value in before.items() if _differs(value, expected[name])})
-        phase = "training" if training else "evaluation"
-        found = run(lambda fields, root=traced.root: root(*fields.values()))  # type: ignore[misc]
-        if (different := _first_difference(expected, found)) is not None:
-            is_same = _first_difference(expected, run(whole)) is None
-            raise GraphError(f"model {type(model).__name__} can't be run in layers: {_lost(different, phase, is_same)}")
-        apart = _Apart(traced)
-        found = run(lambda fields, apart=apart: apart.run(*fields.values()))  # type: ignore[misc]
-        if (different := _first_difference(expected, found)) is not None:
-            names = ", ".join(node.name for node in traced.graph.nodes if _overwrites(traced, node))
-            raise GraphError(
-                f"model {type(model).__name__} can't be cut: its {different} in {phase} is another where layers that "
-                f"write in place ({names}) have copies of what they overwrite, so others read the same memory under "
-                "another name; let them return new tensors, or name their module in model.leaves to make it one layer"
-            )
+    def whole(self) -> _Found:
+        """Run the model itself."""
+
+        def forward(fields: Mapping[str, torch.Tensor]) -> Any:
+            positional, named = self.dataset.arguments(fields)
+            return self.graph.model(*positional, **named)
+
+        return self._run(forward)
+
+    def recorded(self) -> _Found:
+        """Run the graph."""
+        return self._run(lambda fields: self.graph.root(*fields.values()))
+
+    def apart(self, weights: _Weights) -> _Found:
+        """Run the graph as if it were cut everywhere, with `weights` in place of the parameters if there are any."""
+        return self._run(lambda fields: _Apart(self.graph, weights).run(*fields.values()), weights)
+
+    def parameters(self) -> _Weights:
+        """Return what can take the parameters' place: the same numbers. Evaluation has no gradient to tell them by."""
+        return {id(parameter): _like(parameter) for parameter in self.graph.model.parameters() if self.training}
+
+    def _run(self, forward: Callable[[Mapping[str, torch.Tensor]], Any], weights: _Weights = _OWN) -> _Found:
+        model, dataset = self.graph.model, self.dataset
+        with _as_it_was(model, training=self.training):
+            output = forward({name: self.fetched[name].clone() for name in dataset.inputs})
+            targets = {name: self.fetched[name] for name in dataset.targets}
+            loss = (lambda: dataset.loss(output, targets)) if self.training else None
+            return _left_behind(model, output, loss, weights)
+
+
+def _check_recorded(trial: _Trial, expected: _Found) -> None:
+    """Refuse a graph that computes something else than its model."""
+    if (different := _first_difference(expected, trial.recorded())) is None:
+        return
+    name, is_same = type(trial.graph.model).__name__, _first_difference(expected, trial.whole()) is None
+    what = f"its {different} in {'training' if trial.training else 'evaluation'}"
+    if not is_same:
+        raise GraphError(
+            f"model {name} can't be run in layers: {what} differs from call to call, for the same samples and the same "
+            "seed, as if it drew from a generator of its own or counted its calls"
+        )
+    raise GraphError(
+        f"model {name} can't be run in layers: {what} is another than the model's own, so torch.fx has lost something "
+        "that its forward does; name the module that does it in model.leaves to make it one layer"
+    )
+
+
+def _check_apart(trial: _Trial, expected: _Found) -> None:
+    """Refuse a model that computes something else in pieces, or with weights in place of its parameters."""
+    if (different := _first_difference(expected, trial.apart(trial.parameters()))) is None:
+        return
+    graph, name = trial.graph, type(trial.graph.model).__name__
+    if _first_difference(expected, trial.apart(_OWN)) is None:
+        raise GraphError(
+            f"model {name} can't be trained here: its {different} is another where modules have other tensors for "
+            "parameters, as every version of the weights is; a forward has to read them from its own module, not from "
+            "a list or a function that keeps the first ones"
+        )
+    if len(graph.layers) > 1:  # one layer runs as it is, whether it gives the same again or not
+        names = ", ".join(node.name for node in graph.graph.nodes if _overwrites(graph, node))
+        raise GraphError(
+            f"model {name} can't be cut: its {different} in {'training' if trial.training else 'evaluation'} is "
+            f"another where layers that write in place ({names}) have copies of what they overwrite, so others read "
+            "the same memory under another name; let them return new tensors, or name their module in model.leaves to "
+            "make it one layer"
+        )
+
+
+def _like(parameter: nn.Parameter) -> nn.Parameter:
+    """Return another parameter with the same numbers and attributes."""
+    other = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+    vars(other).update(vars(parameter))
+    return other
 
 
 def _check_buffers(graph: LayerGraph, changed: Collection[str]) -> None:
@@ -100,29 +166,34 @@ def _check_buffers(graph: LayerGraph, changed: Collection[str]) -> None:
             )
 
 
-def _lost(different: str, phase: str, is_same: bool) -> str:
-    """Return what differs from the model, and why, by whether the model itself gives the same again."""
-    what = f"its {different} in {phase}"
-    if not is_same:
-        return (
-            f"{what} differs from call to call, for the same samples and the same seed, as if it drew from a generator "
-            "of its own or counted its calls"
-        )
-    return (
-        f"{what} is another than the model's own, so torch.fx has lost something that its forward does; name the "
-        "module that does it in model.leaves to make it one layer"
-    )
-
-
 class _Apart(fx.Interpreter):
     """Runs a graph as if it were cut everywhere: what a layer overwrites, nobody sees but those that read that layer.
 
-    Buffers stay shared: layers that read what another changes are in its stage.
+    Buffers stay shared: layers that read what another changes are in its stage. If there are `weights`, modules are
+    copies that have them in place of the parameters.
     """
 
-    def __init__(self, graph: LayerGraph) -> None:
+    def __init__(self, graph: LayerGraph, weights: _Weights) -> None:
         super().__init__(graph.root, graph=graph.graph)
-        self._graph = graph
+        self._graph, self._weights = graph, weights
+        self._copies: dict[int, Any] = {id(buffer): buffer for buffer in graph.model.buffers()}  # deepcopy's memo
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module, with the weights."""
+        module = self.module.get_submodule(target)
+        if not self._weights:
+            return module(*args, **kwargs)
+        made = copied(module, self._copies)
+        for own, new in zip(module.modules(), made.modules(), strict=True):
+            for name, parameter in own._parameters.items():
+                if parameter is not None:
+                    new._parameters[name] = self._weights[id(parameter)]
+        return made(*args, **kwargs)
+
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return a tensor of the model, or what is in its place."""
+        found = super().get_attr(target, args, kwargs)
+        return self._weights.get(id(found), found)
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node, an in-place one on a copy."""
@@ -163,8 +234,8 @@ def _as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
         forget_states(model)
 
 
-def _left_behind(model: nn.Module, output: Any, loss: Callable[[], torch.Tensor] | None) -> _Found:
-    """Return a forward's outputs and buffers, and the gradients of a loss."""
+def _left_behind(model: nn.Module, output: Any, loss: Callable[[], torch.Tensor] | None, weights: _Weights) -> _Found:
+    """Return a forward's outputs and buffers, and the gradients of a loss; `weights` took the parameters' place."""
     found: _Found = {}
     for index, leaf in enumerate(pytree.tree_leaves(plain_output(output))):
         if isinstance(leaf, torch.Tensor):
@@ -172,7 +243,7 @@ def _left_behind(model: nn.Module, output: Any, loss: Callable[[], torch.Tensor]
     found |= {f"buffer {name}": buffer.detach().clone() for name, buffer in model.named_buffers()}
     value = loss() if loss is not None else None
     if value is not None and value.requires_grad:
-        named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        named = {name: weights.get(id(p), p) for name, p in model.named_parameters() if p.requires_grad}
         gradients = torch.autograd.grad(value, list(named.values()), allow_unused=True)
         pairs = zip(named, gradients, strict=True)
         found |= {f"{_GRADIENT}{name}": gradient for name, gradient in pairs if gradient is not None}

@@ -107,7 +107,7 @@ def profile_model(
         request = profile_request(recipe, graph, dataset, sizes)
         profile = _profile_of(recipe, cluster, request, device, on_progress)
         profile = profile if slices == 1 else with_exchanges(profile, cluster.levels[0], slices)
-    if is_users and decides and len(graph.layers) > 1:  # one layer runs unchanged, and the zoo's are tested
+    if is_users and decides:  # the zoo's are tested
         check_traced(*exact, sizes)
     if trains and slices > 1:
         graph = in_precision(trained, recipe.train.precision)

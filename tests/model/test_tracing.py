@@ -175,6 +175,36 @@ def test_what_tracing_lost_is_found(middle: Any, says: str) -> None:
         check_traced(graph, Blobs())
 
 
+class Remembers(nn.Module):
+    """Computes with its weight by another name than its own."""
+
+    one_layer = True
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(6) + 0.1)
+        self.listed = [self.weight]
+        self.read = {"a function": lambda: self.weight, "a list": lambda: self.listed[0], "itself": self.own}[how]
+
+    def own(self) -> torch.Tensor:
+        return self.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.read()
+
+
+@pytest.mark.parametrize("layers", [[nn.Linear(6, 6), nn.Linear(6, 4)], []])
+def test_weights_that_a_module_does_not_read_from_itself_are_refused(layers: list[nn.Module]) -> None:
+    def check(how: str) -> None:
+        model = nn.Sequential(*layers[:1], Remembers(how), *layers[1:]).double()
+        check_traced(trace(model) if layers else as_one_layer(model), Blobs())
+
+    check("itself")
+    for how in ("a function", "a list"):
+        with pytest.raises(GraphError, match=r"its gradient of \d.weight is another .* not from a list or a function"):
+            check(how)
+
+
 class Normalised(nn.Module):
     """The bias of the first layer has no gradient but for rounding, as BatchNorm subtracts it."""
 
