@@ -227,7 +227,7 @@ def payload(
     if tied:  # all its stages make updates of the same minibatches
         sizes = {name: size for row in rows for name, size in row.parameter_sizes.items()}
         for stages, names in tied.items():
-            copies = sum(plan.replicas[stage] for stage in stages)
+            copies = len({device for stage in stages for device in devices[stage]})  # one per worker
             summed += 2 * (copies - 1) * sum(sizes[name] for name in names) / minibatches
     policies = [policy for stage in plan.stages for policy in stage.memory]
     again = [index for index, policy in enumerate([*policies, policies[-1]]) if policy == RECOMPUTE]
