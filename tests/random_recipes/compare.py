@@ -120,7 +120,9 @@ def of_clock(metrics: Mapping[str, float], job: Job) -> Iterator[str]:
         totals = simulate_all(setup, drain - done, first=done)
         simulated_s, sent, done = simulated_s + totals.end_s + average_s, sent + totals.num_bytes, drain
     for name, num_bytes in byte_metrics(sent).items():
-        if metrics[name] != num_bytes and not (name.startswith("swap") and _keeps_otherwise(job)):
+        # The simulator cuts a ring's chunks between 4 bytes, so that levels may have a few more or less each.
+        allowed = 0.02 * num_bytes if "_level_" in name else 0
+        if abs(metrics[name] - num_bytes) > allowed and not (name.startswith("swap") and _keeps_otherwise(job)):
             yield f"{name}: {metrics[name]:g}, simulated {num_bytes:g}"
     if "asynchronous" in setup.pipeline.extensions:  # an order of pushes is given, or that of ties has changed it
         return
