@@ -5,10 +5,13 @@ is shorter by is subtracted. Where lengths vary, minibatches in the middle are d
 """
 
 import math
-from functools import cache
+from dataclasses import replace
+from functools import cache, cached_property
 
 from pipebench.simulate.meter import Meter
-from pipebench.simulate.steady import SegmentTotals, Workload, simulate_all, simulate_segment
+from pipebench.simulate.network import Network
+from pipebench.simulate.statistics import average_statistics
+from pipebench.simulate.steady import NOTHING, SegmentTotals, Workload, simulate_all, simulate_segment
 
 
 class Segments:
@@ -31,6 +34,15 @@ class Segments:
         if key not in self._totals_of:
             self._totals_of[key] = self._simulated(begin, num_minibatches, inside, meter)
         return self._totals_of[key]
+
+    @cached_property
+    def drain(self) -> SegmentTotals:
+        """What a drain takes after a segment's last update: replicas average running statistics."""
+        workload, ends_s = self._workload, [0.0]
+        network = Network(workload.cluster, workload.devices, copies=bool(workload.pipeline.swaps))
+        average_statistics(workload.pipeline, workload.costs, network, 0.0, ends_s.append)
+        network.deliver(())
+        return replace(NOTHING, end_s=max(ends_s), num_bytes=network.num_bytes)
 
     def _simulated(self, begin: int, num_minibatches: int, inside: int, meter: Meter | None) -> SegmentTotals:
         """Simulate a segment with so many short minibatches before its end."""

@@ -9,9 +9,7 @@ from pipebench.errors import PlanError
 from pipebench.formats import num_epochs
 from pipebench.planner.planner import Planner
 from pipebench.simulate.meter import EPOCHS, Meter, fractions, pcie_fractions
-from pipebench.simulate.network import Network
 from pipebench.simulate.segments import Segments
-from pipebench.simulate.statistics import average_statistics
 from pipebench.simulate.steady import NOTHING, SegmentTotals
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.job import Job
@@ -94,25 +92,17 @@ def _first_epoch(setup: Setup, periods: Periods, meter: Meter | None = None) -> 
 
     In front of every evaluation and checkpoint the pipeline empties. `meter` records the first segment.
     """
-    segments, drain, per_epoch = Segments(setup), _drain(setup), setup.sampler.minibatches_per_epoch
+    segments, per_epoch = Segments(setup), setup.sampler.minibatches_per_epoch
     totals, done, error_s, num_simulated, is_estimate = NOTHING, 0, 0.0, 0, False
     while done < per_epoch:
         length = periods.next_drain(done) - done
         segment = segments.totals(done, length, None if done else meter)
-        totals = totals.extended(segment, 1).extended(drain, 1)
+        totals = totals.extended(segment, 1).extended(segments.drain, 1)
         error_s += segment.error_s  # the same error in those that are alike
         num_simulated += segment.num_simulated or length
         is_estimate |= segment.num_simulated > 0
         done += length
     return replace(totals, error_s=error_s, num_simulated=num_simulated if is_estimate else 0), done
-
-
-def _drain(setup: Setup) -> SegmentTotals:
-    """Return what a drain takes after the last update: replicas average running statistics."""
-    network, ends_s = Network(setup.cluster, setup.devices, copies=setup.copies), [0.0]
-    average_statistics(setup.pipeline, setup.costs, network, 0.0, ends_s.append)
-    network.deliver(())
-    return replace(NOTHING, end_s=max(ends_s), num_bytes=network.num_bytes)
 
 
 def totalled(setup: Setup, samples: int, totals: SegmentTotals) -> dict[str, float]:

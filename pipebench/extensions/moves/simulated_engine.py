@@ -140,7 +140,8 @@ class SimulatedEngine(Engine):
         return self._meter.timeline()
 
     def _took(self, totals: SegmentTotals, num_minibatches: int, first: int) -> int:
-        """Add a segment's totals; return its length."""
+        """Add a segment's totals, and its drain's; return its length."""
+        totals = totals.extended(self._segments.drain, 1) if num_minibatches else totals
         self.totals = self.totals.extended(totals, 1)
         self.clock_s += totals.end_s
         sampler = self.setup.sampler
