@@ -195,8 +195,8 @@ def highest(*peaks: Iterable[MemoryPeak]) -> Iterator[MemoryPeak]:
 def _moved_bytes(before: Setup, after: Setup, *, trained: bool) -> dict[tuple[int, int], int]:
     """Return the bytes moved between workers at a drain, by (giver, taker); see `checkpoint.handover`.
 
-    Stateful modules' carried states are not counted. `trained`: whether there has been an update, which creates the
-    optimizer's state.
+    Carried states of stateful modules, loss scales and an optimizer's counts of steps are not counted. `trained`:
+    whether there has been an update, which creates the optimizer's state.
     """
     pipeline = before.pipeline
     given = [_pieces(before, worker, trained=trained, answers=True) for worker in range(pipeline.num_workers)]
