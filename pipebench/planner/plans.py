@@ -33,6 +33,7 @@ class Request:
     unsuited: Mapping[str, str] = field(default_factory=dict)  # reasons by mode that the training can't use
     relay: bool = False  # whether values that skip stages pass through those between
     ties: bool = True  # whether stages may have copies of weights that their layers share, in modes that allow it
+    shares_norm: bool = False  # whether an update goes by the norm of all gradients, as where it is clipped
     # Where memory binds: modes whose replicas may then share out optimizer state; whether layers may run again then
     may_shard: Collection[str] = ()
     may_recompute: bool = False

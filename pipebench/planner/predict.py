@@ -93,13 +93,14 @@ def make_pipeline(
 
     The mode says in which order replicas add (`with_sums`).
 
-    `accumulate` are blocks of minibatches per update (None: the mode's), `shares_norm` makes all stages agree on the
-    gradient's norm before an update.
+    `accumulate` are blocks of minibatches per update (None: the mode's). `shares_norm`: an update goes by the norm of
+    all gradients, on which several stages, or replicas with shards, agree before it in modes that flush.
 
     Raises:
         PlanError: an update covers fewer minibatches than the mode needs.
     """
     accumulate = accumulate or mode.accumulate or plan.depth
+    shares_norm = shares_norm and mode.flush and (len(plan.stages) > 1 or mode.is_sharded)
     if WEIGHT_POLICIES[mode.weights].accumulates and accumulate < plan.depth:
         raise PlanError(
             f"parallelism.accumulate: got {accumulate}, weights {mode.weights} need at least as many minibatches per "
@@ -134,7 +135,9 @@ def planned_workload(
     plan, rows = found.plan, profile.rows
     cluster = request.cluster.for_stages(len(plan.positions))
     mode = with_sums(mode, cluster, plan)
-    pipeline = make_pipeline(plan, rows, mode, microbatches=found.microbatches, accumulate=found.accumulate)
+    pipeline = make_pipeline(
+        plan, rows, mode, microbatches=found.microbatches, accumulate=found.accumulate, shares_norm=request.shares_norm
+    )
     costs = stage_costs(profile, plan, update_costs(pipeline), sharded=mode.is_sharded)
     # A flush leaves nothing behind: the period after next is like every later one.
     rounds = 2 if pipeline.flushes else FILL_ROUNDS * max(2, max(pipeline.warmups))
@@ -227,7 +230,7 @@ def payload(
     if tied:  # all its stages make updates of the same minibatches
         sizes = {name: size for row in rows for name, size in row.parameter_sizes.items()}
         for stages, names in tied.items():
-            copies = sum(plan.replicas[stage] for stage in stages)
+            copies = len({device for stage in stages for device in devices[stage]})  # one per worker
             summed += 2 * (copies - 1) * sum(sizes[name] for name in names) / minibatches
     policies = [policy for stage in plan.stages for policy in stage.memory]
     again = [index for index, policy in enumerate([*policies, policies[-1]]) if policy == RECOMPUTE]

@@ -6,12 +6,11 @@ pass before. Gathers are collective: a replica without a unit takes part in thos
 most units.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from pipebench.schedule.instructions import ENDS, FIRST_PARTS
+from pipebench.schedule.instructions import COPIES, ENDS, FIRST_PARTS
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline
 
@@ -82,9 +81,13 @@ def with_gathers(passes: Sequence[Pass], *, reshards: bool) -> Iterator[Pass]:
     """
     there: set[int] = set()  # stages whose weights are gathered or on their way
     coming: set[int] = set()  # of these, the latter
-    for each, following in itertools.pairwise([*passes, None]):
-        assert each is not None
-        for wanted in (each, following):
+    ahead = (each for each in [*passes, None] if each is None or each.op not in COPIES)
+    next(ahead)
+    for each in passes:
+        if each.op in COPIES:  # needs no weights
+            yield each
+            continue
+        for wanted in (each, next(ahead)):
             if wanted is not None and wanted.stage not in there:
                 there.add(wanted.stage)
                 coming.add(wanted.stage)

@@ -1,13 +1,17 @@
 """Segments of a run, each between two drains, wherever in an epoch they begin: those that are alike are simulated once.
 
 An epoch's last minibatch may be short. At the end of a segment it is simulated as it is; in the middle of one, what it
-is shorter by is subtracted.
+is shorter by is subtracted. Where lengths vary, minibatches in the middle are drawn, short ones, too.
 """
 
 import math
+from dataclasses import replace
+from functools import cache, cached_property
 
 from pipebench.simulate.meter import Meter
-from pipebench.simulate.steady import SegmentTotals, Workload, simulate_all, simulate_segment
+from pipebench.simulate.network import Network
+from pipebench.simulate.statistics import average_statistics
+from pipebench.simulate.steady import NOTHING, SegmentTotals, Workload, simulate_all, simulate_segment
 
 
 class Segments:
@@ -16,6 +20,7 @@ class Segments:
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         self._totals_of: dict[tuple[int, bool, int | None], SegmentTotals] = {}
+        self._short = cache(self._of_short)
 
     def totals(self, first: int, num_minibatches: int, meter: Meter | None = None) -> SegmentTotals:
         """Return the totals of a segment that begins with minibatch `first` of a run; `meter` records a new one."""
@@ -23,26 +28,48 @@ class Segments:
         per_epoch = sampler.minibatches_per_epoch
         begin = first % per_epoch
         end = begin + num_minibatches
-        inside = (end - 1) // per_epoch if sampler.size(per_epoch - 1) < sampler.size(0) else 0
+        subtracts = sampler.size(per_epoch - 1) < sampler.size(0) and not sampler.varies
+        inside = (end - 1) // per_epoch if subtracts else 0
         key = num_minibatches, end % per_epoch == 0, begin if inside else None
         if key not in self._totals_of:
             self._totals_of[key] = self._simulated(begin, num_minibatches, inside, meter)
         return self._totals_of[key]
 
+    @cached_property
+    def drain(self) -> SegmentTotals:
+        """What a drain takes after a segment's last update: replicas average running statistics."""
+        workload, ends_s = self._workload, [0.0]
+        network = Network(workload.cluster, workload.devices, copies=bool(workload.pipeline.swaps))
+        average_statistics(workload.pipeline, workload.costs, network, 0.0, ends_s.append)
+        network.deliver(())
+        return replace(NOTHING, end_s=max(ends_s), num_bytes=network.num_bytes)
+
     def _simulated(self, begin: int, num_minibatches: int, inside: int, meter: Meter | None) -> SegmentTotals:
         """Simulate a segment with so many short minibatches before its end."""
         workload, per_epoch = self._workload, self._workload.sampler.minibatches_per_epoch
-        if inside and per_epoch <= 2 * self._window:
+        if inside and per_epoch <= 2 * (self._window + workload.pipeline.period):
             return simulate_all(workload, num_minibatches, meter, first=begin)
         ends_epoch = (begin + num_minibatches) % per_epoch == 0
-        whole = simulate_segment(workload, num_minibatches, meter, ends_epoch=ends_epoch)
-        return whole.extended(self._short(), inside) if inside else whole
+        totals = simulate_segment(workload, num_minibatches, meter, ends_epoch=ends_epoch)
+        for epoch in range(1, inside + 1):
+            before = epoch * per_epoch - 1 - begin
+            after = num_minibatches - 1 - before
+            totals = totals.extended(self._short(self._near(before), self._near(after)), 1)
+        return totals
 
-    def _short(self) -> SegmentTotals:
-        """Return what an epoch's last, short minibatch adds in the middle of a segment: less than 0."""
-        middle = self._workload.sampler.minibatches_per_epoch - self._window
-        with_it, without = (simulate_all(self._workload, 2 * self._window, first=first) for first in (middle, 0))
-        return with_it.extended(without, -1)
+    def _near(self, count: int) -> int:
+        """Return a count of minibatches that is no less to one after or before them: as many, or less by whole periods.
+
+        What a short one saves goes by its place: how full the pipeline is, which replica runs it, and what else is in
+        its update.
+        """
+        return min(count, self._window + (count - self._window) % self._workload.pipeline.period)
+
+    def _of_short(self, before: int, after: int) -> SegmentTotals:
+        """Return what an epoch's last, short minibatch adds with so many others before and after it: less than 0."""
+        workload, length = self._workload, before + 1 + after
+        first = workload.sampler.minibatches_per_epoch - 1 - before
+        return simulate_all(workload, length, first=first).extended(simulate_all(workload, length, first=0), -1)
 
     @property
     def _window(self) -> int:

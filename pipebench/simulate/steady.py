@@ -74,15 +74,16 @@ class SegmentTotals:
     swap_stall_s: float = 0.0  # backwards waiting for copies from the host
 
     def extended(self, period: "SegmentTotals", times: int) -> "SegmentTotals":
-        """Add the totals of `times` periods."""
+        """Add the totals of `times` periods; errors stay."""
         num_bytes = Counter(self.num_bytes)
         for key, value in period.num_bytes.items():
             num_bytes[key] += value * times
-        return SegmentTotals(
-            self.end_s + period.end_s * times,
-            self.busy_s + period.busy_s * times,
-            self.stall_s + period.stall_s * times,
-            num_bytes,
+        return replace(
+            self,
+            end_s=self.end_s + period.end_s * times,
+            busy_s=self.busy_s + period.busy_s * times,
+            stall_s=self.stall_s + period.stall_s * times,
+            num_bytes=num_bytes,
             again_s=self.again_s + period.again_s * times,
             swap_stall_s=self.swap_stall_s + period.swap_stall_s * times,
         )

@@ -36,7 +36,16 @@ from pipebench.train.largest import with_largest_update
 from pipebench.train.learning_rate import learning_rate
 from pipebench.train.plan import ANEW, as_planned, check_copies, choose_plan, recorded_plan, with_shard
 from pipebench.train.profiled_model import ProfiledModel, Wanted, input_bytes, profile_model
-from pipebench.train.request import choose_slices, may_tie, plan_request, samplers, sliced, value_at
+from pipebench.train.request import (
+    choose_slices,
+    may_tie,
+    plan_request,
+    samplers,
+    scales,
+    shares_norm,
+    sliced,
+    value_at,
+)
 from pipebench.zoo.registry import Dataset
 
 
@@ -153,7 +162,7 @@ def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan, *
         clip_norm=train.optimizer.clip_norm,
         seed=train.seed,
         device=known.device,
-        loss_scale=(train.loss_scale or LossScaleRecipe()) if _scales(train) else None,
+        loss_scale=(train.loss_scale or LossScaleRecipe()) if scales(train) else None,
         correction_decay=parallelism.correction_decay or CORRECTION_DECAY,
         steps_on_whole=not is_elementwise(train.optimizer),
         repartitions=switches,
@@ -171,9 +180,7 @@ def _pipeline(recipe: Recipe, cluster: Cluster, profile: Profile, plan: Plan) ->
         mode,
         microbatches=recipe.parallelism.microbatches,
         accumulate=mode.accumulate,
-        shares_norm=(recipe.train.optimizer.clip_norm is not None or _scales(recipe.train))
-        and mode.flush
-        and (len(plan.stages) > 1 or mode.is_sharded),
+        shares_norm=shares_norm(recipe.train),
     )
     on = turned_on(partial(value_at, recipe))
     settings = hooks("settings", on)
@@ -192,10 +199,6 @@ def _check_compiled(recipe: Recipe, graph: LayerGraph, plan: Plan) -> None:
         )
 
 
-def _scales(train: TrainRecipe) -> bool:
-    return train.precision == "fp16"
-
-
 def _check_training(recipe: Recipe, setup: Setup) -> None:
     """Raise an error for what the recipe's optimizer and precision can't do under the plan."""
     _check_scaling(recipe.train, setup.graph, setup.plan, setup.pipeline)
@@ -205,7 +208,7 @@ def _check_training(recipe: Recipe, setup: Setup) -> None:
 
 def _check_scaling(train: TrainRecipe, graph: LayerGraph, plan: Plan, pipeline: Pipeline) -> None:
     """Raise an error for a stage that scales alone without parameters, where no overflow would show, or with a tie."""
-    if not _scales(train) or pipeline.flushes:
+    if not scales(train) or pipeline.flushes:
         return
     for stages in pipeline.ties:
         raise PlanError(

@@ -103,9 +103,20 @@ def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Da
         unsuited=unsuited_modes(recipe.train, recipe.engine) | _unswappable_modes(parallelism),
         relay=parallelism.relay,
         ties=_stays(recipe),
+        shares_norm=shares_norm(recipe.train),
         may_shard=_may_shard(recipe),
         may_recompute=_stays(recipe) and not asks_of_layers(parallelism) and not recipe.engine.compile,
     )
+
+
+def scales(train: TrainRecipe) -> bool:
+    """Return whether losses are scaled, so that gradients that overflow show in their norm."""
+    return train.precision == "fp16"
+
+
+def shares_norm(train: TrainRecipe) -> bool:
+    """Return whether an update goes by the norm of all gradients."""
+    return train.optimizer.clip_norm is not None or scales(train)
 
 
 def _of_others(num_workers: int, minibatch_size: int, profile: Profile) -> int:

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pipebench.engine.setup import Setup
@@ -9,9 +10,7 @@ from pipebench.errors import PlanError
 from pipebench.formats import num_epochs
 from pipebench.planner.planner import Planner
 from pipebench.simulate.meter import EPOCHS, Meter, fractions, pcie_fractions
-from pipebench.simulate.network import Network
 from pipebench.simulate.segments import Segments
-from pipebench.simulate.statistics import average_statistics
 from pipebench.simulate.steady import NOTHING, SegmentTotals
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.job import Job
@@ -27,10 +26,11 @@ def simulate_epoch(job: Job, forecast: MemoryForecast | None = None) -> tuple[Ru
     """Simulate a run up to the drain that ends its first epoch, or comes next; `forecast` has predicted peak memory."""
     setup = job.setup
     meter = Meter(setup.pipeline)
-    totals, done = _first_epoch(setup, Periods.of(job.recipe.train, setup.sampler.minibatches_per_epoch), meter)
+    totals, lengths = _first_epoch(setup, Periods.of(job.recipe.train, setup.sampler.minibatches_per_epoch), meter)
+    done = sum(lengths)
     samples = setup.sampler.samples_before(done)
     metrics, epochs = totalled(setup, samples, totals), num_epochs(round(samples / setup.sampler.num_samples, 3))
-    of_stages = zip(describe_stages(job), shares(job, metrics["epoch_time_s"]), strict=True)
+    of_stages = zip(describe_stages(job), shares(job, metrics["epoch_time_s"], lengths), strict=True)
     result = RunResult(
         **describe(job),
         outcome=COMPLETED,
@@ -42,10 +42,11 @@ def simulate_epoch(job: Job, forecast: MemoryForecast | None = None) -> tuple[Ru
     return forecast.with_peaks(result) if forecast else result, meter.timeline()
 
 
-def shares(job: Job, epoch_s: float) -> list[dict[str, float]]:
+def shares(job: Job, epoch_s: float, segments: Sequence[int]) -> list[dict[str, float]]:
     """Return each stage's busy share of its workers' time in an epoch, with recomputation apart.
 
-    Empty if lengths vary, since units then take different times.
+    `segments` are the minibatches between drains of any part of the run: each ends with an update, which may be of
+    fewer minibatches than others. Empty if lengths vary, since units then take different times.
     """
     setup = job.setup
     sampler, pipeline, costs = setup.sampler, setup.pipeline, setup.costs
@@ -58,7 +59,9 @@ def shares(job: Job, epoch_s: float) -> list[dict[str, float]]:
     found = []
     for stage, each in enumerate(costs.stages):
         replicas = pipeline.replicas[stage]
-        updates = math.ceil((last + 1) / pipeline.round_size(stage))
+        updates = (
+            sum(math.ceil(length / pipeline.round_size(stage)) for length in segments) * (last + 1) / sum(segments)
+        )
         again_s = sum(each.again_s[size] * count for size, count in units.items()) / replicas
         passes_s = sum((each.forward_s[size] + each.backward_s[size]) * count for size, count in units.items())
         busy_s = passes_s / replicas + each.update_s * updates
@@ -85,34 +88,26 @@ def planned_metrics(job: Job) -> dict[str, float]:
 
 def predicted_metrics(setup: Setup, periods: Periods) -> dict[str, float]:
     """Return a simulated first epoch's metrics, under the names of a trained run's."""
-    totals, done = _first_epoch(setup, periods)
-    return totalled(setup, setup.sampler.samples_before(done), totals)
+    totals, lengths = _first_epoch(setup, periods)
+    return totalled(setup, setup.sampler.samples_before(sum(lengths)), totals)
 
 
-def _first_epoch(setup: Setup, periods: Periods, meter: Meter | None = None) -> tuple[SegmentTotals, int]:
-    """Return the totals of a run up to the drain that ends its first epoch, or comes next, and its minibatches.
+def _first_epoch(setup: Setup, periods: Periods, meter: Meter | None = None) -> tuple[SegmentTotals, list[int]]:
+    """Return totals up to the drain that ends a run's first epoch, or comes next, and the minibatches of each segment.
 
     In front of every evaluation and checkpoint the pipeline empties. `meter` records the first segment.
     """
-    segments, drain, per_epoch = Segments(setup), _drain(setup), setup.sampler.minibatches_per_epoch
-    totals, done, error_s, num_simulated, is_estimate = NOTHING, 0, 0.0, 0, False
-    while done < per_epoch:
+    segments, per_epoch = Segments(setup), setup.sampler.minibatches_per_epoch
+    totals, lengths, error_s, num_simulated, is_estimate = NOTHING, list[int](), 0.0, 0, False
+    while (done := sum(lengths)) < per_epoch:
         length = periods.next_drain(done) - done
         segment = segments.totals(done, length, None if done else meter)
-        totals = totals.extended(segment, 1).extended(drain, 1)
+        totals = totals.extended(segment, 1).extended(segments.drain, 1)
         error_s += segment.error_s  # the same error in those that are alike
         num_simulated += segment.num_simulated or length
         is_estimate |= segment.num_simulated > 0
-        done += length
-    return replace(totals, error_s=error_s, num_simulated=num_simulated if is_estimate else 0), done
-
-
-def _drain(setup: Setup) -> SegmentTotals:
-    """Return what a drain takes after the last update: replicas average running statistics."""
-    network, ends_s = Network(setup.cluster, setup.devices, copies=setup.copies), [0.0]
-    average_statistics(setup.pipeline, setup.costs, network, 0.0, ends_s.append)
-    network.deliver(())
-    return replace(NOTHING, end_s=max(ends_s), num_bytes=network.num_bytes)
+        lengths.append(length)
+    return replace(totals, error_s=error_s, num_simulated=num_simulated if is_estimate else 0), lengths
 
 
 def totalled(setup: Setup, samples: int, totals: SegmentTotals) -> dict[str, float]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pipebench.cluster import Cluster, Level
 from pipebench.engine.setup import Setup
 from pipebench.extensions.moves.balancing import RepartitionController, StageReport
 from pipebench.extensions.moves.engine import moves_of, moving
@@ -18,7 +19,8 @@ from pipebench.schedule.modes import RECOMPUTE
 from pipebench.simulate.steady import SegmentTotals
 from tests.engine.moved_segment import simulate_moves
 from tests.engine.test_balancing import balancing, with_momentum
-from tests.models import SkipNet
+from tests.engine.test_modes import images
+from tests.models import ConvNet, SkipNet
 from tests.support import Blobs, Mlp, make_engine, make_setup
 
 CASES = [
@@ -119,6 +121,20 @@ def test_what_is_computed_again_counts_where_layers_move_at_drains_only() -> Non
     assert played(simulated, [60]) == played(trained, [60])
     assert simulated.totals.again_s == pytest.approx(trained.facts()["again_s"])
     assert simulated.totals.again_s > 0
+
+
+def test_replicas_average_statistics_at_every_drain_also_where_layers_move_there() -> None:
+    """BatchNorm, on links so slow that it takes a while: a drain of the recipe's, and one for a move."""
+    cluster = Cluster("slow", "unit", None, (Level("server", 4, 40.0, 1e-3),))
+    setup = moving(make_setup(ConvNet(), ([4], [3, 1]), dataset=images(), cluster=cluster, sizes=(2, 4)), live=False)
+    trained, simulated = make_engine(setup), SimulatedEngine(setup)
+    for engine in (trained, simulated):
+        engine.train(0, 5)
+        engine.replan(recut(setup.graph, setup.plan, [6]))
+        engine.train(5, 7)
+    assert simulated.clock_s == pytest.approx(trained.clock_s, rel=1e-12)
+    assert counted(simulated.totals.num_bytes) == counted(trained.num_bytes)
+    assert trained.num_bytes["buffers", "server"] > 0
 
 
 def numbers(totals: SegmentTotals) -> list[float]:

@@ -11,6 +11,7 @@ from pipebench.planner.planner import Planner
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.schedule.modes import MODES
+from pipebench.simulate.steady import simulate_all
 from pipebench.train.job import Job
 from pipebench.train.prepare import prepare
 from pipebench.train.request import plan_request
@@ -49,6 +50,17 @@ def test_the_planner_parts_a_tie_and_charges_both_copies() -> None:
     )
     assert units > 1
     assert apart - whole == pytest.approx(held * WORDS)
+
+
+def test_stages_of_one_worker_have_one_copy() -> None:
+    """Of a V of two stages per worker, the first has both the first stage and the last."""
+    job = job_of("parallelism.mode=zbv", "parallelism.plan=straight", "parallelism.recompute=false")
+    setup = job.setup
+    assert setup.pipeline.ties == ((0, 2 * setup.pipeline.num_workers - 1),)
+    found = Planner(plan_request(job.recipe, job.cluster, setup.profile, setup.dataset), "zbv").estimate_of(setup.plan)
+    assert found.num_bytes["all-reduce"] == sum(
+        num_bytes for (kind, _), num_bytes in simulate_all(setup, 1).num_bytes.items() if kind == "all-reduce"
+    )
 
 
 def _stages(planner: Planner, starts: list[int]) -> list[tuple[int, int, float]]:

@@ -16,18 +16,23 @@ import yaml
 from pipebench.checkpoint.share import own_names
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.engine import OnLoss, OnUnit, TrainingEngine
+from pipebench.engine.setup import Setup
 from pipebench.errors import UserError
 from pipebench.model.device import torch_settings
+from pipebench.planner.planner import Planner
 from pipebench.recipe.load import LoadedRecipe, load_file
 from pipebench.recipe.schema import Recipe
 from pipebench.run.deciding import prepare_job
 from pipebench.run.folder import find
-from pipebench.simulate.steady import simulate_all
+from pipebench.simulate.network import Network
+from pipebench.simulate.statistics import average_statistics
+from pipebench.simulate.steady import simulate_all, simulate_segment
 from pipebench.train.engines import on_virtual_clock
 from pipebench.train.job import Job
 from pipebench.train.loop import TrainingLoop
 from pipebench.train.metrics import byte_metrics
 from pipebench.train.periods import Periods
+from pipebench.train.request import plan_request
 from pipebench.train.result import DIVERGED, Point
 from tests.oracles.draws import mixed, of_name
 from tests.oracles.per_minibatch import Loop, Outcome
@@ -103,27 +108,58 @@ def disagreements(path: Path, *, in_processes: bool = False) -> list[str]:
     found = [*differences(ran, expected, job)]
     if found and not has_same_bits(job.recipe, job.setup.plan.replicas):
         found = [*differences(ran, expected, job, beside=expected_of(job, ran.pushes, moved=True))]
-    return found if ran.metrics is None else [*found, *of_clock(ran.metrics, job)]
+    return found if ran.metrics is None else [*found, *of_clock(ran.metrics, job), *of_plan(job)]
 
 
 def of_clock(metrics: Mapping[str, float], job: Job) -> Iterator[str]:
     """Say where a run on the virtual clock took other seconds, or sent other bytes, than its segments simulated."""
     setup, sent, simulated_s, done = job.setup, Counter[tuple[str, str]](), 0.0, 0
-    periods = Periods.of(job.recipe.train, setup.sampler.minibatches_per_epoch)
+    periods, average_s = Periods.of(job.recipe.train, setup.sampler.minibatches_per_epoch), _average_s(setup)
     while done < periods.total:
         drain = periods.next_drain(done)
         totals = simulate_all(setup, drain - done, first=done)
-        simulated_s, sent, done = simulated_s + totals.end_s, sent + totals.num_bytes, drain
+        simulated_s, sent, done = simulated_s + totals.end_s + average_s, sent + totals.num_bytes, drain
     for name, num_bytes in byte_metrics(sent).items():
-        if metrics[name] != num_bytes:
+        # The simulator cuts a ring's chunks between 4 bytes, so that levels may have a few more or less each.
+        allowed = 0.02 * num_bytes if "_level_" in name else 0
+        if abs(metrics[name] - num_bytes) > allowed and not (name.startswith("swap") and _keeps_otherwise(job)):
             yield f"{name}: {metrics[name]:g}, simulated {num_bytes:g}"
     if "asynchronous" in setup.pipeline.extensions:  # an order of pushes is given, or that of ties has changed it
         return
-    stages = zip(setup.pipeline.replicas, setup.costs.stages, strict=True)
-    averages = any(replicas > 1 and stage.buffer_bytes for replicas, stage in stages)
-    besides_s = metrics["training_time_s"] - simulated_s  # what averages at drains take
-    if besides_s <= 0 if averages else abs(besides_s) > 1e-6 * simulated_s:
-        yield f"training_time_s: {metrics['training_time_s']!r}, simulated {simulated_s!r} and averages"
+    if abs(metrics["training_time_s"] - simulated_s) > 1e-6 * simulated_s:
+        yield f"training_time_s: {metrics['training_time_s']!r}, simulated {simulated_s!r}"
+
+
+def of_plan(job: Job) -> Iterator[str]:
+    """Say where the planner predicts other seconds or bytes of a recipe's own plan than simulated minibatches come to.
+
+    Seconds where updates empty the pipeline: elsewhere, its prediction is from a steady state that it comes close to.
+    """
+    setup, mode = job.setup, job.recipe.parallelism.mode
+    found = Planner(plan_request(job.recipe, job.cluster, job.profile, setup.dataset), mode).estimate_of(setup.plan)
+    count = 2 * setup.pipeline.period
+    more, less = (simulate_segment(setup, each * count, ends_epoch=False) for each in (2, 1))
+    seconds, sent = (more.end_s - less.end_s) / count, Counter[str]()
+    for (kind, _), num_bytes in (more.num_bytes - less.num_bytes).items():
+        sent[kind] += num_bytes
+    if setup.pipeline.flushes and abs(found.minibatch_s - seconds) > 1e-6 * seconds:
+        yield f"seconds of a minibatch: {seconds!r}, planned {found.minibatch_s!r}"
+    for kind, planned in found.num_bytes.items():
+        if abs(planned - sent[kind] / count) > 1e-6 * planned:
+            yield f"bytes of {kind} of a minibatch: {sent[kind] / count:g}, planned {planned:g}"
+
+
+def _average_s(setup: Setup) -> float:
+    """Return how long replicas take to average running statistics at a drain."""
+    ends_s, network = [0.0], Network(setup.cluster, setup.devices)
+    average_statistics(setup.pipeline, setup.costs, network, 0.0, ends_s.append)
+    network.deliver(())
+    return max(ends_s)
+
+
+def _keeps_otherwise(job: Job) -> bool:
+    """Return whether layers keep something else on a CPU than the profile says, which is of a GPU."""
+    return any(step.split()[0] in ("dropout", "lstm") for step in job.recipe.model["steps"])
 
 
 def prepared(path: Path, overrides: Sequence[str] = ()) -> tuple[LoadedRecipe, Job]:

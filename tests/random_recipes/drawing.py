@@ -57,9 +57,16 @@ def draw_recipe(seed: int, number: int) -> dict[str, Any]:
             **_data(draw, train["minibatch_size"], parallelism.get("microbatches", 1), steps),
         },
         "train": train,
-        "cluster": {"name": draw.choice(("free-links", "cluster-c")), "servers": workers},
+        "cluster": _cluster(draw, workers),
         "parallelism": parallelism,
     }
+
+
+def _cluster(draw: random.Random, workers: int) -> dict[str, Any]:
+    """Return equal devices behind links that cost nothing, or slow ones, or servers of two."""
+    if workers % 2 == 0 and draw.random() < 0.3:
+        return {"name": "vpipe-unlimited", "servers": workers // 2, "count": 2}
+    return {"name": draw.choice(("free-links", "cluster-c")), "servers": workers}
 
 
 def _steps(draw: random.Random) -> list[str]:

@@ -17,6 +17,7 @@ import yaml
 
 from tests.random_recipes.compare import RefusedError, disagreements, text_of, written
 from tests.random_recipes.drawing import draw_recipe
+from tests.random_recipes.push_orders import num_workers
 from tests.random_recipes.shrinking import shrunk
 from tests.random_recipes.worlds import Worlds
 
@@ -42,7 +43,7 @@ class Campaign:
         compared, number = 0, first
         while compared < count and number - first < (4 + 40 * in_processes) * count + 20:
             recipe = draw_recipe(self.seed, number)
-            if not in_processes or recipe["cluster"]["servers"] == 2:
+            if not in_processes or num_workers(recipe) == 2:
                 compared += self.compare(recipe, in_processes=in_processes)
             number += 1
 

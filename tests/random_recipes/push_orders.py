@@ -7,6 +7,12 @@ from typing import Any
 FILE_NAME = "push-order.json"
 
 
+def num_workers(recipe: Mapping[str, Any]) -> int:
+    """Return the devices of a recipe's cluster."""
+    count: int = recipe["cluster"].get("count", 1)
+    return count * int(recipe["cluster"]["servers"])
+
+
 def push_order(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return the contents of the file: any order in which every worker pushes its own minibatches one after another."""
     draw, train, segments, done = random.Random(recipe["train"].get("seed", 0)), recipe["train"], [], 0
@@ -19,7 +25,7 @@ def push_order(recipe: Mapping[str, Any]) -> dict[str, Any]:
     periods = [minibatches(evaluate), minibatches(train.get("checkpoint_every", evaluate))]
     while done < train["max_epochs"] * per_epoch:
         drain = min(train["max_epochs"] * per_epoch, *((done // period + 1) * period for period in periods))
-        workers = recipe["cluster"]["servers"]
+        workers = num_workers(recipe)
         left = [list(range(worker, drain - done, workers)) for worker in range(workers)]
         order: list[int] = []
         while any(left):

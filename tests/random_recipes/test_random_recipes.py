@@ -11,7 +11,7 @@ import pytest
 
 from pipebench.engine.virtual import DrainExchange
 from pipebench.schedule.modes import MODES
-from tests.random_recipes.compare import differences, expected_of, of_clock, prepared, run_virtual, written
+from tests.random_recipes.compare import differences, expected_of, of_clock, of_plan, prepared, run_virtual, written
 from tests.random_recipes.drawing import draw_recipe
 from tests.random_recipes.main import MOST_REFUSED, Campaign
 from tests.random_recipes.shrinking import shrunk
@@ -104,6 +104,19 @@ def test_averages_at_drains_that_take_no_time_are_told_apart(tmp_path: Path, mon
         assert metrics is not None
         found = [*of_clock(metrics, job)]
         assert bool(found) == (changed is not average), found
+
+
+def test_a_plan_for_another_recipe_is_told_apart(tmp_path: Path) -> None:
+    asked = {"mode": "pipedream-flush", "plan": "2-1", "cuts": ["add"], "microbatches": 1}
+    cluster = {"name": "cluster-c", "servers": 3}
+    _, job = prepared(written(RECIPE | {"parallelism": asked, "cluster": cluster}, tmp_path))
+    assert not [*of_plan(job)]
+    recipe = job.recipe
+    optimizer = replace(recipe.train.optimizer, clip_norm=None)
+    unclipped = replace(recipe, train=replace(recipe.train, optimizer=optimizer))
+    assert [each.split(":")[0] for each in of_plan(replace(job, recipe=unclipped))] == ["seconds of a minibatch"]
+    larger = replace(recipe, parallelism=replace(recipe.parallelism, accumulate=2))
+    assert any(each.startswith("bytes of all-reduce") for each in of_plan(replace(job, recipe=larger)))
 
 
 def test_what_is_drawn_covers_every_mode_and_is_a_function_of_the_seed() -> None:

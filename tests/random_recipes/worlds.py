@@ -35,6 +35,7 @@ from tests.processes import Processes
 from tests.random_recipes.compare import IN_PROCESSES, RefusedError, Silent, prepared, written
 from tests.random_recipes.drawing import draw_recipe
 from tests.random_recipes.nets import first_layers
+from tests.random_recipes.push_orders import num_workers
 from tests.unwatched import unwatched
 
 _SHARED_OUT = ("optimizer", "optimizer", "gradients", "parameters")
@@ -224,7 +225,7 @@ class Worlds:
         number = first
         while self.compared < count and number < first + 40 * count + 20:
             recipe, number, before = draw_more(self.seed, number), number + 1, self.compared
-            if recipe["cluster"]["servers"] in sizes and recipe["parallelism"]["mode"] != "dp-asp":
+            if num_workers(recipe) in sizes and recipe["parallelism"]["mode"] != "dp-asp":
                 self.compare(recipe, number)
             if self.compared > before and self.compared % 10 == 0:
                 print(f"{self.compared} of {count} compared, the last drawn is number {number - 1}", flush=True)
@@ -237,7 +238,7 @@ class Worlds:
         """Compare a recipe, drawn with a number."""
         folder = Path(tempfile.mkdtemp(prefix="pipebench-worlds-"))
         try:
-            path, size = written(recipe, folder), recipe["cluster"]["servers"]
+            path, size = written(recipe, folder), num_workers(recipe)
             found = list(disagreements(self._processes(size), path, random.Random(number)))
         except RefusedError as error:
             self.refused[re.sub(r"\S*recipe\.yaml(:\d+)?: |[\d'\[\]]+", "", str(error))[:60]] += 1

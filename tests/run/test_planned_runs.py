@@ -18,7 +18,7 @@ from pipebench.recipe.ranges import CHOICES
 from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.simulate.memory import AGAIN, HELD, KINDS
 from pipebench.simulate.network import Network
-from pipebench.simulate.steady import simulate_all
+from pipebench.simulate.steady import simulate_all, simulate_segment
 from pipebench.train.job import Job
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.prepare import prepare
@@ -236,3 +236,15 @@ def test_bytes_foretold_are_what_the_simulator_sends(reference: str, overrides: 
     for kind, predicted in planned.num_bytes.items():
         # A ring's members may send a few bytes more or less each: chunks are whole numbers.
         assert sent[kind] / 48 == pytest.approx(predicted, rel=1e-6), kind
+
+
+@pytest.mark.parametrize("mode", ["gpipe", "zero2", "dp"])
+def test_seconds_foretold_are_what_the_simulator_takes_where_gradients_are_clipped(mode: str) -> None:
+    """Where stages, or replicas with shards, wait for the norm of all gradients before an update."""
+    given = prepared("quickstart", f"parallelism.mode={mode}", "train.optimizer.clip_norm=1")
+    setup = given.setup
+    planner = Planner(plan_request(given.recipe, given.cluster, given.profile, setup.dataset), mode)
+    assert setup.pipeline.shares_norm == (mode != "dp")
+    whole, part = (simulate_segment(setup, count * setup.pipeline.period, ends_epoch=False).end_s for count in (4, 2))
+    seconds = (whole - part) / (2 * setup.pipeline.period)
+    assert planner.estimate_of(setup.plan).minibatch_s == pytest.approx(seconds, rel=1e-9)

@@ -4,6 +4,7 @@ from itertools import islice
 
 import pytest
 
+from pipebench.schedule.instructions import COPIES
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.programs import programs
@@ -45,6 +46,15 @@ def test_parameters_that_stay_are_gathered_once_and_freed_after_the_backward() -
     assert found.startswith(
         "0AG0 1AG0 0WG0 0L0 0F0@0 2AG0 1WG0 1F0@0 2WG0 2F0@0 2B0+0@0 2FW0 1B0+0@0 1FW0 2RS0 0B0+0@0"
     )
+
+
+@pytest.mark.parametrize("shard", LISTS)
+@pytest.mark.parametrize("reshards", [True, False])
+def test_copies_to_the_host_and_back_gather_no_weights(shard: str, reshards: bool) -> None:
+    kept, swapped = (programs(pipeline(shard, reshards=reshards, swaps=swaps), 4)[0] for swaps in ((), (0, 2)))
+    found = [*swapped]
+    assert sum(it.op in COPIES for it in found) == 8
+    assert [it for it in found if it.op not in COPIES] == [*kept]
 
 
 @pytest.mark.parametrize("shard", LISTS)

@@ -61,7 +61,9 @@ def simulate_moving(job: Job, forecast: MemoryForecast | None = None) -> tuple[R
         | move_metrics(made, engine.totals.num_bytes)
         | {"migration_peak_bytes_per_s": max(point.metrics[_MOVED] for point in points)},
         points=points,
-        stages=tuple(row | each for row, each in zip(describe_stages(last), shares(last, epoch.end_s), strict=True)),
+        stages=tuple(
+            row | each for row, each in zip(describe_stages(last), shares(last, epoch.end_s, [per_epoch]), strict=True)
+        ),
         moves=made,
         notes=recipe_notes(job) | epoch_notes(last, epoch, per_epoch),
     )

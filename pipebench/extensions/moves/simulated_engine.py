@@ -140,7 +140,8 @@ class SimulatedEngine(Engine):
         return self._meter.timeline()
 
     def _took(self, totals: SegmentTotals, num_minibatches: int, first: int) -> int:
-        """Add a segment's totals; return its length."""
+        """Add a segment's totals, and its drain's; return its length."""
+        totals = totals.extended(self._segments.drain, 1) if num_minibatches else totals
         self.totals = self.totals.extended(totals, 1)
         self.clock_s += totals.end_s
         sampler = self.setup.sampler
@@ -194,8 +195,8 @@ def highest(*peaks: Iterable[MemoryPeak]) -> Iterator[MemoryPeak]:
 def _moved_bytes(before: Setup, after: Setup, *, trained: bool) -> dict[tuple[int, int], int]:
     """Return the bytes moved between workers at a drain, by (giver, taker); see `checkpoint.handover`.
 
-    Stateful modules' carried states are not counted. `trained`: whether there has been an update, which creates the
-    optimizer's state.
+    Carried states of stateful modules, loss scales and an optimizer's counts of steps are not counted. `trained`:
+    whether there has been an update, which creates the optimizer's state.
     """
     pipeline = before.pipeline
     given = [_pieces(before, worker, trained=trained, answers=True) for worker in range(pipeline.num_workers)]
