@@ -177,7 +177,8 @@ def test_past_runs_are_listed_and_a_comparison_is_shown_by_its_id(folder: Path, 
     tracking.start("n" * 60, params={"name": "r" * 60}, tags={"kind": "run"}).finish(DP_RUN)
     listed = CliRunner().invoke(cli, ["runs"])
     assert listed.exit_code == 0, listed.output
-    assert [line.split()[0] for line in listed.output.splitlines() if "began" in line] == ["id"], "a line a run, for grep"
+    headings = [line.split()[0] for line in listed.output.splitlines() if "began" in line]
+    assert headings == ["id"], "a line a run, for grep"
     assert "gpipe-0a1b2c3d" in listed.output, "MLflow hasn't taken it"
     rows = [line.split() for line in CliRunner().invoke(cli, ["runs", "by day"]).output.splitlines() if "again" in line]
     assert [(" ".join(row[3:5]), *row[5:7]) for row in rows] == [
