@@ -16,6 +16,7 @@ from pipebench.formats import listed
 from pipebench.metrics import on_its_clock
 from pipebench.tracking.connection import StoreConnection, default_uri, reason_of, shown_uri
 from pipebench.tracking.identity import RECIPE_TAG, VERSION_TAG
+from pipebench.tracking.rebuilt import rebuilt
 from pipebench.tracking.record import ENTRIES, RECORD, RESULT_FILE, mlflow_run_id, read_record
 from pipebench.train.result import INTERRUPTED, RunResult
 from pipebench.typed_json import read
@@ -41,6 +42,7 @@ class Recorded:
         experiment_id: MLflow's; "" likewise.
         ended_ms: milliseconds since the epoch.
         name: the run's in MLflow.
+        lacks: why its result could only be `rebuilt`; "" if it is whole.
     """
 
     run_id: str
@@ -48,6 +50,12 @@ class Recorded:
     result: RunResult
     ended_ms: int
     name: str
+    lacks: str = ""
+
+    @property
+    def text(self) -> str:
+        """The run's name in lists."""
+        return f"{short_id(self.run_id)} ({self.name})"
 
 
 @dataclass(frozen=True)
@@ -88,9 +96,13 @@ class PastRun:
 class RecordedRuns:
     """The runs of one MLflow store. Not thread-safe."""
 
-    def __init__(self, uri: str | None = None) -> None:
-        """Prepare for an MLflow tracking URI, `default_uri` without one, without importing MLflow."""
+    def __init__(self, uri: str | None = None, local: Mapping[str, Path] | None = None) -> None:
+        """Prepare for an MLflow tracking URI, `default_uri` without one, without importing MLflow.
+
+        `local` has the records on this disk, by MLflow's id of their runs.
+        """
         self._connection = StoreConnection(uri or default_uri())
+        self._local = local or {}
 
     def newest(self, recipe_hash: str, version: str, tags: Mapping[str, str] | None = None) -> Recorded | None:
         """Return the latest run with this `recipe_hash` and `source_version` (of `identity`); None without one.
@@ -109,9 +121,9 @@ class RecordedRuns:
         for run in self._search(" and ".join([*tagged, *ended])):
             known = run.data.tags
             is_other = any(known.get(tag) != value or f"resumed.{tag}" in known for tag, value in wanted.items())
-            recorded = None if is_other else self._recorded(run)
-            if recorded is not None:
-                return recorded
+            result = None if is_other else self.result_of(run.info.run_id)
+            if result is not None:
+                return _recorded(run, result)
         return None
 
     def result_of(self, run_id: str) -> RunResult | None:
@@ -121,7 +133,8 @@ class RecordedRuns:
             UserError: MLflow can't be read.
         """
         with self._asking() as client:
-            return _result(client, run_id)
+            found = _result(client, run_id)
+            return None if isinstance(found, str) else found
 
     def past(self) -> list[PastRun]:
         """Return all runs and comparisons; raises a UserError if MLflow can't be read."""
@@ -139,22 +152,9 @@ class RecordedRuns:
                 outcome=tags.get("outcome", run.info.status.lower()),
                 time_to_accuracy_s=time_s,
                 throughput_samples_per_s=rate,
-                load=partial(self._recorded, run),
+                load=partial(self._loaded, run),
             )
             found.append(past)
-        return found
-
-    def below(self, run_id: str) -> list[Recorded]:
-        """Return a comparison's runs that have results, those of several seeds included, in the order of their start.
-
-        Raises:
-            UserError: MLflow can't be read.
-        """
-        found: list[Recorded] = []
-        children = self._search(f"tags.`{_PARENT}` = '{run_id}'")
-        for run in sorted(children, key=lambda run: int(run.info.start_time)):
-            recorded = self._recorded(run) if run.data.tags.get("kind") == "run" else None
-            found += [recorded] if recorded is not None else self.below(run.info.run_id)
         return found
 
     def _search(self, question: str) -> "Iterator[Run]":
@@ -170,12 +170,19 @@ class RecordedRuns:
             yield from page
             token = page.token or None
 
-    def _recorded(self, run: "Run") -> Recorded | None:
-        result = self.result_of(run.info.run_id)
-        if result is None:
-            return None
-        info = run.info
-        return Recorded(info.run_id, info.experiment_id, result, int(info.end_time or info.start_time), info.run_name)
+    def _loaded(self, run: "Run") -> Recorded | None:
+        """Return a run by its result: the artifact, else that of a record on this disk, else what MLflow has of it."""
+        with self._asking() as client:
+            found = _result(client, run.info.run_id)
+            if not isinstance(found, str):
+                return _recorded(run, found)
+            folder = self._local.get(run.info.run_id)
+            here = None if folder is None else _past_of(folder)
+            whole = None if here is None else here.load()
+            if whole is not None:
+                return _recorded(run, whole.result)
+            result = rebuilt(client, run)
+            return None if result is None else replace(_recorded(run, result), lacks=found)
 
     @contextmanager
     def _asking(self) -> "Iterator[MlflowClient]":
@@ -203,7 +210,7 @@ def find_runs(references: Sequence[str], folders: Iterable[Path]) -> list[Record
     ]
     for run in chosen:
         if run.kind != "run":
-            found += _runs_below(run)
+            found += _runs_below(run, past)
             continue
         recorded = run.load()
         if recorded is None:
@@ -218,9 +225,10 @@ def past_runs(folders: Iterable[Path]) -> list[PastRun]:
     Raises:
         UserError: MLflow can't be read.
     """
+    folders = list(folders)
     local = [run for folder in folders if (run := _past_of(folder)) is not None]
     aliases = {run_id: run.ids for run in local for run_id in run.ids}
-    past = RecordedRuns().past()
+    past = RecordedRuns(local={run_id: each for each in folders if (run_id := mlflow_run_id(each))}).past()
     there = {run.ids[0] for run in past}
     stored = [replace(run, ids=aliases.get(run.ids[0], ())[::-1] or run.ids) for run in past]
     return sorted([*stored, *(run for run in local if not there & {*run.ids})], key=lambda run: -run.began_ms)
@@ -238,11 +246,22 @@ def runs_of(reference: str, folders: Iterable[Path]) -> list[Recorded]:
     if not _matching(reference, known) and (found_runs := _matching(reference, past)):
         texts = listed([run.text for run in found_runs], _LISTED)
         raise UserError(f"comparison: got a run, {texts}; allowed are a comparison, or at least two runs")
-    return _runs_below(_chosen(reference, known, "comparison"))
+    return _runs_below(_chosen(reference, known, "comparison"), past)
 
 
-def _runs_below(comparison: PastRun) -> list[Recorded]:
-    found = RecordedRuns().below(comparison.ids[0])
+def _runs_below(comparison: PastRun, past: Sequence[PastRun]) -> list[Recorded]:
+    """Return a comparison's runs that have results, those of several seeds included, in the order of their start."""
+    below: dict[str | None, list[PastRun]] = {}
+    for run in reversed(past):
+        below.setdefault(run.parent_id, []).append(run)
+
+    def found_in(run: PastRun) -> Iterator[Recorded]:
+        if run.kind == "run" and (loaded := run.load()) is not None:
+            yield loaded
+        for child in below.pop(run.ids[0], ()):  # at most once: tags that say whose it is may have been edited
+            yield from found_in(child)
+
+    found = list(found_in(comparison))
     if not found:
         raise UserError(f"comparison: {comparison.text} has no run with a result")
     return found
@@ -306,11 +325,16 @@ def _names(name: str, params: Mapping[str, str], tags: Mapping[str, str]) -> tup
     return tuple(dict.fromkeys((name, *filter(None, others))))
 
 
-def _result(client: "MlflowClient", run_id: str) -> RunResult | None:
-    """Return a run's result artifact; None if it is gone or was changed."""
+def _recorded(run: "Run", result: RunResult) -> Recorded:
+    info = run.info
+    return Recorded(info.run_id, info.experiment_id, result, int(info.end_time or info.start_time), info.run_name)
+
+
+def _result(client: "MlflowClient", run_id: str) -> RunResult | str:
+    """Return a run's result artifact, or why it can't be read: it is gone, was changed, or can't be reached."""
     with tempfile.TemporaryDirectory() as scratch:
         try:
             return read(RunResult, Path(client.download_artifacts(run_id, RESULT_FILE, scratch)).read_bytes())
         except Exception as error:  # every kind of artifact store has an exception of its own for what isn't there
             _log.debug("the result of run %s can't be read: %s", run_id, error)
-            return None
+            return reason_of(error)

@@ -8,13 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from mlflow.tracking import MlflowClient
 
 import pipebench
 from pipebench.errors import UserError
 from pipebench.recipe.load import load
-from pipebench.tracking import RunLog, Tracking, recipe_hash, source_version
+from pipebench.show.differences import differences
+from pipebench.tracking import (
+    RunLog,
+    Tracking,
+    default_uri,
+    logged_params,
+    recipe_hash,
+    source_version,
+    summarise_curves,
+)
 from pipebench.tracking.connection import reason_of
-from pipebench.tracking.results import RecordedRuns
+from pipebench.tracking.record import LogEntry, RecordFolder, Sent, Start
+from pipebench.tracking.results import RecordedRuns, find_runs, runs_of
 from pipebench.train.result import DIVERGED, INTERRUPTED, RunResult
 from tests.tracking.records import RESULT
 
@@ -84,6 +95,52 @@ def test_the_list_of_runs_has_the_time_and_the_throughput_of_either_clock(tracki
     run = recorded(tracking, f"on-{clock}", replace(RESULT, clock=clock, metrics=metrics), kind="run")
     (listed,) = (past for past in RecordedRuns().past() if past.ids == (run.run_id,))
     assert (listed.time_to_accuracy_s, listed.throughput_samples_per_s) == (4.5, 20.0)
+
+
+@pytest.mark.parametrize("clock", ["virtual", "wall"])
+def test_a_run_whose_artifacts_are_gone_is_compared_by_what_mlflow_has_of_it(
+    tracking: Tracking, folder: Path, clock: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a server whose artifacts nobody but it can read, or that were removed, no run had a result."""
+    recipe = {"name": "gone", "train.seed": "0", "train.minibatch_size": "8", "train.loss_scale": "null"}
+    result = replace(
+        RESULT, name="gone", clock=clock, recipe=recipe, metrics={**RESULT.metrics, "throughput_samples_per_s": 20.0}
+    )
+    result = replace(result, points=tuple(replace(each, clock_s=each.clock_s * 1000) for each in result.points))
+    parent = tracking.start(f"gone on {clock}", params={}, tags={"kind": "comparison"}, virtual=False)
+    tags = {"kind": "run", "mode": "pipedream", "plan": "straight", "engine": "virtual", "timing": result.timing}
+    params, virtual = {**logged_params(recipe), "parallelism.depth": "1"}, clock == "virtual"
+    runs = [tracking.start(f"gone {n}", params=params, tags=tags, parent=parent, virtual=virtual) for n in range(3)]
+    for run in runs:
+        for point in result.points:
+            run.point(point)
+        run.finish(result)
+    parent.finish(None, status="FINISHED")
+    for run in runs[1:]:
+        shutil.rmtree(folder / "mlartifacts" / "suite" / str(run.run_id))
+    client = MlflowClient(default_uri())
+    client.set_tag(str(runs[2].run_id), "outcome", "my favourite")
+    client.set_tag(str(runs[2].run_id), "mlflow.parentRunId", str(runs[2].run_id))
+    whole, gone = runs_of(str(parent.run_id), [])
+    assert (whole.lacks, whole.result, gone.run_id) == ("", result, runs[1].run_id)
+    assert "result.json" in gone.lacks
+    there = ("time_to_accuracy_s", "throughput_samples_per_s", "best_top1", "target_reached")
+    expected = {**result.metrics, **summarise_curves(result.points)}
+    assert {name: gone.result.metrics[name] for name in there} == {name: expected[name] for name in there}
+    assert gone.result.points == result.points
+    assert replace(gone.result, recipe=recipe, sentence="", metrics={}, points=()) == replace(
+        result, sentence="", metrics={}, points=(), stages=()
+    )
+    shown = pipebench.recorded(str(whole.run_id), gone.run_id)
+    assert [key for key, *_ in differences(shown.results)] == ["parallelism.depth"], "what is null is no param"
+    assert capsys.readouterr().err.startswith(f"pipebench: {gone.run_id[:8]} (gone 1): compared by what MLflow has, ")
+    with pytest.raises(UserError, match="has no result"):
+        find_runs([str(runs[2].run_id)], [])
+    here = folder / "pipebench-runs" / f"gone-{clock}" / "record"
+    RecordFolder(here).append(LogEntry(start=Start("gone 1", virtual=True), result=result))
+    RecordFolder(here).note(Sent(gone.run_id, 1))
+    (found,) = find_runs([gone.run_id], [here])
+    assert (found.lacks, found.result, found.run_id) == ("", result, gone.run_id), "its record is on this disk"
 
 
 def test_where_nothing_was_recorded_nothing_is_made(tmp_path: Path) -> None:
