@@ -90,6 +90,8 @@ class Store(StoreConnection):
             self._path.parent.mkdir(parents=True, exist_ok=True)
         with self.turn() as client:
             experiment_id = self._experiment(client)
+            if not experiment_id:  # runs without ids would follow, and their records be taken for sent
+                raise ConnectionError("its answers are empty")
             _add_tags(client, experiment_id)
             self.experiment_id, self.is_connected = experiment_id, True
 
