@@ -2,6 +2,7 @@
 
 import logging
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipebench.errors import UserError, nearest
+from pipebench.errors import UserError, nearest, printable
 from pipebench.files import FileError
 from pipebench.formats import listed
 from pipebench.metrics import on_its_clock
@@ -222,13 +223,21 @@ def find_runs(references: Sequence[str], folders: Iterable[Path]) -> list[Record
 def past_runs(folders: Iterable[Path]) -> list[PastRun]:
     """Return all runs and comparisons, the newest first: MLflow's, and those of `folders` that it hasn't.
 
+    Where MLflow can't be read, which is printed, those that this disk has a record of.
+
     Raises:
-        UserError: MLflow can't be read.
+        UserError: MLflow can't be read, and there is no record.
     """
     folders = list(folders)
     local = [run for folder in folders if (run := _past_of(folder)) is not None]
     aliases = {run_id: run.ids for run in local for run_id in run.ids}
-    past = RecordedRuns(local={run_id: each for each in folders if (run_id := mlflow_run_id(each))}).past()
+    try:
+        past = RecordedRuns(local={run_id: each for each in folders if (run_id := mlflow_run_id(each))}).past()
+    except UserError as unread:
+        if not local:
+            raise
+        print(f"pipebench: {printable(f'{unread}; only runs with a record on this disk are found')}", file=sys.stderr)
+        past = []
     there = {run.ids[0] for run in past}
     stored = [replace(run, ids=aliases.get(run.ids[0], ())[::-1] or run.ids) for run in past]
     return sorted([*stored, *(run for run in local if not there & {*run.ids})], key=lambda run: -run.began_ms)

@@ -10,9 +10,11 @@ from filelock import FileLock
 from pipebench.errors import UserError
 from pipebench.tracking import Tracking, connection
 from pipebench.tracking.connection import reason_of
-from pipebench.tracking.results import RecordedRuns
+from pipebench.tracking.record import LogEntry, RecordFolder, Sent, Start
+from pipebench.tracking.results import RecordedRuns, find_runs, past_runs
 from pipebench.tracking.store import Store
 from tests.patience import within_patience
+from tests.tracking.records import RESULT
 
 OUT_OF_DATE = (
     "Detected out-of-date database schema (found version cc1f77228345, but expected dc11669786a5). Take a backup of "
@@ -64,6 +66,23 @@ def test_a_lock_that_a_stopped_process_holds_is_told(tmp_path: Path, monkeypatch
     told = f"another process has held {tmp_path}/mlflow.db.lock for 0 s; Ctrl-Z may have stopped it"
     with FileLock(tmp_path / "mlflow.db.lock"), pytest.raises(UserError, match=told):
         RecordedRuns(f"sqlite:///{tmp_path}/mlflow.db").past()
+
+
+def test_runs_on_this_disk_are_found_without_mlflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server that was down kept runs from being compared whose records were there."""
+    (tmp_path / "mlflow.db").write_text("no database, but a file")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    with pytest.raises(UserError, match="can't be read: file is not a database"):
+        past_runs([])
+    folders = [tmp_path / name / "record" for name in ("one-12345678", "two-12345678")]
+    for each in folders:
+        RecordFolder(each).append(LogEntry(start=Start("run", virtual=True), result=RESULT))
+        RecordFolder(each).note(Sent("0" * 32, 1))
+    found = find_runs(["one", "two-12345678"], folders)
+    assert [(run.run_id, run.result) for run in found] == [(each.parent.name, RESULT) for each in folders]
+    assert capsys.readouterr().err.endswith("not a database; only runs with a record on this disk are found\n")
 
 
 @pytest.mark.parametrize(
