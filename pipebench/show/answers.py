@@ -159,7 +159,7 @@ def recorded(references: Sequence[str], folders: Sequence[Path]) -> RunCompariso
         names = listed([run.text for run in partly], _NAMED)
         text = f"{names}: compared by what MLflow has, without {LACKS}: result.json can't be read ({partly[0].lacks})"
         print(f"pipebench: {printable(text)}", file=sys.stderr, flush=True)
-    are_runs = len(found) == len(references)
+    are_runs = 1 < len(found) == len(references)
     ids = [run.run_id for run in found]
     for index, run_id in enumerate(ids):
         if are_runs and run_id in ids[:index]:

@@ -159,6 +159,8 @@ def test_a_sweep_and_the_rest_of_it_are_one_table(folder: Path, runs: list[RunLo
             log.finish(each)
         parent.finish(None, status="FINISHED")
         parents.append(str(parent.run_id))
+    alone = compare(parents[1])
+    assert "The recipes are the same" not in alone.output, "it has one run"
     found = pipebench.recorded(*parents)
     assert [(run.result.name, run.result.seed) for run in found.runs] == [(DP.name, 0), (DP.name, 1)]
     (row,) = found.rows()
