@@ -125,6 +125,11 @@ class StoreConnection:
         """Whether the store exists, as far as this machine can know."""
         return self._path is None or (self._path.exists() and self._path.stat().st_size > 0)
 
+    @property
+    def artifacts(self) -> Path | None:
+        """The folder beside a store that is a file where artifacts go, in a folder per experiment; None of others."""
+        return None if self._path is None else self._path.parent / "mlartifacts"
+
     @contextmanager
     def turn(self) -> "Iterator[MlflowClient]":
         """Import MLflow, make the database if missing, and lock a store that is a file."""

@@ -5,7 +5,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from pipebench.tracking.identity import RECIPE_TAG, VERSION_TAG
 from pipebench.tracking.rebuilt import rebuilt
 from pipebench.tracking.record import ENTRIES, RECORD, RESULT_FILE, mlflow_run_id, read_record
 from pipebench.train.result import INTERRUPTED, RunResult
-from pipebench.typed_json import read
+from pipebench.typed_json import JsonError, read
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -176,18 +176,25 @@ class RecordedRuns:
             token = page.token or None
 
     def _loaded(self, run: "Run") -> Recorded | None:
-        """Return a run by its result: the artifact, else that of a record on this disk, else what MLflow has of it."""
+        """Return a run by its result: the artifact, else a copy on this disk, else what MLflow has of it."""
+        run_id = run.info.run_id
         with self._asking() as client:
-            found = _result(client, run.info.run_id)
-            if not isinstance(found, str):
-                return _recorded(run, found)
-            folder = self._local.get(run.info.run_id)
-            here = None if folder is None else _past_of(folder)
-            whole = None if here is None else here.load()
+            found = _result(client, run_id)
+            whole = self._result_here(run_id) if isinstance(found, str) else found
             if whole is not None:
-                return _recorded(run, whole.result)
+                return _recorded(run, whole)
             result = rebuilt(client, run)
-            return None if result is None else replace(_recorded(run, result), lacks=found)
+            return None if result is None else replace(_recorded(run, result), lacks=str(found))
+
+    def _result_here(self, run_id: str) -> RunResult | None:
+        """Return a run's result from a record, or beside a SQLite file that was moved: MLflow has the old address."""
+        folder, artifacts = self._local.get(run_id), self._connection.artifacts
+        with suppress(OSError, FileError, JsonError):
+            if folder is not None and (record := read_record(folder)) is not None:
+                return record.result
+            for path in artifacts.glob(f"*/{run_id}/artifacts/{RESULT_FILE}") if artifacts is not None else ():
+                return read(RunResult, path.read_bytes())
+        return None
 
     @contextmanager
     def _asking(self) -> "Iterator[MlflowClient]":

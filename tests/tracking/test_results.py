@@ -145,6 +145,21 @@ def test_a_run_whose_artifacts_are_gone_is_compared_by_what_mlflow_has_of_it(
     assert (found.lacks, found.result, found.run_id) == ("", result, gone.run_id), "its record is on this disk"
 
 
+def test_a_database_that_was_moved_with_its_artifacts_has_results(
+    tracking: Tracking, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow keeps artifacts' addresses absolute, so that no run of a folder from another machine had a result."""
+    run = tracking.start("moved", params={}, tags={"kind": "run"})
+    run.finish(RESULT)
+    moved = tmp_path / "mlartifacts" / "suite"
+    moved.mkdir(parents=True)
+    shutil.copy(folder / "mlflow.db", tmp_path)
+    (folder / "mlartifacts" / "suite" / str(run.run_id)).rename(moved / str(run.run_id))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    (found,) = find_runs(["moved"], [])
+    assert (found.lacks, found.result) == ("", RESULT)
+
+
 def test_thousands_of_runs_are_listed_without_the_collector(
     tracking: Tracking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
