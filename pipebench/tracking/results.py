@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pipebench.errors import UserError, nearest, printable
 from pipebench.files import FileError
@@ -24,10 +24,12 @@ from pipebench.train.result import INTERRUPTED, RunResult
 from pipebench.typed_json import JsonError, read
 
 if TYPE_CHECKING:
-    from mlflow.entities import Run
+    from mlflow.entities import Experiment, Run
+    from mlflow.store.entities import PagedList
     from mlflow.tracking import MlflowClient
 
 _log = logging.getLogger(__name__)
+_Item = TypeVar("_Item")
 _LISTED, _LONGEST = 5, 80  # runs in a sentence, characters of what was given
 _MLFLOW_ID, _ID_CHARS = re.compile(r"[0-9a-f]{32}"), 8
 _TIMES = ("time_to_accuracy_s", "throughput_samples_per_s")
@@ -163,17 +165,20 @@ class RecordedRuns:
         """Yield the runs that match a filter, the latest first."""
         if not self._connection.is_there:
             return
-        token: str | None = ""
-        while token is not None:
+
+        def ask_experiments(token: str | None) -> "PagedList[Experiment]":
             with self._asking() as client:
-                experiments = [each.experiment_id for each in client.search_experiments(max_results=_PAGE)]
-                order = ["attributes.end_time DESC"]
-                with without_collector():  # which takes two thirds of the time: a run is a hundred objects
-                    page = client.search_runs(
-                        experiments, question, max_results=_PAGE, order_by=order, page_token=token
-                    )
-            yield from page
-            token = page.token or None
+                return client.search_experiments(max_results=_PAGE, page_token=token)
+
+        def ask_runs(token: str | None) -> "PagedList[Run]":
+            # The collector would take two thirds of the time: a run is a hundred objects
+            with self._asking() as client, without_collector():
+                return client.search_runs(
+                    experiments, question, max_results=_PAGE, order_by=["attributes.end_time DESC"], page_token=token
+                )
+
+        experiments = [each.experiment_id for each in _all_pages(ask_experiments)]
+        yield from _all_pages(ask_runs)
 
     def _loaded(self, run: "Run") -> Recorded | None:
         """Return a run by its result: the artifact, else a copy on this disk, else what MLflow has of it."""
@@ -204,6 +209,15 @@ class RecordedRuns:
         except Exception as error:  # whatever MLflow, SQLAlchemy, the disk or the network can think of
             store = shown_uri(self._connection.uri)
             raise UserError(f"MLflow at {store} can't be read: {reason_of(error)}") from error
+
+
+def _all_pages(ask: "Callable[[str | None], PagedList[_Item]]") -> Iterator[_Item]:
+    """Yield what is on all pages of an answer; `ask` gets a page's token."""
+    token = None
+    while token != "":
+        page = ask(token)
+        yield from page
+        token = page.token or ""
 
 
 def find_runs(references: Sequence[str], folders: Iterable[Path]) -> list[Recorded]:

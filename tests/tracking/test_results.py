@@ -22,6 +22,7 @@ from pipebench.tracking import (
     default_uri,
     logged_params,
     recipe_hash,
+    results,
     source_version,
     summarise_curves,
 )
@@ -174,6 +175,15 @@ def test_thousands_of_runs_are_listed_without_the_collector(
     RecordedRuns().past()
     assert collects == [False]
     assert gc.isenabled()
+
+
+def test_runs_of_experiments_beyond_a_page_are_listed(tracking: Tracking, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more than a thousand experiments the oldest ones' runs were in no list."""
+    recorded(tracking, "beyond", RESULT, kind="run")
+    MlflowClient(default_uri()).create_experiment("a later one")
+    listed = RecordedRuns().past()
+    monkeypatch.setattr(results, "_PAGE", 1)
+    assert [run.ids for run in RecordedRuns().past()] == [run.ids for run in listed] != []
 
 
 def test_a_run_that_is_tagged_as_its_own_parent_is_listed(tracking: Tracking) -> None:
