@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _SQLITE = "sqlite:///"
 # In the URI of a file, what follows ? are options of the connection, and %20 is a space.
 _MISREAD = re.compile(r"\?|%[0-9A-Fa-f]{2}")
+_SCHEMELESS = re.compile(r"[\w.-]+:\d+(/.*)?", re.ASCII)  # a server, which MLflow takes for a folder or a registry
 # A turn at the file takes milliseconds, making the database a few seconds (tens on a slow disk).
 _TURN_LIMIT_S = 60.0
 _LONGEST = 160  # characters of a reason
@@ -52,9 +53,11 @@ def default_uri() -> str:
     """Return the store's URI: MLFLOW_TRACKING_URI, else `mlflow.db` in the working directory.
 
     Raises:
-        UserError: the file's name can't be written in a URI: MLflow would use another file.
+        UserError: the file's name can't be written in a URI: MLflow would use another file; or it has no scheme.
     """
-    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"{_SQLITE}mlflow.db"
+    uri = os.environ.get("MLFLOW_TRACKING_URI", "").strip() or f"{_SQLITE}mlflow.db"
+    if _SCHEMELESS.fullmatch(uri):
+        raise UserError(f"MLFLOW_TRACKING_URI: got {uri!r}, allowed is an address with its scheme: http://{uri}")
     path = sqlite_path(uri)
     here = Path.cwd()
     misread = _MISREAD.search(str(here))

@@ -8,7 +8,7 @@ import pytest
 from filelock import FileLock
 
 from pipebench.errors import UserError
-from pipebench.tracking import Tracking, connection
+from pipebench.tracking import Tracking, connection, default_uri
 from pipebench.tracking.connection import reason_of
 from pipebench.tracking.record import LogEntry, RecordFolder, Sent, Start
 from pipebench.tracking.results import RecordedRuns, find_runs, past_runs
@@ -25,6 +25,22 @@ NO_FOLDERS = (
     "Please migrate to a database backend. If the filesystem backend is required for your workflow, set "
     "`MLFLOW_ALLOW_FILE_STORE=true` to opt out of this exception."
 )
+
+
+@pytest.mark.parametrize("given", ["localhost:5000", "127.0.0.1:5000/", "tracking.my-team.org:80/mlflow"])
+def test_a_server_s_address_without_a_scheme_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    """Runs were trained, and MLflow then took the address for a folder, or a model registry of an unknown kind."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", given)
+    with pytest.raises(UserError, match=f"got '{given}', allowed is an address with its scheme: http://{given}"):
+        default_uri()
+
+
+@pytest.mark.parametrize(
+    "given", ["http://localhost:5000 ", "databricks", "sqlite:////tmp/a:1", "uc:profile", "./a:1b"]
+)
+def test_other_addresses_are_taken_without_blanks_around_them(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", given)
+    assert default_uri() == given.strip()
 
 
 def test_a_server_that_answers_nothing_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
