@@ -253,19 +253,23 @@ def past_runs(folders: Iterable[Path]) -> list[PastRun]:
     Raises:
         UserError: MLflow can't be read, and there is no record.
     """
-    folders = list(folders)
-    local = [run for folder in folders if (run := _past_of(folder)) is not None]
-    aliases = {run_id: run.ids for run in local for run_id in run.ids}
+    ids = {folder: _ids_of(folder) for folder in folders}
+    sent = {each[1]: folder for folder, each in ids.items() if len(each) > 1}
+    past, problem = list[PastRun](), None
     try:
-        past = RecordedRuns(local={run_id: each for each in folders if (run_id := mlflow_run_id(each))}).past()
+        past = RecordedRuns(local=sent).past()
     except UserError as unread:
-        if not local:
-            raise
-        print(f"pipebench: {printable(f'{unread}; only runs with a record on this disk are found')}", file=sys.stderr)
-        past = []
+        problem = unread
     there = {run.ids[0] for run in past}
-    stored = [replace(run, ids=aliases.get(run.ids[0], ())[::-1] or run.ids) for run in past]
-    return sorted([*stored, *(run for run in local if not there & {*run.ids})], key=lambda run: -run.began_ms)
+    # Of what MLflow has no record is read: a long run's has thousands of samples of the system
+    unknown = (folder for folder, own in ids.items() if not there & {*own})
+    local = [run for folder in unknown if (run := _past_of(folder)) is not None]
+    if problem is not None and not local:
+        raise problem
+    if problem is not None:
+        print(f"pipebench: {printable(f'{problem}; only runs with a record on this disk are found')}", file=sys.stderr)
+    stored = [replace(run, ids=ids[sent[run.ids[0]]][::-1]) if run.ids[0] in sent else run for run in past]
+    return sorted([*stored, *local], key=lambda run: -run.began_ms)
 
 
 def runs_of(reference: str, folders: Iterable[Path]) -> list[Recorded]:
@@ -326,9 +330,15 @@ def short_id(run_id: str) -> str:
     return run_id[:_ID_CHARS] if _MLFLOW_ID.fullmatch(run_id) else run_id
 
 
+def _ids_of(folder: Path) -> tuple[str, ...]:
+    """Return the ids of the run recorded in a folder: its folder's name, and MLflow's, if it has one."""
+    name = folder.parent.name if folder.name == RECORD else folder.name
+    return tuple(filter(None, (name, mlflow_run_id(folder))))
+
+
 def _past_of(folder: Path) -> PastRun | None:
     """Return the run recorded in a folder; None if it can't be read."""
-    name = folder.parent.name if folder.name == RECORD else folder.name
+    ids = _ids_of(folder)
     try:
         record = read_record(folder)
         ended_ms = round((folder / ENTRIES).stat().st_mtime * 1000)
@@ -337,10 +347,10 @@ def _past_of(folder: Path) -> PastRun | None:
     if record is None:
         return None
     result = record.result
-    recorded = Recorded(name, "", result, ended_ms, record.name) if result is not None else None
+    recorded = Recorded(ids[0], "", result, ended_ms, record.name) if result is not None else None
     time_s, rate = (None if result is None else on_its_clock(result.metrics, each) for each in _TIMES)
     return PastRun(
-        ids=tuple(filter(None, (name, mlflow_run_id(folder)))),
+        ids=ids,
         parent_id=None,
         kind=record.tags.get("kind", "run"),
         names=_names(record.name, record.params, record.tags),

@@ -27,7 +27,7 @@ from pipebench.tracking import (
     summarise_curves,
 )
 from pipebench.tracking.connection import reason_of
-from pipebench.tracking.record import LogEntry, RecordFolder, Sent, Start
+from pipebench.tracking.record import LogEntry, RecordFolder, RunRecord, Sent, Start, read_record
 from pipebench.tracking.results import RecordedRuns, find_runs, runs_of
 from pipebench.train.result import DIVERGED, INTERRUPTED, RunResult
 from tests.tracking.records import RESULT
@@ -175,6 +175,28 @@ def test_thousands_of_runs_are_listed_without_the_collector(
     RecordedRuns().past()
     assert collects == [False]
     assert gc.isenabled()
+
+
+def test_of_runs_that_mlflow_has_no_record_is_read_to_list_them(
+    tracking: Tracking, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hundreds of long runs' records were read, gigabytes of samples of the system, for their folders' names."""
+    run = recorded(tracking, "listed", RESULT, kind="run")
+    records = [folder / "pipebench-runs" / name / "record" for name in ("sent-12345678", "unsent-12345678")]
+    for each, run_id in zip(records, (run.run_id, None), strict=True):
+        RecordFolder(each).append(LogEntry(start=Start("listed", virtual=True)))
+        RecordFolder(each).note(Sent(run_id, 1))
+    seen: list[Path] = []
+
+    def noted(each: Path) -> RunRecord | None:
+        seen.append(each)
+        return read_record(each)
+
+    monkeypatch.setattr(results, "read_record", noted)
+    ids = [past.ids for past in results.past_runs(records)]
+    assert (run.run_id, "sent-12345678") in ids
+    assert ("unsent-12345678",) in ids
+    assert seen == records[1:]
 
 
 def test_runs_of_experiments_beyond_a_page_are_listed(tracking: Tracking, monkeypatch: pytest.MonkeyPatch) -> None:
