@@ -197,8 +197,8 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 class FileLock:
     """A lock on a file, made if missing, until `release` or this process's end; a forked process has none of it.
 
-    `shared` with others who share it: waits for one who doesn't. Not the filelock package: older versions treat a file
-    system without locks as locked, and empty the file.
+    `shared` with others who share it. Not the filelock package: older versions treat a file system without locks as
+    locked, and empty the file.
 
     Raises:
         OSError: the file can't be made or locked; EWOULDBLOCK: somebody else has it.
@@ -208,7 +208,7 @@ class FileLock:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self._descriptor: int | None = os.open(path, flags, 0o644)
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BaseException:
             os.close(self._descriptor)
             raise

@@ -156,6 +156,7 @@ METRICS = (
 )  # fmt: skip
 
 _WALL = "wall_"
+_CLOCKED_NAMES = tuple(row.name for row in METRICS if CLOCKED in row.shown)
 # Metrics of every stage: columns of `stages.csv`, and of reports as `stage_<index>_<name>`.
 STAGE_METRICS = (
     Metric("num_layers", COUNT, NEITHER, ALL, "that compute"),
@@ -198,8 +199,17 @@ def ranked(values: Mapping[str, float], clock: str) -> dict[str, float]:
     """
     if clock != "wall":
         return dict(values)
-    clocked = tuple(row.name for row in METRICS if CLOCKED in row.shown)
-    return {f"{_WALL}{name}" if name.startswith(clocked) else name: value for name, value in values.items()}
+    return {f"{_WALL}{name}" if name.startswith(_CLOCKED_NAMES) else name: value for name, value in values.items()}
+
+
+def unranked(values: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics that `ranked` named under their own names.
+
+    >>> unranked({"wall_epoch_time_s": 2.0, "wall_time_s": 3.0})
+    {'epoch_time_s': 2.0, 'wall_time_s': 3.0}
+    """
+    plain = {name: name.removeprefix(_WALL) for name in values}
+    return {plain[name] if plain[name].startswith(_CLOCKED_NAMES) else name: value for name, value in values.items()}
 
 
 def on_its_clock(values: Mapping[str, float], name: str) -> float | None:

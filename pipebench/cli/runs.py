@@ -11,6 +11,7 @@ from pipebench.tracking.left import close_left
 from pipebench.tracking.results import past_runs
 
 _MOST = 20  # runs and comparisons, those of comparisons not counted
+_WIDE = 1000  # columns that no row has: a file or a pipe gets a line a run, for grep
 
 
 @click.command
@@ -29,4 +30,5 @@ def runs(word: str | None, everything: bool) -> None:
       pipebench runs pipedream --all
     """
     close_left(default_uri(), records())
-    print_past_runs(past_runs(records()), word or "", None if everything else _MOST, standard_output())
+    console = standard_output(plain_width=_WIDE)
+    print_past_runs(past_runs(records()), word or "", None if everything else _MOST, console)

@@ -163,9 +163,11 @@ class RunFolder:
         replace_file(self.path / _RUN, f"{write(facts)}\n".encode())
 
 
-def records() -> list[Path]:
-    """Return the folders in the working directory that may hold a run's record."""
-    return [*sorted(RUNS.glob(f"*/{RECORD}")), *sorted(Path(RESULTS_FOLDER).glob("*"))]
+def records(besides: RunFolder | None = None) -> list[Path]:
+    """Return the folders in the working directory that may hold a run's record, but that of one that goes on."""
+    own = None if besides is None else besides.record_path
+    found = [*sorted(RUNS.glob(f"*/{RECORD}")), *sorted(Path(RESULTS_FOLDER).glob("*"))]
+    return [each for each in found if each.absolute() != own]
 
 
 def new_run_id(recipe: str) -> str:

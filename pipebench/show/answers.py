@@ -1,6 +1,7 @@
 """The answers of `run`, `compare`, `plan`, `profile` and `largest`, each as text, JSON, rows and a figure."""
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pipebench.errors import UserError, printable
-from pipebench.formats import a_or_an, num_bytes, percent
+from pipebench.formats import a_or_an, listed, num_bytes, percent
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import LoadedRecipe
@@ -25,6 +26,7 @@ from pipebench.show.shown import Shown
 from pipebench.show.tables import new_table, print_table
 from pipebench.show.verdict import verdict
 from pipebench.tracking import summarise_seeds
+from pipebench.tracking.rebuilt import LACKS
 from pipebench.tracking.results import Recorded, find_runs, runs_of
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, RunResult
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from pipebench.simulate.timeline import Timeline
     from pipebench.train.largest_minibatch import Trial
 
+_NAMED = 3  # runs in a remark
 _WORST_FIRST = (INTERRUPTED, DIVERGED, MISSED, COMPLETED, REACHED)
 
 
@@ -152,7 +155,11 @@ def recorded(references: Sequence[str], folders: Sequence[Path]) -> RunCompariso
         UserError: no run, several, or the same as another goes by a reference; or the only one is a run.
     """
     found = find_runs(references, folders) if len(references) > 1 else runs_of(references[0], folders)
-    are_runs = len(found) == len(references)
+    if partly := [run for run in found if run.lacks]:
+        names = listed([run.text for run in partly], _NAMED)
+        text = f"{names}: compared by what MLflow has, without {LACKS}: result.json can't be read ({partly[0].lacks})"
+        print(f"pipebench: {printable(text)}", file=sys.stderr, flush=True)
+    are_runs = 1 < len(found) == len(references)
     ids = [run.run_id for run in found]
     for index, run_id in enumerate(ids):
         if are_runs and run_id in ids[:index]:

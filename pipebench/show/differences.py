@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pipebench.formats import UNKNOWN
 from pipebench.show.comparison import markdown_table
 from pipebench.show.sweep_lines import sweeps_of
 from pipebench.show.verdict import comparison_markdown
 from pipebench.tracking.results import Recorded, short_id
 from pipebench.train.result import RunResult
 
-_SEED, _NAME = "train.seed", "name"
+_SEED, _NAME, _NULL = "train.seed", "name", "null"
 _FIRST_LINE = "<!-- pipebench compare -->"
 
 
@@ -36,7 +35,8 @@ def labelled(runs: Sequence[Recorded]) -> list[RunResult]:
 def differences(results: Sequence[RunResult]) -> list[tuple[str, ...]]:
     """Return a row per key, but the name, in which recipes differ: the key, then its text in every run."""
     keys = dict.fromkeys(key for result in results for key in result.recipe if key != _NAME)
-    table = [(key, *(result.recipe.get(key, UNKNOWN) for result in results)) for key in keys]
+    # MLflow's params leave out what is null, and older recipes what came later
+    table = [(key, *(result.recipe.get(key, _NULL) for result in results)) for key in keys]
     return [row for row in table if len({*row[1:]}) > 1]
 
 
@@ -68,4 +68,4 @@ def has_picture(results: Sequence[RunResult]) -> bool:
 
 
 def _but_seed(run: Recorded) -> tuple[tuple[str, str], ...]:
-    return tuple((key, value) for key, value in run.result.recipe.items() if key != _SEED)
+    return tuple((key, value) for key, value in run.result.recipe.items() if key != _SEED and value != _NULL)

@@ -35,7 +35,7 @@ def print_table(console: Console, table: Table, *, indent: int = 0, left: int = 
     """Print a table as `new_table` returns it, in as many parts as it takes to fit the console.
 
     Headings wrap between words, and so do columns whose `no_wrap` is unset. The first `left` columns name a row: every
-    part begins with them.
+    part begins with them, or with as many as leave room for any other.
     """
     table.padding, parts = _fitting(console, table, console.width - indent, left)
     for part in parts:
@@ -90,12 +90,18 @@ def _parts(console: Console, table: Table, width: int, left: int) -> list[_Part]
         max(_longest_word(column.header), *map(_natural if column.no_wrap else _longest_word, column.cells), 0)
         for column in table.columns
     ]
+
+    def fits(indices: Iterable[int]) -> bool:
+        return _width(console, table, [(each, least[each]) for each in indices]) <= width
+
+    while left > 1 and not all(fits([*range(left), index]) for index in range(left, len(least))):
+        left -= 1  # names that leave no room are cut, with what stands beside them
     parts: list[_Part] = []
     rest = list(range(left, len(least)))
     while rest or not parts:
         chosen = [*range(left), *rest[:1]]
         for index in rest[1:]:
-            if _width(console, table, [(each, least[each]) for each in (*chosen, index)]) > width:
+            if not fits([*chosen, index]):
                 break
             chosen.append(index)
         rest = [index for index in rest if index not in chosen]

@@ -12,10 +12,10 @@ def is_terminal() -> bool:
     return console.is_terminal and not console.is_dumb_terminal
 
 
-def standard_output() -> Console:
-    """Return the console of standard output, as wide as the terminal, or as a page without one."""
+def standard_output(*, plain_width: int = _PLAIN_WIDTH) -> Console:
+    """Return the console of standard output, as wide as the terminal; `plain_width`, a page's, without one."""
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_PLAIN_WIDTH)
+    return console if console.is_terminal else Console(highlight=False, width=plain_width)
 
 
 def standard_error() -> Console:

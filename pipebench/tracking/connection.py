@@ -4,17 +4,19 @@ MLflow is imported late (it takes a second), kept quiet, and used by one process
 file: MLflow's own migrations and transactions don't survive several writers.
 """
 
+import errno
 import logging
 import os
 import re
 import secrets
+import sqlite3
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from pipebench import files
 from pipebench.errors import UserError
@@ -25,9 +27,17 @@ if TYPE_CHECKING:
 _SQLITE = "sqlite:///"
 # In the URI of a file, what follows ? are options of the connection, and %20 is a space.
 _MISREAD = re.compile(r"\?|%[0-9A-Fa-f]{2}")
+_SCHEMELESS = re.compile(r"[\w.-]+:\d+(/.*)?", re.ASCII)  # a server, which MLflow takes for a folder or a registry
 # A turn at the file takes milliseconds, making the database a few seconds (tens on a slow disk).
 _TURN_LIMIT_S = 60.0
 _LONGEST = 160  # characters of a reason
+# Of what MLflow says at length, its advice last: words of it, and the same in short.
+_IN_SHORT = {
+    "out-of-date database schema": "its tables are of another version of MLflow: back it up and run `mlflow db "
+    "upgrade` with this address, or use the version that made it",
+    "MLFLOW_ALLOW_FILE_STORE": "this version of MLflow takes no folders: set MLFLOW_TRACKING_URI to sqlite:///FILE, or "
+    "MLFLOW_ALLOW_FILE_STORE to true",
+}
 _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
@@ -43,9 +53,11 @@ def default_uri() -> str:
     """Return the store's URI: MLFLOW_TRACKING_URI, else `mlflow.db` in the working directory.
 
     Raises:
-        UserError: the file's name can't be written in a URI: MLflow would use another file.
+        UserError: the file's name can't be written in a URI: MLflow would use another file; or it has no scheme.
     """
-    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"{_SQLITE}mlflow.db"
+    uri = os.environ.get("MLFLOW_TRACKING_URI", "").strip() or f"{_SQLITE}mlflow.db"
+    if _SCHEMELESS.fullmatch(uri):
+        raise UserError(f"MLFLOW_TRACKING_URI: got {uri!r}, allowed is an address with its scheme: http://{uri}")
     path = sqlite_path(uri)
     here = Path.cwd()
     misread = _MISREAD.search(str(here))
@@ -68,11 +80,15 @@ def shown_uri(uri: str) -> str:
 
 def reason_of(error: BaseException | str) -> str:
     """Return why MLflow failed, on one short line without users and passwords of addresses."""
-    while isinstance(error, BaseException) and (deeper := error.__cause__ or error.__context__) is not None:
-        if isinstance(deeper, LookupError):  # the key alone, `'foo'`, says nothing: what looked it up does
+    while isinstance(error, BaseException):
+        deeper = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if deeper is None or isinstance(
+            deeper, LookupError
+        ):  # the key alone, `'foo'`, says nothing: what looked it up does
             break
         error = deeper  # MLflow and urllib3 wrap `Connection refused` in paragraphs
     text = shown_uri(" ".join(str(error).split())) or type(error).__name__
+    text = next((short for words, short in _IN_SHORT.items() if words in text), text)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
@@ -97,7 +113,6 @@ class StoreConnection:
         """Prepare for an MLflow tracking URI, without importing MLflow."""
         self.uri = uri
         self._path = sqlite_path(uri)
-        self._lock = nullcontext() if self._path is None else FileLock(f"{self._path}.lock", timeout=_TURN_LIMIT_S)
         self._client: MlflowClient | None = None
         os.environ.update({name: value for name, value in quiet_environment().items() if name not in os.environ})
         # Not catch_warnings: it swaps a list that all threads share, and MLflow runs in a thread of its own.
@@ -113,16 +128,39 @@ class StoreConnection:
         """Whether the store exists, as far as this machine can know."""
         return self._path is None or (self._path.exists() and self._path.stat().st_size > 0)
 
+    @property
+    def artifacts(self) -> Path | None:
+        """The folder beside a store that is a file where artifacts go, in a folder per experiment; None of others."""
+        return None if self._path is None else self._path.parent / "mlartifacts"
+
     @contextmanager
     def turn(self) -> "Iterator[MlflowClient]":
         """Import MLflow, make the database if missing, and lock a store that is a file."""
         client_of = _mlflow()  # its import takes a second, for which nobody else has to wait
-        with self._lock:
+        with self._locked():
             if self._client is None:
                 if self._path is not None and not self.is_there:
                     _make_database(self._path)
+                if self._path is not None:
+                    _check_opens(self._path)
                 self._client = client_of(tracking_uri=self.uri)
             yield self._client
+
+    def _locked(self) -> AbstractContextManager[object]:
+        """Lock a store that is a file, but where neither it nor the lock can be written: it is only read."""
+        if self._path is None:
+            return nullcontext()
+        try:
+            return FileLock(f"{self._path}.lock", timeout=_TURN_LIMIT_S).acquire()
+        except Timeout:
+            problem = (
+                f"another process has held {self._path}.lock for {_TURN_LIMIT_S:.0f} s; Ctrl-Z may have stopped it"
+            )
+            raise TimeoutError(problem) from None
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or os.access(self._path, os.W_OK):
+                raise
+            return nullcontext()
 
 
 def _mlflow() -> "type[MlflowClient]":
@@ -132,6 +170,12 @@ def _mlflow() -> "type[MlflowClient]":
     for library in ("mlflow", "alembic", "urllib3.connectionpool"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
     return MlflowClient
+
+
+def _check_opens(path: Path) -> None:
+    """Open a SQLite file, or raise why it can't be: MLflow tries that for 100 s."""
+    with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as database:
+        database.execute("select 1 from sqlite_master")
 
 
 def _make_database(path: Path) -> None:

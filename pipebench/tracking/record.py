@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal
 
+from pipebench.errors import UserError
 from pipebench.files import NO_LOCKS, FileError, FileLock, read_bytes, read_text
 from pipebench.tracking.inputs import Inputs
 from pipebench.train.result import Point, RunResult
@@ -35,6 +37,8 @@ RESULT_FILE, STAGES_FILE = "result.json", "stages.csv"  # the artifacts that a r
 # Ends a line of which a process that died, or a full disk, has written a part, maybe all but its end: no entry
 _VOID = b"?\n"
 _MOST_TRIES = 100  # to make a folder beside others that remove theirs
+_PATIENCE_S, _POLL_S = 10.0, 0.05  # with one who sends a record that was left, which takes a second
+_LONGEST = 120  # characters of its description
 _MAX_BYTES = 1 << 40  # a long run's entries, or its trace, are as large as they are
 _log = logging.getLogger(__name__)
 
@@ -166,7 +170,11 @@ class RecordFolder:
     """
 
     def __init__(self, path: Path | None, *, alone: bool = False) -> None:
-        """Open or make a folder, or none; `alone`: none if somebody has it open."""
+        """Open or make a folder, or none; `alone`: none if somebody has it open.
+
+        Raises:
+            UserError: somebody has had it alone for long: a command that was stopped (Ctrl-Z), or a slow server's.
+        """
         self.path = path  # None once it can't be written, and then nothing is
         self.num_sent = 0  # how many of all entries MLflow has
         self.run_id: str | None = None  # MLflow's, as soon as it has one
@@ -285,11 +293,21 @@ class RecordFolder:
             self._holds.release()
 
     def _hold(self, path: Path, *, alone: bool) -> None:
-        try:
-            self._holds = FileLock(path, shared=not alone)
-        except OSError as error:
-            if alone or error.errno not in NO_LOCKS:
-                raise
+        until_s = time.monotonic() + _PATIENCE_S
+        while self._holds is None:
+            try:
+                self._holds = FileLock(path, shared=not alone)
+            except OSError as error:
+                if not alone and error.errno in NO_LOCKS:
+                    return
+                if alone or error.errno != errno.EWOULDBLOCK:
+                    raise
+                if time.monotonic() >= until_s:
+                    raise UserError(f"{path.parent}: {_holder(path)}") from None
+                time.sleep(_POLL_S)
+        if alone:
+            with suppress(OSError):
+                path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
 
     def _inside(self, name: str) -> Path:
         assert self.path is not None
@@ -340,6 +358,18 @@ def read_sent(folder: Path) -> Sent:
         return read(Sent, found)
     except (FileError, JsonError):  # not there, or spoilt: what is sent twice is logged once
         return Sent(None, 0)
+
+
+def _holder(path: Path) -> str:
+    """Say who has a record alone, and what to do about it."""
+    try:
+        holder = path.read_text(errors="replace")[:_LONGEST]
+    except OSError:
+        holder = ""
+    return (
+        f"{holder or 'another process'} holds it, to send it to MLflow, and hasn't finished in {_PATIENCE_S:.0f} s; "
+        "let it end (with `fg`, if Ctrl-Z stopped it), or end it"
+    )
 
 
 def _remove_if_empty(folder: Path) -> None:

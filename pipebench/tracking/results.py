@@ -2,29 +2,34 @@
 
 import logging
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from pipebench.errors import UserError, nearest
+from pipebench.errors import UserError, nearest, printable
 from pipebench.files import FileError
 from pipebench.formats import listed
+from pipebench.garbage import without_collector
 from pipebench.metrics import on_its_clock
 from pipebench.tracking.connection import StoreConnection, default_uri, reason_of, shown_uri
 from pipebench.tracking.identity import RECIPE_TAG, VERSION_TAG
+from pipebench.tracking.rebuilt import rebuilt
 from pipebench.tracking.record import ENTRIES, RECORD, RESULT_FILE, mlflow_run_id, read_record
 from pipebench.train.result import INTERRUPTED, RunResult
-from pipebench.typed_json import read
+from pipebench.typed_json import JsonError, read
 
 if TYPE_CHECKING:
-    from mlflow.entities import Run
+    from mlflow.entities import Experiment, Run
+    from mlflow.store.entities import PagedList
     from mlflow.tracking import MlflowClient
 
 _log = logging.getLogger(__name__)
+_Item = TypeVar("_Item")
 _LISTED, _LONGEST = 5, 80  # runs in a sentence, characters of what was given
 _MLFLOW_ID, _ID_CHARS = re.compile(r"[0-9a-f]{32}"), 8
 _TIMES = ("time_to_accuracy_s", "throughput_samples_per_s")
@@ -41,6 +46,7 @@ class Recorded:
         experiment_id: MLflow's; "" likewise.
         ended_ms: milliseconds since the epoch.
         name: the run's in MLflow.
+        lacks: why its result could only be `rebuilt`; "" if it is whole.
     """
 
     run_id: str
@@ -48,6 +54,12 @@ class Recorded:
     result: RunResult
     ended_ms: int
     name: str
+    lacks: str = ""
+
+    @property
+    def text(self) -> str:
+        """The run's name in lists."""
+        return f"{short_id(self.run_id)} ({self.name})"
 
 
 @dataclass(frozen=True)
@@ -88,9 +100,13 @@ class PastRun:
 class RecordedRuns:
     """The runs of one MLflow store. Not thread-safe."""
 
-    def __init__(self, uri: str | None = None) -> None:
-        """Prepare for an MLflow tracking URI, `default_uri` without one, without importing MLflow."""
+    def __init__(self, uri: str | None = None, local: Mapping[str, Path] | None = None) -> None:
+        """Prepare for an MLflow tracking URI, `default_uri` without one, without importing MLflow.
+
+        `local` has the records on this disk, by MLflow's id of their runs.
+        """
         self._connection = StoreConnection(uri or default_uri())
+        self._local = local or {}
 
     def newest(self, recipe_hash: str, version: str, tags: Mapping[str, str] | None = None) -> Recorded | None:
         """Return the latest run with this `recipe_hash` and `source_version` (of `identity`); None without one.
@@ -109,9 +125,9 @@ class RecordedRuns:
         for run in self._search(" and ".join([*tagged, *ended])):
             known = run.data.tags
             is_other = any(known.get(tag) != value or f"resumed.{tag}" in known for tag, value in wanted.items())
-            recorded = None if is_other else self._recorded(run)
-            if recorded is not None:
-                return recorded
+            result = None if is_other else self.result_of(run.info.run_id)
+            if result is not None:
+                return _recorded(run, result)
         return None
 
     def result_of(self, run_id: str) -> RunResult | None:
@@ -121,7 +137,8 @@ class RecordedRuns:
             UserError: MLflow can't be read.
         """
         with self._asking() as client:
-            return _result(client, run_id)
+            found = _result(client, run_id)
+            return None if isinstance(found, str) else found
 
     def past(self) -> list[PastRun]:
         """Return all runs and comparisons; raises a UserError if MLflow can't be read."""
@@ -131,7 +148,7 @@ class RecordedRuns:
             time_s, rate = (on_its_clock(run.data.metrics, name) for name in _TIMES)
             past = PastRun(
                 ids=(run.info.run_id,),
-                parent_id=tags.get(_PARENT),
+                parent_id=parent_id if (parent_id := tags.get(_PARENT)) != run.info.run_id else None,  # edited by hand
                 kind=tags["kind"],
                 names=_names(run.info.run_name, params, tags),
                 recipe=params.get("name", ""),
@@ -139,43 +156,50 @@ class RecordedRuns:
                 outcome=tags.get("outcome", run.info.status.lower()),
                 time_to_accuracy_s=time_s,
                 throughput_samples_per_s=rate,
-                load=partial(self._recorded, run),
+                load=partial(self._loaded, run),
             )
             found.append(past)
-        return found
-
-    def below(self, run_id: str) -> list[Recorded]:
-        """Return a comparison's runs that have results, those of several seeds included, in the order of their start.
-
-        Raises:
-            UserError: MLflow can't be read.
-        """
-        found: list[Recorded] = []
-        children = self._search(f"tags.`{_PARENT}` = '{run_id}'")
-        for run in sorted(children, key=lambda run: int(run.info.start_time)):
-            recorded = self._recorded(run) if run.data.tags.get("kind") == "run" else None
-            found += [recorded] if recorded is not None else self.below(run.info.run_id)
         return found
 
     def _search(self, question: str) -> "Iterator[Run]":
         """Yield the runs that match a filter, the latest first."""
         if not self._connection.is_there:
             return
-        token: str | None = ""
-        while token is not None:
-            with self._asking() as client:
-                experiments = [each.experiment_id for each in client.search_experiments(max_results=_PAGE)]
-                order = ["attributes.end_time DESC"]
-                page = client.search_runs(experiments, question, max_results=_PAGE, order_by=order, page_token=token)
-            yield from page
-            token = page.token or None
 
-    def _recorded(self, run: "Run") -> Recorded | None:
-        result = self.result_of(run.info.run_id)
-        if result is None:
-            return None
-        info = run.info
-        return Recorded(info.run_id, info.experiment_id, result, int(info.end_time or info.start_time), info.run_name)
+        def ask_experiments(token: str | None) -> "PagedList[Experiment]":
+            with self._asking() as client:
+                return client.search_experiments(max_results=_PAGE, page_token=token)
+
+        def ask_runs(token: str | None) -> "PagedList[Run]":
+            # The collector would take two thirds of the time: a run is a hundred objects
+            with self._asking() as client, without_collector():
+                return client.search_runs(
+                    experiments, question, max_results=_PAGE, order_by=["attributes.end_time DESC"], page_token=token
+                )
+
+        experiments = [each.experiment_id for each in _all_pages(ask_experiments)]
+        yield from _all_pages(ask_runs)
+
+    def _loaded(self, run: "Run") -> Recorded | None:
+        """Return a run by its result: the artifact, else a copy on this disk, else what MLflow has of it."""
+        run_id = run.info.run_id
+        with self._asking() as client:
+            found = _result(client, run_id)
+            whole = self._result_here(run_id) if isinstance(found, str) else found
+            if whole is not None:
+                return _recorded(run, whole)
+            result = rebuilt(client, run)
+            return None if result is None else replace(_recorded(run, result), lacks=str(found))
+
+    def _result_here(self, run_id: str) -> RunResult | None:
+        """Return a run's result from a record, or beside a SQLite file that was moved: MLflow has the old address."""
+        folder, artifacts = self._local.get(run_id), self._connection.artifacts
+        with suppress(OSError, FileError, JsonError):
+            if folder is not None and (record := read_record(folder)) is not None:
+                return record.result
+            for path in artifacts.glob(f"*/{run_id}/artifacts/{RESULT_FILE}") if artifacts is not None else ():
+                return read(RunResult, path.read_bytes())
+        return None
 
     @contextmanager
     def _asking(self) -> "Iterator[MlflowClient]":
@@ -185,6 +209,15 @@ class RecordedRuns:
         except Exception as error:  # whatever MLflow, SQLAlchemy, the disk or the network can think of
             store = shown_uri(self._connection.uri)
             raise UserError(f"MLflow at {store} can't be read: {reason_of(error)}") from error
+
+
+def _all_pages(ask: "Callable[[str | None], PagedList[_Item]]") -> Iterator[_Item]:
+    """Yield what is on all pages of an answer; `ask` gets a page's token."""
+    token = None
+    while token != "":
+        page = ask(token)
+        yield from page
+        token = page.token or ""
 
 
 def find_runs(references: Sequence[str], folders: Iterable[Path]) -> list[Recorded]:
@@ -203,7 +236,7 @@ def find_runs(references: Sequence[str], folders: Iterable[Path]) -> list[Record
     ]
     for run in chosen:
         if run.kind != "run":
-            found += _runs_below(run)
+            found += _runs_below(run, past)
             continue
         recorded = run.load()
         if recorded is None:
@@ -215,15 +248,28 @@ def find_runs(references: Sequence[str], folders: Iterable[Path]) -> list[Record
 def past_runs(folders: Iterable[Path]) -> list[PastRun]:
     """Return all runs and comparisons, the newest first: MLflow's, and those of `folders` that it hasn't.
 
+    Where MLflow can't be read, which is printed, those that this disk has a record of.
+
     Raises:
-        UserError: MLflow can't be read.
+        UserError: MLflow can't be read, and there is no record.
     """
-    local = [run for folder in folders if (run := _past_of(folder)) is not None]
-    aliases = {run_id: run.ids for run in local for run_id in run.ids}
-    past = RecordedRuns().past()
+    ids = {folder: _ids_of(folder) for folder in folders}
+    sent = {each[1]: folder for folder, each in ids.items() if len(each) > 1}
+    past, problem = list[PastRun](), None
+    try:
+        past = RecordedRuns(local=sent).past()
+    except UserError as unread:
+        problem = unread
     there = {run.ids[0] for run in past}
-    stored = [replace(run, ids=aliases.get(run.ids[0], ())[::-1] or run.ids) for run in past]
-    return sorted([*stored, *(run for run in local if not there & {*run.ids})], key=lambda run: -run.began_ms)
+    # Of what MLflow has no record is read: a long run's has thousands of samples of the system
+    unknown = (folder for folder, own in ids.items() if not there & {*own})
+    local = [run for folder in unknown if (run := _past_of(folder)) is not None]
+    if problem is not None and not local:
+        raise problem
+    if problem is not None:
+        print(f"pipebench: {printable(f'{problem}; only runs with a record on this disk are found')}", file=sys.stderr)
+    stored = [replace(run, ids=ids[sent[run.ids[0]]][::-1]) if run.ids[0] in sent else run for run in past]
+    return sorted([*stored, *local], key=lambda run: -run.began_ms)
 
 
 def runs_of(reference: str, folders: Iterable[Path]) -> list[Recorded]:
@@ -238,11 +284,22 @@ def runs_of(reference: str, folders: Iterable[Path]) -> list[Recorded]:
     if not _matching(reference, known) and (found_runs := _matching(reference, past)):
         texts = listed([run.text for run in found_runs], _LISTED)
         raise UserError(f"comparison: got a run, {texts}; allowed are a comparison, or at least two runs")
-    return _runs_below(_chosen(reference, known, "comparison"))
+    return _runs_below(_chosen(reference, known, "comparison"), past)
 
 
-def _runs_below(comparison: PastRun) -> list[Recorded]:
-    found = RecordedRuns().below(comparison.ids[0])
+def _runs_below(comparison: PastRun, past: Sequence[PastRun]) -> list[Recorded]:
+    """Return a comparison's runs that have results, those of several seeds included, in the order of their start."""
+    below: dict[str | None, list[PastRun]] = {}
+    for run in reversed(past):
+        below.setdefault(run.parent_id, []).append(run)
+
+    def found_in(run: PastRun) -> Iterator[Recorded]:
+        if run.kind == "run" and (loaded := run.load()) is not None:
+            yield loaded
+        for child in below.pop(run.ids[0], ()):  # at most once: tags that say whose it is may have been edited
+            yield from found_in(child)
+
+    found = list(found_in(comparison))
     if not found:
         raise UserError(f"comparison: {comparison.text} has no run with a result")
     return found
@@ -273,9 +330,15 @@ def short_id(run_id: str) -> str:
     return run_id[:_ID_CHARS] if _MLFLOW_ID.fullmatch(run_id) else run_id
 
 
+def _ids_of(folder: Path) -> tuple[str, ...]:
+    """Return the ids of the run recorded in a folder: its folder's name, and MLflow's, if it has one."""
+    name = folder.parent.name if folder.name == RECORD else folder.name
+    return tuple(filter(None, (name, mlflow_run_id(folder))))
+
+
 def _past_of(folder: Path) -> PastRun | None:
     """Return the run recorded in a folder; None if it can't be read."""
-    name = folder.parent.name if folder.name == RECORD else folder.name
+    ids = _ids_of(folder)
     try:
         record = read_record(folder)
         ended_ms = round((folder / ENTRIES).stat().st_mtime * 1000)
@@ -284,10 +347,10 @@ def _past_of(folder: Path) -> PastRun | None:
     if record is None:
         return None
     result = record.result
-    recorded = Recorded(name, "", result, ended_ms, record.name) if result is not None else None
+    recorded = Recorded(ids[0], "", result, ended_ms, record.name) if result is not None else None
     time_s, rate = (None if result is None else on_its_clock(result.metrics, each) for each in _TIMES)
     return PastRun(
-        ids=tuple(filter(None, (name, mlflow_run_id(folder)))),
+        ids=ids,
         parent_id=None,
         kind=record.tags.get("kind", "run"),
         names=_names(record.name, record.params, record.tags),
@@ -306,11 +369,16 @@ def _names(name: str, params: Mapping[str, str], tags: Mapping[str, str]) -> tup
     return tuple(dict.fromkeys((name, *filter(None, others))))
 
 
-def _result(client: "MlflowClient", run_id: str) -> RunResult | None:
-    """Return a run's result artifact; None if it is gone or was changed."""
+def _recorded(run: "Run", result: RunResult) -> Recorded:
+    info = run.info
+    return Recorded(info.run_id, info.experiment_id, result, int(info.end_time or info.start_time), info.run_name)
+
+
+def _result(client: "MlflowClient", run_id: str) -> RunResult | str:
+    """Return a run's result artifact, or why it can't be read: it is gone, was changed, or can't be reached."""
     with tempfile.TemporaryDirectory() as scratch:
         try:
             return read(RunResult, Path(client.download_artifacts(run_id, RESULT_FILE, scratch)).read_bytes())
         except Exception as error:  # every kind of artifact store has an exception of its own for what isn't there
             _log.debug("the result of run %s can't be read: %s", run_id, error)
-            return None
+            return reason_of(error)

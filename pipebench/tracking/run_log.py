@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipebench.errors import printable
+from pipebench.errors import UserError, printable
 from pipebench.tracking.connection import default_uri, reason_of, shown_uri
 from pipebench.tracking.entries import DESCRIPTION, description, outcome_status, shown_value, stages_csv
 from pipebench.tracking.following import Followed, Follower
@@ -277,7 +277,12 @@ class RunLog:
         if not isinstance(about, Path):
             self._sender.add(LogEntry(metrics=shown, about=about))
         elif (about / ENTRIES).exists():  # else it has been sent meanwhile
-            record = RecordFolder(about)
+            try:
+                record = RecordFolder(about)
+            except UserError as held:
+                text = f"{', '.join(shown)}: not recorded: {held}"
+                print(f"pipebench: {printable(text)}", file=sys.stderr, flush=True)
+                return
             record.append(LogEntry(metrics=shown))
             record.release()
 

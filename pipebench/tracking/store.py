@@ -90,6 +90,8 @@ class Store(StoreConnection):
             self._path.parent.mkdir(parents=True, exist_ok=True)
         with self.turn() as client:
             experiment_id = self._experiment(client)
+            if not experiment_id:  # runs without ids would follow, and their records be taken for sent
+                raise ConnectionError("its answers are empty")
             _add_tags(client, experiment_id)
             self.experiment_id, self.is_connected = experiment_id, True
 
@@ -225,10 +227,10 @@ class Store(StoreConnection):
         return str(client.finalize_logged_model(made.model_id, "READY").model_id)
 
     def _artifact_root(self) -> str | None:
-        if self._path is None:
+        if self.artifacts is None:
             return None
         folder = re.sub(r"[^\w.+-]+", "-", self.suite).strip("-.") or "suite"
-        return (self._path.parent / "mlartifacts" / folder).as_uri()
+        return (self.artifacts / folder).as_uri()
 
 
 def _add_tags(client: "MlflowClient", experiment_id: str) -> None:

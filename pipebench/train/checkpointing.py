@@ -18,6 +18,7 @@ from pipebench.engine.engine import Gather, TrainingEngine
 from pipebench.errors import UserError
 from pipebench.model.sampling import Sampler
 from pipebench.recipe.engines import engine_kind
+from pipebench.recipe.users_code import reason
 from pipebench.train.fit import check_fits
 from pipebench.train.interfaces import ProgressSink
 from pipebench.train.job import Job
@@ -180,8 +181,8 @@ class CheckpointWriter:
     def write(self, store: Checkpoints, step: int, training_state: ProgressOf) -> None:
         """Begin to write a checkpoint after `step` minibatches; first wait for the one under way.
 
-        A failure is reported later, and the previous checkpoint stays. `training_state` returns the training loop's
-        state from all processes' counters.
+        A part that can't be written, for whatever reason, is reported later, and the previous checkpoint stays.
+        `training_state` returns the training loop's state from all processes' counters.
         """
         engine = self._engine
         self.wait()
@@ -238,6 +239,9 @@ def _written(store: Checkpoints, step: int, copies: Sequence[tuple[str, ModelSta
         return [asdict(store.write_part(step, name, state)) for name, state in copies]
     except (OSError, CheckpointError) as error:
         return str(error)
+    except Exception as error:  # memory, torch's: a share that never came would keep the first process waiting
+        _LOG.warning("the part of minibatch %d can't be written", step, exc_info=error)
+        return reason(error)
 
 
 def _committed(store: Checkpoints, step: int, shares: Sequence[_Share], progress: Mapping[str, Any]) -> str:

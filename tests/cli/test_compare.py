@@ -159,6 +159,8 @@ def test_a_sweep_and_the_rest_of_it_are_one_table(folder: Path, runs: list[RunLo
             log.finish(each)
         parent.finish(None, status="FINISHED")
         parents.append(str(parent.run_id))
+    alone = compare(parents[1])
+    assert "The recipes are the same" not in alone.output, "it has one run"
     found = pipebench.recorded(*parents)
     assert [(run.result.name, run.result.seed) for run in found.runs] == [(DP.name, 0), (DP.name, 1)]
     (row,) = found.rows()
@@ -174,8 +176,11 @@ def test_past_runs_are_listed_and_a_comparison_is_shown_by_its_id(folder: Path, 
         tracking.start(name, params={"name": each.name}, tags={"kind": "run"}, parent=above).finish(each)
     for log in (group, parent):
         log.finish(None, status="FINISHED")
+    tracking.start("n" * 60, params={"name": "r" * 60}, tags={"kind": "run"}).finish(DP_RUN)
     listed = CliRunner().invoke(cli, ["runs"])
     assert listed.exit_code == 0, listed.output
+    headings = [line.split()[0] for line in listed.output.splitlines() if "began" in line]
+    assert headings == ["id"], "a line a run, for grep"
     assert "gpipe-0a1b2c3d" in listed.output, "MLflow hasn't taken it"
     rows = [line.split() for line in CliRunner().invoke(cli, ["runs", "by day"]).output.splitlines() if "again" in line]
     assert [(" ".join(row[3:5]), *row[5:7]) for row in rows] == [

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pipebench.run import processes
+from pipebench.recipe.load import load
+from pipebench.run import processes, runner
 from pipebench.run.folder import RunFacts, RunFolder, create
+from pipebench.run.suite import Suite
 from pipebench.tracking import Tracking
 from pipebench.tracking.record import LogEntry, RecordFolder, Start
 from tests.patience import PATIENCE_S
@@ -53,3 +55,18 @@ def test_a_run_that_ended_on_a_full_disk_ends_in_mlflow(ended: bool, folder: Run
         processes.end_record(folder, RESULT, log)
     assert (folder.record_path / "record.jsonl").read_text().count("status") == 1
     assert ended or status() == "FINISHED"
+
+
+def test_a_run_that_goes_on_is_not_closed_before(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its record was closed as killed in the background, and the run waited for that as long as a server took."""
+    closed: list[Path] = []
+    RecordFolder(Path("pipebench-results/left-1"))
+
+    def stops(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Tracking, "close_left", lambda _, folders: closed.extend(folders))
+    monkeypatch.setattr(runner, "_run_with_seeds", stops)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run_all([load("quickstart")], Suite("suite", resumed=folder), seeds=None)
+    assert closed == [Path("pipebench-results/left-1")]

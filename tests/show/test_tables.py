@@ -41,6 +41,17 @@ def test_columns_that_find_no_room_go_below_beside_the_names_again() -> None:
     assert max(map(len, lines)) <= 24
 
 
+def test_names_that_leave_no_room_are_whole_and_those_that_fit_stand_beside_the_rest() -> None:
+    """`pipebench runs` cut ids, dates and outcomes on a terminal of 80 columns, or had no column of ids at all."""
+    row = ["289a32ff", "2026-11-29 07:02", "pipedream straight, seed 0", "a-recipe-of-a-long-name", "completed"]
+    lines = printed(["id", "began", "run", "recipe", "outcome"], [row], 60, left=3)
+    assert [" ".join(line.split()) for line in lines if "289a" in line] == [
+        "289a32ff 2026-11-29 07:02 pipedream straight, seed 0",
+        "289a32ff 2026-11-29 07:02 a-recipe-of-a-long-name",
+        "289a32ff 2026-11-29 07:02 completed",
+    ]
+
+
 def test_an_indented_table_has_less_room() -> None:
     lines = printed(["run", "plan"], [["abcdef", "straight"]], 20, indent=2)
     assert all(line.startswith("  ") for line in lines if line.strip())

@@ -1,7 +1,9 @@
 """Runs whose process was killed: MLflow has them as running until a later command sends the rest and their end."""
 
 import os
+import re
 import signal
+import socket
 import sqlite3
 import time
 from contextlib import closing
@@ -12,9 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 from pipebench.cli.main import cli
-from pipebench.tracking import Tracking, default_uri, left
+from pipebench.errors import UserError
+from pipebench.tracking import Tracking, default_uri, left, record
 from pipebench.tracking.left import close_left
-from pipebench.tracking.record import RecordFolder, read_record
+from pipebench.tracking.record import LogEntry, RecordFolder, Start, read_record
 from pipebench.tracking.results import RecordedRuns
 from pipebench.train.result import Point
 from tests.commands import run_code
@@ -137,6 +140,29 @@ def test_a_copy_of_a_process_holds_nothing(tmp_path: Path) -> None:
         os.waitpid(copy, 0)
         for each in (told, tells):
             os.close(each)
+
+
+def test_a_record_that_a_stopped_command_holds_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A `pipebench runs` that Ctrl-Z stopped kept `run --resume`, and the end of a comparison, waiting, untold."""
+    tracking = Tracking("left")
+    parent = tracking.start("parent", params={}, tags={})
+    folder = Path("pipebench-runs/child-12345678/record")
+    left_record = RecordFolder(folder)
+    left_record.append(LogEntry(start=Start("child", virtual=True)))
+    left_record.release()
+    monkeypatch.setattr(record, "_PATIENCE_S", 0.1)
+    closing_it = RecordFolder(folder, alone=True)
+    told = f"{folder}: process {os.getpid()} on {socket.gethostname()} holds it, to send it to MLflow, and hasn't"
+    with pytest.raises(UserError, match=re.escape(told)):
+        tracking.start("child", params={}, tags={}, folder=folder)
+    parent.metrics({"speedup_over_dp": 2.0}, about=folder)
+    assert capsys.readouterr().err.startswith(f"pipebench: speedup_over_dp: not recorded: {told}")
+    closing_it.release()
+    parent.metrics({"speedup_over_dp": 2.0}, about=folder)
+    assert [each.metrics for each in RecordFolder(folder).earlier("metrics")] == [{"speedup_over_dp": 2.0}]
+    parent.finish(status="FINISHED")
 
 
 def test_a_comparison_ends_after_a_run_whose_end_was_not_awaited() -> None:

@@ -1,20 +1,34 @@
 """Results found again: by recipe and code, in a real SQLite store, and by a file of what the recipe names."""
 
+import gc
 import hashlib
 import shutil
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from mlflow.tracking import MlflowClient
 
 import pipebench
 from pipebench.errors import UserError
 from pipebench.recipe.load import load
-from pipebench.tracking import RunLog, Tracking, recipe_hash, source_version
+from pipebench.show.differences import differences
+from pipebench.tracking import (
+    RunLog,
+    Tracking,
+    default_uri,
+    logged_params,
+    recipe_hash,
+    results,
+    source_version,
+    summarise_curves,
+)
 from pipebench.tracking.connection import reason_of
-from pipebench.tracking.results import RecordedRuns
+from pipebench.tracking.record import LogEntry, RecordFolder, RunRecord, Sent, Start, read_record
+from pipebench.tracking.results import RecordedRuns, find_runs, runs_of
 from pipebench.train.result import DIVERGED, INTERRUPTED, RunResult
 from tests.tracking.records import RESULT
 
@@ -84,6 +98,121 @@ def test_the_list_of_runs_has_the_time_and_the_throughput_of_either_clock(tracki
     run = recorded(tracking, f"on-{clock}", replace(RESULT, clock=clock, metrics=metrics), kind="run")
     (listed,) = (past for past in RecordedRuns().past() if past.ids == (run.run_id,))
     assert (listed.time_to_accuracy_s, listed.throughput_samples_per_s) == (4.5, 20.0)
+
+
+@pytest.mark.parametrize("clock", ["virtual", "wall"])
+def test_a_run_whose_artifacts_are_gone_is_compared_by_what_mlflow_has_of_it(
+    tracking: Tracking, folder: Path, clock: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a server whose artifacts nobody but it can read, or that were removed, no run had a result."""
+    recipe = {"name": "gone", "train.seed": "0", "train.minibatch_size": "8", "train.loss_scale": "null"}
+    result = replace(
+        RESULT, name="gone", clock=clock, recipe=recipe, metrics={**RESULT.metrics, "throughput_samples_per_s": 20.0}
+    )
+    result = replace(result, points=tuple(replace(each, clock_s=each.clock_s * 1000) for each in result.points))
+    parent = tracking.start(f"gone on {clock}", params={}, tags={"kind": "comparison"}, virtual=False)
+    tags = {"kind": "run", "mode": "pipedream", "plan": "straight", "engine": "virtual", "timing": result.timing}
+    params, virtual = {**logged_params(recipe), "parallelism.depth": "1"}, clock == "virtual"
+    runs = [tracking.start(f"gone {n}", params=params, tags=tags, parent=parent, virtual=virtual) for n in range(3)]
+    for run in runs:
+        for point in result.points:
+            run.point(point)
+        run.finish(result)
+    parent.finish(None, status="FINISHED")
+    for run in runs[1:]:
+        shutil.rmtree(folder / "mlartifacts" / "suite" / str(run.run_id))
+    client = MlflowClient(default_uri())
+    client.set_tag(str(runs[2].run_id), "outcome", "my favourite")
+    client.set_tag(str(runs[2].run_id), "mlflow.parentRunId", str(runs[2].run_id))
+    whole, gone = runs_of(str(parent.run_id), [])
+    assert (whole.lacks, whole.result, gone.run_id) == ("", result, runs[1].run_id)
+    assert "result.json" in gone.lacks
+    there = ("time_to_accuracy_s", "throughput_samples_per_s", "best_top1", "target_reached")
+    expected = {**result.metrics, **summarise_curves(result.points)}
+    assert {name: gone.result.metrics[name] for name in there} == {name: expected[name] for name in there}
+    assert gone.result.points == result.points
+    assert replace(gone.result, recipe=recipe, sentence="", metrics={}, points=()) == replace(
+        result, sentence="", metrics={}, points=(), stages=()
+    )
+    shown = pipebench.recorded(str(whole.run_id), gone.run_id)
+    assert [key for key, *_ in differences(shown.results)] == ["parallelism.depth"], "what is null is no param"
+    assert capsys.readouterr().err.startswith(f"pipebench: {gone.run_id[:8]} (gone 1): compared by what MLflow has, ")
+    with pytest.raises(UserError, match="has no result"):
+        find_runs([str(runs[2].run_id)], [])
+    here = folder / "pipebench-runs" / f"gone-{clock}" / "record"
+    RecordFolder(here).append(LogEntry(start=Start("gone 1", virtual=True), result=result))
+    RecordFolder(here).note(Sent(gone.run_id, 1))
+    (found,) = find_runs([gone.run_id], [here])
+    assert (found.lacks, found.result, found.run_id) == ("", result, gone.run_id), "its record is on this disk"
+
+
+def test_a_database_that_was_moved_with_its_artifacts_has_results(
+    tracking: Tracking, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow keeps artifacts' addresses absolute, so that no run of a folder from another machine had a result."""
+    run = tracking.start("moved", params={}, tags={"kind": "run"})
+    run.finish(RESULT)
+    moved = tmp_path / "mlartifacts" / "suite"
+    moved.mkdir(parents=True)
+    shutil.copy(folder / "mlflow.db", tmp_path)
+    (folder / "mlartifacts" / "suite" / str(run.run_id)).rename(moved / str(run.run_id))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    (found,) = find_runs(["moved"], [])
+    assert (found.lacks, found.result) == ("", RESULT)
+
+
+def test_thousands_of_runs_are_listed_without_the_collector(
+    tracking: Tracking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """5,000 runs took 15 s of processor time, 10 of them the collector's."""
+    search, collects = MlflowClient.search_runs, list[bool]()
+
+    def noted(*given: Any, **named: Any) -> Any:
+        collects.append(gc.isenabled())
+        return search(*given, **named)
+
+    monkeypatch.setattr(MlflowClient, "search_runs", noted)
+    RecordedRuns().past()
+    assert collects == [False]
+    assert gc.isenabled()
+
+
+def test_of_runs_that_mlflow_has_no_record_is_read_to_list_them(
+    tracking: Tracking, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hundreds of long runs' records were read, gigabytes of samples of the system, for their folders' names."""
+    run = recorded(tracking, "listed", RESULT, kind="run")
+    records = [folder / "pipebench-runs" / name / "record" for name in ("sent-12345678", "unsent-12345678")]
+    for each, run_id in zip(records, (run.run_id, None), strict=True):
+        RecordFolder(each).append(LogEntry(start=Start("listed", virtual=True)))
+        RecordFolder(each).note(Sent(run_id, 1))
+    seen: list[Path] = []
+
+    def noted(each: Path) -> RunRecord | None:
+        seen.append(each)
+        return read_record(each)
+
+    monkeypatch.setattr(results, "read_record", noted)
+    ids = [past.ids for past in results.past_runs(records)]
+    assert (run.run_id, "sent-12345678") in ids
+    assert ("unsent-12345678",) in ids
+    assert seen == records[1:]
+
+
+def test_runs_of_experiments_beyond_a_page_are_listed(tracking: Tracking, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more than a thousand experiments the oldest ones' runs were in no list."""
+    recorded(tracking, "beyond", RESULT, kind="run")
+    MlflowClient(default_uri()).create_experiment("a later one")
+    listed = RecordedRuns().past()
+    monkeypatch.setattr(results, "_PAGE", 1)
+    assert [run.ids for run in RecordedRuns().past()] == [run.ids for run in listed] != []
+
+
+def test_a_run_that_is_tagged_as_its_own_parent_is_listed(tracking: Tracking) -> None:
+    run = tracking.start("own parent", params={}, tags={"kind": "run"})
+    run.finish(RESULT)
+    MlflowClient(default_uri()).set_tag(str(run.run_id), "mlflow.parentRunId", str(run.run_id))
+    assert [past.parent_id for past in RecordedRuns().past() if past.ids == (run.run_id,)] == [None]
 
 
 def test_where_nothing_was_recorded_nothing_is_made(tmp_path: Path) -> None:

@@ -122,11 +122,15 @@ def test_checkpoint_drains_are_part_of_the_recipe() -> None:
 
 
 class Full(Checkpoints):
-    """A disk that is full from some step on."""
+    """A disk, or memory, that is full from some step on."""
+
+    def __init__(self, folder: Path, error: Exception) -> None:
+        super().__init__(folder, keep=9)
+        self._error = error
 
     def write_part(self, step: int, part: str, state: Any) -> CheckpointFile:
         if step > 10:
-            raise OSError(28, "No space left on device")
+            raise self._error
         return super().write_part(step, part, state)
 
 
@@ -141,13 +145,23 @@ class Noted(Silent):
         self.notes.append(text)
 
 
-def test_a_full_disk_costs_checkpoints_but_not_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
+        (MemoryError(), "MemoryError"),  # a process whose share never came kept the first one waiting
+        (RuntimeError("unexpected pos\nat: 3"), "RuntimeError: unexpected pos at: 3"),
+    ],
+)
+def test_a_part_that_cannot_be_written_costs_checkpoints_but_not_the_run(
+    tmp_path: Path, error: Exception, told: str
+) -> None:
     progress, given = Noted(), checkpointed()
     result, _ = TrainingLoop(
-        given, on_virtual_clock(given), progress, lambda point: None, CheckpointPolicy(Full(tmp_path, keep=9))
+        given, on_virtual_clock(given), progress, lambda point: None, CheckpointPolicy(Full(tmp_path, error))
     ).run()
     assert result.outcome == MISSED
-    assert progress.notes[0].startswith("no checkpoint at minibatch 12: [Errno 28] No space left on device; those")
+    assert progress.notes[0].startswith(f"no checkpoint at minibatch 12: {told}; those")
     assert Checkpoints(tmp_path).latest()[0] is not None
     assert Checkpoints(tmp_path).steps() == [5, 10]
 
