@@ -124,7 +124,7 @@ def plan(recipe: Recipe, /, *, others: bool = True, **keys: Any) -> PlanAnswer:
     loaded = load_recipe(recipe, **keys)
     with _mistakes():
         preflight(loaded, trains=False)
-        return planning.plan_answer(loaded, others=others)
+        return PlanAnswer(planning.findings(loaded, others=others))
 
 
 def profile(recipe: Recipe, /, *, samples: int | None = None, **keys: Any) -> ModelProfile:

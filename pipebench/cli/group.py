@@ -17,7 +17,7 @@ import click
 from pipebench import interrupts
 from pipebench.cli.terminal import outlive_terminal
 from pipebench.errors import UserError, is_out_of_memory, memory_text, nearest, printable, printable_lines
-from pipebench.garbage import freeze_all
+from pipebench.garbage import freeze_all, without_collector
 from pipebench.recipe.users_code import as_users, traceback_of
 
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141
@@ -70,7 +70,8 @@ class Commands(click.Group):
             if added is None and not ctx.resilient_parsing and (hint := nearest(cmd_name, COMMANDS)):
                 ctx.fail(f"No such command {cmd_name!r}{hint}")
             return added
-        command: click.Command = getattr(importlib.import_module(f"pipebench.cli.{cmd_name}"), cmd_name)
+        with without_collector():
+            command: click.Command = getattr(importlib.import_module(f"pipebench.cli.{cmd_name}"), cmd_name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -10,7 +10,9 @@ from pipebench.cli.group import tracebacks
 from pipebench.cli.json_output import json_flag
 from pipebench.cli.parameters import FILE, MOST_WORKERS, Parameter, count, name_of, option, parse_levels, zip_flag
 from pipebench.cli.references import complete, load_to_plan, split
+from pipebench.cluster import Cluster
 from pipebench.errors import UserError, printable
+from pipebench.garbage import without_collector
 from pipebench.recipe.preflight import preflight
 from pipebench.recipe.ranges import CHOICES
 from pipebench.units import parse_bytes, parse_duration
@@ -74,12 +76,10 @@ def plan(words: tuple[str, ...], zipped: bool, **given: Any) -> None:
     4 workers, 10 GB/s inside a server and 1.25 GB/s for each server.
     """
     _check_combination({**given, "zip": zipped or None}, words)
-    from pipebench.cli import planning
+    with without_collector():
+        from pipebench.cli import planning
 
-    links, memory_bytes, latency_s = (given.pop(name) for name in ("levels", "memory", "latency"))
-    if links is not None:
-        levels = tuple(replace(level, latency_s=latency_s or 0.0) for level in links.levels)
-        links = replace(links, memory_bytes=memory_bytes, levels=levels)
+    links = _links(*(given.pop(name) for name in ("levels", "memory", "latency")))
     options = planning.PlanOptions(**given, links=links)
     loaded = [planning.with_options(each, options) for each in load_to_plan(words, zipped=zipped)] if words else []
     for each in loaded:
@@ -88,6 +88,14 @@ def plan(words: tuple[str, ...], zipped: bool, **given: Any) -> None:
         planning.plan_each(loaded, options)
     else:
         planning.plan(next(iter(loaded), None), options)
+
+
+def _links(levels: Cluster | None, memory_bytes: int | None, latency_s: float | None) -> Cluster | None:
+    """Return the anonymous devices of three options, None without the first."""
+    if levels is None:
+        return None
+    own = tuple(replace(level, latency_s=latency_s or 0.0) for level in levels.levels)
+    return replace(levels, memory_bytes=memory_bytes, levels=own)
 
 
 def _check_combination(given: Mapping[str, Any], words: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from pipebench.planner.compare import compare, with_others
 from pipebench.planner.cost_models import COST_MODELS, DEFAULT
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
-from pipebench.planner.states import KnownStates
+from pipebench.planner.states import Known
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.profile.load import load_profile, plain_name
 from pipebench.profile.model import Profile
@@ -33,7 +33,6 @@ from pipebench.recipe.plan_file import is_our_plan, is_plan_file
 from pipebench.recipe.schema import ParallelismRecipe, Recipe
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import parse_plan
-from pipebench.show.answers import PlanAnswer
 from pipebench.show.plan_answer import PlanFindings, plan_data
 from pipebench.show.plan_report import print_modes, print_plan, print_plans
 from pipebench.show.progress import preparing
@@ -103,7 +102,7 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
     )
     refuse_to_overwrite((out, picture))
     began_s = time.perf_counter()
-    known: KnownStates = {}
+    known = Known()
     answer = _of_recipe(loaded, options, known) if loaded is not None else _of_file(options, known)
     if not options.as_json:
         print_plan(answer, standard_output())
@@ -118,12 +117,12 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
         print_modes(everything, standard_output())
 
 
-def plan_answer(loaded: LoadedRecipe, *, others: bool) -> PlanAnswer:
+def findings(loaded: LoadedRecipe, *, others: bool) -> PlanFindings:
     """Return what `plan` prints of a recipe, with the `others`, the best plans of the other modes, if asked."""
-    began_s, known = time.perf_counter(), KnownStates()
+    began_s, known = time.perf_counter(), Known()
     options = PlanOptions(others=others)
     answer = _with_others(_of_recipe(loaded, options, known), options, known)
-    return PlanAnswer(replace(answer, total_s=time.perf_counter() - began_s))
+    return replace(answer, total_s=time.perf_counter() - began_s)
 
 
 def _pictures() -> ModuleType:
@@ -143,7 +142,7 @@ def plan_each(loaded: Sequence[LoadedRecipe], options: PlanOptions) -> None:
             raise UserError(f"{option} is for one plan, and the recipe makes {len(loaded)}: give one value per key")
     answers, refused = [], {}
     for each in loaded:
-        known: KnownStates = {}
+        known = Known()
         try:
             answer = _of_recipe(each, options, known)
             if options.as_json:  # the table has no room for other modes
@@ -161,7 +160,7 @@ def plan_each(loaded: Sequence[LoadedRecipe], options: PlanOptions) -> None:
         print_plans(answers, refused, standard_output())
 
 
-def _of_recipe(loaded: LoadedRecipe, options: PlanOptions, known_states: KnownStates) -> PlanFindings:
+def _of_recipe(loaded: LoadedRecipe, options: PlanOptions, known_states: Known) -> PlanFindings:
     mode = options.mode or loaded.recipe.parallelism.mode
     with faults_of(loaded):
         loaded = _with_slices(loaded, options, mode)
@@ -229,7 +228,7 @@ def _progress(options: PlanOptions) -> Console | None:
     return standard_error() if options.as_json else None
 
 
-def _of_file(options: PlanOptions, known_states: KnownStates) -> PlanFindings:
+def _of_file(options: PlanOptions, known_states: Known) -> PlanFindings:
     assert options.profile is not None
     given = options.minibatch_size
     profile = load_profile(options.profile, given or 1)
@@ -253,7 +252,7 @@ def _of_file(options: PlanOptions, known_states: KnownStates) -> PlanFindings:
 
 
 def _answer(
-    name: str, request: Request, mode: str, options: PlanOptions, known_states: KnownStates, *, says_samples: bool
+    name: str, request: Request, mode: str, options: PlanOptions, known_states: Known, *, says_samples: bool
 ) -> PlanFindings:
     """Return the plan of the requested mode, without other modes."""
     if mode == AUTO and not options.others:
@@ -279,7 +278,7 @@ def _one_deeper_s(planner: Planner, best: PlanEstimate) -> float | None:
     return planner.with_prediction(deeper).minibatch_s
 
 
-def _with_others(answer: PlanFindings, options: PlanOptions, known_states: KnownStates) -> PlanFindings:
+def _with_others(answer: PlanFindings, options: PlanOptions, known_states: Known) -> PlanFindings:
     """Add the other modes to an answer, if requested."""
     if not options.others:
         return answer

@@ -87,7 +87,7 @@ class _Climb:
 
     def __init__(self, of: Estimator) -> None:
         self._of, self._cluster = of, of.cluster
-        self._floors = Floors(of)
+        self._floors = Floors.of(of)
         self._rule = of.memory(self._cluster.memory_bytes or math.inf)
         self._placements, self._depth = cache(self._listed_placements), cache(self._rule.depth)
         self._num_bytes = cache(

@@ -12,7 +12,7 @@ from pipebench.errors import PlanError
 from pipebench.planner.choices import least_memory
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Comparison, PlanEstimate, Request
-from pipebench.planner.states import KnownStates
+from pipebench.planner.states import Known
 from pipebench.schedule.modes import MODES
 
 
@@ -21,7 +21,7 @@ def compare(
     mode: str | None = "pipedream",
     *,
     others: bool = True,
-    known: KnownStates | None = None,
+    known: Known | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Comparison:
     """Plan a mode, None for the one predicted to be fastest, and the other modes.
@@ -30,14 +30,14 @@ def compare(
         request: what to plan.
         mode: the requested mode.
         others: False: plan only `mode` and data parallelism; `with_others` adds the rest.
-        known: states by unit size, made before; extended here.
+        known: as in `ModeRequest`.
         tell: called as each search begins, with `planning mode 2 of 6: gpipe, flat`.
 
     Raises:
         PlanError: no plan of the mode (or of any mode) fits in memory; says by how much, and what would make it fit.
     """
     began_s = time.perf_counter()
-    known = {} if known is None else known
+    known = Known() if known is None else known
     wanted = _all(request, known) if mode is None else [name for name in MODES if name in (mode, "dp")]
     planners, best_of, refused = _planned(request, mode, wanted, known, tell)
     if mode in refused or not best_of:
@@ -58,7 +58,7 @@ def compare(
 
 
 def with_others(
-    request: Request, found: Comparison, known: KnownStates, tell: Callable[[str], None] = lambda _: None
+    request: Request, found: Comparison, known: Known, tell: Callable[[str], None] = lambda _: None
 ) -> Comparison:
     """Add the modes that a comparison lacks; arguments as in `compare`."""
     began_s = time.perf_counter()
@@ -78,7 +78,7 @@ def _planned(
     request: Request,
     mode: str | None,
     wanted: Sequence[str],
-    known: KnownStates,
+    known: Known,
     tell: Callable[[str], None],
     planned: int = 0,
 ) -> tuple[dict[str, Planner], dict[str, PlanEstimate], dict[str, str]]:
@@ -110,7 +110,7 @@ def _why_no_mode_fits(planners: Mapping[str, Planner], refused: Mapping[str, str
     return f"none of {len(refused)} modes has a plan; the nearest is {nearest}: {refused[nearest]}"
 
 
-def _all(request: Request, known: KnownStates) -> list[str]:
+def _all(request: Request, known: Known) -> list[str]:
     """Return the modes to choose from: replicas share out what they hold only where memory binds."""
     try:
         Planner(request, "dp", known=known).best()

@@ -30,7 +30,7 @@ class Estimator(UnitsInFlight):
 
     def uncut(self) -> "Estimator":
         """Return the same without cuts that the recipe gives."""
-        return Estimator(replace(self.request, is_cut=False), self.name, self._known)
+        return Estimator(replace(self.request, is_cut=False), self.name, self.known)
 
     def estimate(
         self,

@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -70,6 +70,19 @@ class Floors:
         self._networks = [Network(cluster) for cluster in (self._cluster, self._cluster.for_stages(2))]
         self._ports = cache(lambda sender, receiver: self._networks[0].path(sender, receiver)[1:])
         self.warmups = cache(warmups)
+        self.alone_s = cache(self._alone_s)
+
+    @classmethod
+    def of(cls, of: Estimator) -> Self:
+        """Return the bounds for the plans of a mode, made before for another mode if all that counts is the same."""
+        key = (
+            of.unit_size, of.work.states.members, of.memory_policies, of.mode.is_sharded, of.request.relay,
+            of.request.cluster,
+        )  # fmt: skip
+        if key not in of.known.floors:
+            of.known.floors[key] = cls(of)
+        found: Self = of.known.floors[key]
+        return found
 
     def floor_s(self, sketch: Sketch) -> float:
         """Return the lower bound in seconds per minibatch."""
@@ -81,7 +94,7 @@ class Floors:
         limits_s = self._limits_s(sketch, edges) if self._limited else 0.0
         return max(slowest_s, self._ports_s(sketch, edges), limits_s)
 
-    def alone_s(self, stage: SearchStage) -> float:
+    def _alone_s(self, stage: SearchStage) -> float:
         """Return a stage's lower bound in any plan, in seconds per minibatch."""
         sketch = Sketch((stage,), (), 1)
         return self._rounds_s(sketch, [self._round_s(sketch, 0)])

@@ -15,7 +15,7 @@ from pipebench.planner.cost_models import UnitWork
 from pipebench.planner.memory import MemoryRule, in_flight_interleaved
 from pipebench.planner.plans import Request
 from pipebench.planner.state_graph import antichains, prefixes
-from pipebench.planner.states import KnownStates, States
+from pipebench.planner.states import Known, States
 from pipebench.profile.model import Profile
 from pipebench.schedule.modes import KEEP, MODES, RECOMPUTE
 from pipebench.schedule.orders import ALL_FORWARDS, order_of
@@ -27,15 +27,15 @@ from pipebench.schedule.weights import WEIGHT_POLICIES, update_costs
 class ModeRequest:
     """A request in one mode: the size of a unit, places to cut, and what is done with activations.
 
-    `known` has states by unit size, shared among modes, and is extended here.
+    `known` is shared among modes, and is extended here.
     """
 
-    def __init__(self, request: Request, mode: str, known: KnownStates | None = None) -> None:
+    def __init__(self, request: Request, mode: str, known: Known | None = None) -> None:
         self.request = request
         self.name = mode
         self.mode = request.row or MODES[mode]
         self.weights = WEIGHT_POLICIES[self.mode.weights]
-        self._known = {} if known is None else known
+        self.known = Known() if known is None else known
         if self.mode.shape == "one-stage" and self.mode.chunks > 1 and not request.is_cut:
             self.mode = replace(self.mode, chunks=len(self.groups))
 
@@ -66,9 +66,10 @@ class ModeRequest:
         rows = self.request.profile.layers[self.unit_size]
         by_antichains = self.request.model.antichains and not self.request.runnable
         key = self.unit_size, self.ties and any(kind == PARAMETER for kind, _ in shared(rows))
-        if key not in self._known:
-            self._known[key] = (antichains if by_antichains else prefixes)(rows, ties=key[1])
-        states = self._known[key]
+        known = self.known.states
+        if key not in known:
+            known[key] = (antichains if by_antichains else prefixes)(rows, ties=key[1])
+        states = known[key]
         if RECOMPUTE in self.memory_policies:
             states = states.recomputing(self.memory_policies)
         if self.request.memory is not None and states.is_chain:

@@ -106,7 +106,8 @@ class Outlines:
         self._seconds: Floats = np.full((last, last + 1, num_workers + 1), np.inf)  # [start, stop, replicas]
         for start in range(last):
             for stop in range(start + 1, last + 1):
-                for replicas in range(1, num_workers + 1):
+                others = (start > 0) + (stop < last)  # stages before and behind, with a worker each at least
+                for replicas in range(1, num_workers + 1 - others):
                     self._seconds[start, stop, replicas] = alone_s(SearchStage(start, stop, replicas))
 
     def below(self, limit_s: float) -> tuple[int, Iterator[tuple[SearchStage, ...]]]:

@@ -24,7 +24,7 @@ from pipebench.planner.placements import placements
 from pipebench.planner.plans import PlanEstimate, Request, StageTime
 from pipebench.planner.predict import arrange, stage_times
 from pipebench.planner.searches import Searches
-from pipebench.planner.states import KnownStates
+from pipebench.planner.states import Known
 from pipebench.planner.virtualised import best_virtualised, predicted, virtualised
 from pipebench.schedule.notation import streams_problem
 from pipebench.schedule.placement import places
@@ -46,7 +46,7 @@ class Planner(Estimator):
         request: Request,
         mode: str,
         *,
-        known: KnownStates | None = None,
+        known: Known | None = None,
         tell: Callable[[str], None] = lambda _search: None,
     ) -> None:
         super().__init__(request, mode, known)
@@ -64,7 +64,7 @@ class Planner(Estimator):
     def _best_of(self, request: Request) -> PlanEstimate:
         """Return the best plan of the mode under a request that leaves nothing else open."""
         if request is not self.request:
-            other = Planner(request, self.name, known=self._known, tell=self._tell)
+            other = Planner(request, self.name, known=self.known, tell=self._tell)
             other._explains = False  # the error of the mode as it is says it
             try:
                 return other.best()
@@ -153,7 +153,7 @@ class Planner(Estimator):
         if self.request.chooses and self.mode.chooses and self.request.memory is None:
             starts = self.starts_of(replicas) if starts is None else starts
             request = replace(self.request, memory=self.policies_of(replicas, starts))
-            return Planner(request, self.name, known=self._known).for_replicas(replicas, starts)
+            return Planner(request, self.name, known=self.known).for_replicas(replicas, starts)
         return self.with_prediction(self._on_best_devices(self._given_stages(replicas, starts)))
 
     def estimate_of(self, plan: Plan) -> PlanEstimate:
@@ -164,20 +164,20 @@ class Planner(Estimator):
         """
         if plan.chunks != self.mode.chunks:
             row = replace(self.mode, chunks=plan.chunks)
-            return Planner(replace(self.request, row=row, is_cut=True), self.name, known=self._known).estimate_of(plan)
+            return Planner(replace(self.request, row=row, is_cut=True), self.name, known=self.known).estimate_of(plan)
         if plan.shard not in (None, self.mode.shard):
             row = replace(self.mode, shard=plan.shard)
-            return Planner(replace(self.request, row=row), self.name, known=self._known).estimate_of(plan)
+            return Planner(replace(self.request, row=row), self.name, known=self.known).estimate_of(plan)
         memory = tuple(policy for stage in plan.stages for policy in stage.memory)
         if memory != self.memory_policies:
-            return Planner(replace(self.request, memory=memory), self.name, known=self._known).estimate_of(plan)
+            return Planner(replace(self.request, memory=memory), self.name, known=self.known).estimate_of(plan)
         return self.with_prediction(self._estimate_of(plan, "the plan's file"))
 
     def times_of(self, found: PlanEstimate) -> tuple[StageTime, ...]:
         """Return how every stage's workers spend their time in the simulator; empty if the plan isn't simulated."""
         memory = tuple(policy for stage in found.plan.stages for policy in stage.memory)
         if self.request.chooses and memory != self.memory_policies:
-            return Planner(replace(self.request, memory=memory), self.name, known=self._known).times_of(found)
+            return Planner(replace(self.request, memory=memory), self.name, known=self.known).times_of(found)
         return stage_times(*self.workload(found)) if found.is_simulated else ()
 
     def bottleneck_of(self, plan: Plan) -> float:
@@ -249,7 +249,7 @@ class Planner(Estimator):
         """The same without plans that part tied parameters; None if there are no others."""
         if not self.work.states.parts_ties:
             return None
-        return Estimator(replace(self.request, ties=False), self.name, self._known)
+        return Estimator(replace(self.request, ties=False), self.name, self.known)
 
     def _on_best_devices(self, stages: Sequence[SearchStage]) -> PlanEstimate:
         """Return the recipe's stages on the best devices.
@@ -290,9 +290,16 @@ class Planner(Estimator):
 
 
 def _simulated(of: Estimator, found: Sequence[PlanEstimate]) -> Iterator[PlanEstimate]:
-    """Yield plans with predictions, promising ones first, but for those found far slower than one before."""
+    """Yield plans with predictions, promising ones first, but for those found far slower than one before.
+
+    A plan that several searches have found is the first's.
+    """
     best_s = math.inf
+    seen: list[tuple[Plan, tuple[int, ...]]] = []
     for each in sorted(found, key=lambda each: each.bottleneck_s):
+        if (each.plan, each.order) in seen:
+            continue
+        seen.append((each.plan, each.order))
         simulated = of.with_prediction(each, _HOPELESS * best_s)
         if simulated.minibatch_s < math.inf or best_s == math.inf:
             best_s = min(best_s, simulated.minibatch_s)

@@ -25,7 +25,7 @@ from pipebench.schedule.weights import WEIGHT_POLICIES, update_costs
 from pipebench.simulate.costs import Costs, loading_stages, stage_costs
 from pipebench.simulate.meter import COMPUTED, Listener, Meter
 from pipebench.simulate.simulation import TimelineEvent
-from pipebench.simulate.steady import simulate_all, simulate_segment
+from pipebench.simulate.steady import SegmentTotals, simulate_all, simulate_segment
 from pipebench.simulate.sums import faster_sums
 from pipebench.simulate.timeline import TENSOR
 
@@ -152,19 +152,24 @@ def predict(workload: PlannedWorkload, count: int, hopeless_s: float = math.inf)
 
     Infinity if the first `count` of them, filling and draining included, take more than `hopeless_s` each.
     """
-    shorter = simulate_segment(workload, count, until_s=hopeless_s * count).end_s
-    if math.isinf(shorter):
-        return shorter
-    longer = simulate_segment(workload, 2 * count).end_s
-    found, pipeline = (longer - shorter) / count, workload.pipeline
+    shorter = simulate_segment(workload, count, until_s=hopeless_s * count)
+    if math.isinf(shorter.end_s):
+        return shorter.end_s
+    longer = _twice(workload, shorter, count)
+    found, pipeline = (longer.end_s - shorter.end_s) / count, workload.pipeline
     most = _DEEP_ROUNDS * count if pipeline.depth > noam(pipeline.replicas) else count
     while count < most:
         count, shorter, before = 2 * count, longer, found
-        longer = simulate_segment(workload, 2 * count).end_s
-        found = (longer - shorter) / count
+        longer = _twice(workload, shorter, count)
+        found = (longer.end_s - shorter.end_s) / count
         if math.isclose(found, before, rel_tol=_SETTLED):
             break
     return found
+
+
+def _twice(workload: PlannedWorkload, segment: SegmentTotals, count: int) -> SegmentTotals:
+    """Return a segment twice as long as one of `count` minibatches."""
+    return segment.longer(count) or simulate_segment(workload, 2 * count)
 
 
 class _TimeShares(Listener):

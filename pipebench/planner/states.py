@@ -5,7 +5,7 @@ A state contains every layer that its members read; a stage is the difference of
 """
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -168,7 +168,15 @@ class States:
         return [index for index in range(len(self.rows) - 1) if bits >> index & 1]
 
 
-KnownStates = dict[tuple[int, bool], States]  # by size of a unit, and whether they separate tied parameters
+@dataclass(frozen=True)
+class Known:
+    """What the modes of one request share, extended as they are planned."""
+
+    # By size of a unit, and whether they separate tied parameters
+    states: dict[tuple[int, bool], States] = field(default_factory=dict)
+    floors: dict[Hashable, Any] = field(default_factory=dict)  # a `Floors` by what it depends on
+
+
 _NO_ARRAYS = ("rows", "members", "activations", "tied")
 ARRAYS = tuple(each.name for each in fields(States) if each.name not in _NO_ARRAYS)
 SUMMED = ("forward_s", "backward_s", "saved_bytes", "num_loading")

@@ -143,7 +143,7 @@ class Collection:
 def run_one(asked: Asked, tracking: Tracking, parent: RunLog) -> RecipeOutcome:
     """Run a recipe as `pipebench run` would and return its outcome, a failure included."""
     loaded = asked.loaded
-    suite = Suite(tracking.store.suite, tuple(asked.words[1:]), brief=True)
+    suite = Suite(tracking.store.suite, tuple(asked.words[1:]), brief=True, draws=False)
     try:
         decision = decide(loaded, suite, alone=True)
         name = ", ".join(filter(None, (f"{asked.row} {asked.run}", asked.column)))

@@ -37,24 +37,26 @@ _LOG = logging.getLogger("pipebench.run")
 def record_run(
     log: RunLog, request: RunRequest, job: Job, result: RunResult, timeline: Timeline, forecast: MemoryForecast | None
 ) -> None:
-    """Record a run's pictures, its page and its description; of one of many runs no page, nor pictures if simulated."""
-    kind, brief = engine_kind(job.recipe), request.suite.brief
+    """Record a run's pictures, its page and its description, as far as its suite has them."""
+    kind, suite = engine_kind(job.recipe), request.suite
     drawn: list[str] = []
-    if kind.trains or not brief:
+    is_drawn = kind.trains or suite.draws
+    if is_drawn:
         drawn += record_timeline(log, timeline, None if forecast is None or kind.measures else forecast.memory)
         if forecast is not None:
             drawn += record_forecast(log, forecast)
-    if not brief:
-        record_page(log, request, job, result)
+    if not suite.brief:
+        if is_drawn:
+            record_plan_and_curves(log, job, result)
+        _record_page_of(log, lambda: story(request, job.recipe, result, log.folder))
     log.describe(comparison_markdown([result]), [each for each in drawn if each.endswith(".png")])
 
 
-def record_page(log: RunLog, request: RunRequest, job: Job, result: RunResult) -> None:
-    """Record a run's page, which shows the pictures that are recorded already, its plan and its curves."""
+def record_plan_and_curves(log: RunLog, job: Job, result: RunResult) -> None:
+    """Record the pictures of a run's plan and of its curves, if it has any."""
     record_drawn(log, {"plan.png": lambda path: writes(plan_figure, answer_of(job))(path)}, "the plan")
     if result.points:
         record_drawn(log, {"curves.png": writes(curves_figure, [result])}, "the curves")
-    _record_page_of(log, lambda: story(request, job.recipe, result, log.folder))
 
 
 def record_comparison(log: RunLog, runs: Sequence[Run]) -> list[str]:

@@ -49,6 +49,7 @@ RUNS: dict[str, Callable[[RunRequest, Tracking], Run]] = {
     "distributed": run_distributed,
 }
 _MOST_NAMED = 6  # runs in a comparison's name
+_MOST_DRAWN = 16  # simulated runs that have pictures of their own: these take a second of a run, the rest half of one
 _MOST_BLOCKS = 2  # of a picture too wide for a terminal; then columns stand for longer
 # MLflow's, or the folder of its record if it has none, by name and seed (None for a group of seeds)
 _Ids = dict[tuple[str, int | None], str | Path | None]
@@ -76,6 +77,7 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
     tracking = Tracking(suite.name)
     tracking.close_left(records(besides=suite.resumed))
     total, numbers = len(loaded) * len(seeds or [0]), itertools.count(1)
+    suite = _drawing_few(suite, len(seeds or [0]) * sum(not engine_kind(each.recipe).trains for each in loaded))
 
     def begin(name: str) -> None:
         if total > 1 and suite.prints:
@@ -83,8 +85,7 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
 
     title = comparison_title([each.run_name for each in loaded], datetime.now())
     parent = start_parent(tracking, title, "comparison", loaded) if several else None
-    runs: list[Run] = []
-    ids: _Ids = {}
+    runs, ids = list[Run](), _Ids()
     try:
         with telling_what_is_left(loaded, suite, seeds, ids):
             for each, decision in zip(loaded, decisions, strict=True):
@@ -102,6 +103,15 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
             finish_parent(parent, runs, complete=len(runs) == total)
         tracking.close()
     return RunComparison(tuple(runs), parent.where() if parent else "")
+
+
+def _drawing_few(suite: Suite, num_simulated: int) -> Suite:
+    """Return a suite with no pictures of so many simulated runs if they are too many, and print that."""
+    if num_simulated <= _MOST_DRAWN:
+        return suite
+    if suite.prints:
+        console.print_undrawn(num_simulated, standard_output())
+    return replace(suite, draws=False)
 
 
 def decide(loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decision | None:

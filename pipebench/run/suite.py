@@ -27,7 +27,8 @@ class Suite:
     overrides: tuple[str, ...] = ()  # of every recipe, as on the command line
     verbose: bool = False  # log every instruction, with worker and time
     resumed: RunFolder | None = None  # the run to resume; None for new runs
-    brief: bool = False  # one of many runs summarised elsewhere: print nothing, record simulations without pictures
+    brief: bool = False  # one of many runs summarised elsewhere: print nothing, record no pages
+    draws: bool = True  # pictures of simulated runs, which take most of their time
     silent: bool = False  # print no result: who asked for the runs shows it
     on_progress: Callable[[dict[str, Any]], None] | None = None  # called instead of printing progress, see `Telling`
     template: Template | None = None  # where workers come from; None starts new processes

@@ -145,6 +145,12 @@ def print_position(number: int, total: int, name: str, console: Console) -> None
     print_plain(console, Text.assemble((f"{number} of {total}", "bold"), f"  {name}"))
 
 
+def print_undrawn(num_simulated: int, console: Console) -> None:
+    """Print that runs are too many to have pictures."""
+    said = f"{num_simulated:,} simulated runs: of so many none has pictures, which a run alone has, the comparison does"
+    print_plain(console, said)
+
+
 def print_seeds(name: str, results: Sequence[RunResult], spread: Mapping[str, float], console: Console) -> None:
     """Print median and spread over the seeds of one recipe, as `pipebench.tracking.summarise_seeds` returns them."""
     table = new_table("", "median", "smallest", "largest", "mean", "spread (std)")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 _DOTS_PER_INCH = 110
@@ -21,12 +22,9 @@ class InlineFigure(Figure):
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write a PNG."""
         self.set_dpi(_DOTS_PER_INCH)
-        layout = self.get_layout_engine()
-        if layout is not None:
-            # Laid out here, once: `savefig` would draw everything an extra time for it.
-            layout.execute(self)
-            self.set_layout_engine("none")
-        self.savefig(path, format="png", metadata=None if self.made_by is None else {"Software": self.made_by})
+        # `savefig` would draw everything twice, first for a layout, which drawing finds anyway.
+        metadata = None if self.made_by is None else {"Software": self.made_by}
+        FigureCanvasAgg(self).print_png(path, metadata=metadata)  # type: ignore[no-untyped-call]
 
     def _repr_png_(self) -> bytes:
         with io.BytesIO() as file:

@@ -86,13 +86,13 @@ def _draw_stack(axes: Axes, stacks: Stacks, worker: int) -> None:
     axes.yaxis.tick_right()
     axes.tick_params(axis="y", labelsize=7)
     axes.spines[["top", "left"]].set_visible(False)
-    axes.set_title(stacks.notes[worker], loc="right", fontsize=8, pad=2)
+    axes.set_title(stacks.notes[worker], loc="right", fontsize=8, pad=2, y=1.0)
 
 
 def _finish(figure: InlineFigure, every: Sequence[Axes], stacks: Stacks) -> None:
     _, unit = axis_unit(stacks.end_s)
     every[-1].set_xlabel(f"time since the start [{unit}]; at the right: {stacks.unit}")
-    every[0].set_title(stacks.title, loc="left", fontsize=9, pad=4)
+    every[0].set_title(stacks.title, loc="left", fontsize=9, pad=4, y=1.0)
     handles = [
         Patch(color=colour, label=label)
         for index, (label, colour) in enumerate(stacks.colours.items())

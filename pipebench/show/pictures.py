@@ -272,7 +272,9 @@ def _write_labels(axes: Axes, spans: Sequence[Span], end_s: float, scale_s: floa
         text = _box_text(span)
         if text and (min(span.end_s, end_s) - span.start_s) * inches_per_s >= _text_in(text):
             height = span.worker - _BOX_BOTTOM - _BOX_HEIGHT / 2
-            axes.text(middle_s / scale_s, height, text, ha="center", va="center", fontsize=_FONT_POINTS)
+            axes.text(
+                middle_s / scale_s, height, text, ha="center", va="center", fontsize=_FONT_POINTS, in_layout=False
+            )
 
 
 def _text_in(text: str) -> float:

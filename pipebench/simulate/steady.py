@@ -12,7 +12,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from pipebench.cluster import Cluster
@@ -72,6 +72,16 @@ class SegmentTotals:
     num_simulated: int = 0  # minibatches that the estimate is based on; 0 if exact
     again_s: float = 0.0  # part of `busy_s` that recomputes forwards
     swap_stall_s: float = 0.0  # backwards waiting for copies from the host
+    # That were added to what was simulated; a longer segment has more of them
+    periods: "AddedPeriods | None" = field(default=None, compare=False, repr=False)
+
+    def longer(self, num_minibatches: int) -> "SegmentTotals | None":
+        """Return the totals of a segment longer by so many minibatches, None if they have to be simulated."""
+        known = self.periods
+        if known is None or num_minibatches % known.num_minibatches:
+            return None
+        times = known.times + num_minibatches // known.num_minibatches
+        return replace(known.simulated.extended(known.each, times), periods=replace(known, times=times))
 
     def extended(self, period: "SegmentTotals", times: int) -> "SegmentTotals":
         """Add the totals of `times` periods; errors stay."""
@@ -86,7 +96,18 @@ class SegmentTotals:
             num_bytes=num_bytes,
             again_s=self.again_s + period.again_s * times,
             swap_stall_s=self.swap_stall_s + period.swap_stall_s * times,
+            periods=None,
         )
+
+
+@dataclass(frozen=True)
+class AddedPeriods:
+    """Periods of a steady state, added to what was simulated."""
+
+    simulated: SegmentTotals
+    each: SegmentTotals
+    num_minibatches: int  # of a period
+    times: int
 
 
 NOTHING = SegmentTotals(0.0, 0.0, 0.0, Counter())
@@ -124,9 +145,10 @@ def simulate_segment(
         return totals
     # Bytes per period are exact here; measured between two times they vary from period to period.
     num_bytes = _simulated(_Run(workload, found.period, ends_epoch=False)).num_bytes
-    extended = totals.extended(found.period_totals(num_bytes), found.left_out)
+    each = found.period_totals(num_bytes)
+    extended = totals.extended(each, found.left_out)
     if not found.error_s:
-        return extended
+        return replace(extended, periods=AddedPeriods(totals, each, found.period, found.left_out))
     simulated = num_minibatches - found.left_out * found.period
     return replace(extended, error_s=found.error_s * found.left_out, num_simulated=simulated)
 

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from pipebench.cluster import PER_VALUE, TWO_LEVEL, Cluster, Level
-from pipebench.planner import climb
+from pipebench.planner import climb, estimates
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.floor import Floors
 from pipebench.planner.neighbours import along_devices, neighbours
 from pipebench.planner.placement_costs import Sketch
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
+from pipebench.planner.predict import PlannedWorkload, predict
+from pipebench.planner.states import Known
 from pipebench.schedule.pipeline import noam
 from reports.studies import planner_regret
 from reports.studies.planner_regret import MODE, best_plan, every_plan, instance
@@ -123,6 +125,33 @@ def test_no_plan_is_simulated_faster_than_its_floor(kind: str, seed: int) -> Non
         assert max(map(floors.alone_s, each.stages)) <= anywhere_s <= floor_s
         equal += simulated.minibatch_s == pytest.approx(floor_s, rel=1e-6)
     assert equal >= len(every) / 4
+
+
+@pytest.mark.parametrize("mode", ["pipedream", "pipedream-2bw", "gpipe"])
+def test_a_plan_that_several_searches_find_is_simulated_once(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = []
+
+    def counted(workload: PlannedWorkload, *rest: Any) -> float:
+        plan = workload.pipeline, workload.costs, workload.devices
+        assert plan not in simulated
+        simulated.append(plan)
+        return predict(workload, *rest)
+
+    monkeypatch.setattr(estimates, "predict", counted)
+    Planner(instance("random", 6).request, mode).best()
+    assert len(simulated) > 1
+
+
+def test_bounds_are_made_once_for_modes_that_differ_in_their_weights_only() -> None:
+    asked, known = instance("random", 6).request, Known()
+    alone, shared = (Planner(asked, "pipemare", known=each).best() for each in (None, known))
+    (floors,) = known.floors.values()
+    num_stages = floors.alone_s.cache_info().misses
+    assert Planner(asked, "spectrain", known=known).best().tried_all
+    assert (alone, [*known.floors.values()]) == (shared, [floors])
+    assert floors.alone_s.cache_info().misses == num_stages
+    assert len(Planner(replace(asked, relay=not asked.relay), "pipemare", known=known).best().stages) > 0
+    assert len(known.floors) == 2
 
 
 def limited(asked: Request, **shares: Any) -> Request:

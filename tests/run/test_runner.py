@@ -14,6 +14,7 @@ import pipebench
 from pipebench.cli.main import cli
 from pipebench.cli.outputs import is_picture_by
 from pipebench.errors import WorkersFailedError
+from pipebench.run import runner
 from pipebench.run.one_process import run_simulated
 from pipebench.run.request import RunRequest
 from pipebench.run.runner import RUNS, _tell_speed_ups
@@ -265,6 +266,21 @@ def test_a_sweep_is_one_comparison_with_a_child_per_element(folder: Path) -> Non
         (note,) = store.execute(of_run.format("tags"), (parent, "mlflow.note.content")).fetchone()
     assert "| depth=2 | straight |" in note
     assert "![top1.png](get-artifact?path=top1.png" in note
+
+
+def test_of_many_simulated_runs_only_the_comparison_has_pictures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_MOST_DRAWN", 1)
+    result = run("quickstart/dp", "cluster.servers=1,2", "engine.kind=simulated", "name=undrawn")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("2 simulated runs: of so many none has pictures")
+    recipes = [path for path in folder.rglob("artifacts/recipe.yaml") if "name: undrawn" in path.read_text()]
+    assert len(recipes) == 2
+    for recipe in recipes:
+        artifacts = {path.name for path in recipe.parent.iterdir()}
+        assert artifacts >= {"about.html", "plan.json", "result.json"}
+        assert not [name for name in artifacts if name.endswith(".png") or name == "trace.json"]
+    monkeypatch.setattr(runner, "_MOST_DRAWN", 2)
+    assert "simulated runs:" not in run("quickstart/dp", "cluster.servers=1,2", "engine.kind=simulated").stdout
 
 
 def test_seeds_of_a_sweep_are_a_row_per_element() -> None:

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.backend_bases import RendererBase
 
 from pipebench.schedule.operations import ACTIVATION, GRADIENT
 from pipebench.schedule.syncs import ALL_REDUCE
+from pipebench.show.inline import InlineFigure
 from pipebench.show.pictures import metric_figure, natural_unit_s, readable_end_s, text_picture, timeline_figure
 from pipebench.simulate.timeline import EVALUATE, Span, Timeline, Transfer
 from pipebench.train.result import MISSED, REACHED, Point, RunResult
@@ -105,13 +107,23 @@ def test_the_picture_never_ends_before_the_pipeline_is_full() -> None:
 
 
 @pytest.mark.usefixtures("rendered")
-def test_the_timeline_file_is_a_png_of_a_readable_size(tmp_path: Path) -> None:
+def test_the_timeline_file_is_a_png_of_a_readable_size_that_is_drawn_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn, draw = [], InlineFigure.draw
+
+    def counted(figure: InlineFigure, renderer: RendererBase) -> None:
+        drawn.append(figure)
+        draw(figure, renderer)
+
+    monkeypatch.setattr(InlineFigure, "draw", counted)
     timeline_figure(parse(TWO_STAGES)).write(tmp_path / "timeline.png")
     content = (tmp_path / "timeline.png").read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", content[16:24])
-    assert 1000 <= width <= 2000
+    assert width == 14 * 110
     assert 200 <= height <= 600
+    assert len(drawn) == 1
 
 
 @pytest.mark.parametrize("spans", [(), (Span(0, "update", "U0", 0.0, 0.0, -1),)])

@@ -45,6 +45,16 @@ def test_extrapolation_is_exact(plan: tuple[list[int], list[int]], columns: dict
     assert short.num_bytes == whole.num_bytes
 
 
+@pytest.mark.parametrize("plan", [PLANS[2], PLANS[4]], ids=str)
+def test_a_longer_segment_is_known_bit_by_bit_from_one_of_the_same_steady_state(
+    plan: tuple[list[int], list[int]],
+) -> None:
+    setup = make_setup(Mlp(), plan, dataset=Blobs(num_train=40 * 12 + 3, num_eval=4), weights="stash")
+    known = {count: longer for count in range(1, 60) if (longer := simulate_segment(setup, count).longer(count))}
+    assert known
+    assert all(longer == simulate_segment(setup, 2 * count) for count, longer in known.items())
+
+
 @pytest.mark.parametrize("first", [-1, 0], ids=["alike", "drawn"])
 def test_microbatches_of_different_sizes_take_each_its_own_time(first: int) -> None:
     setup = make_setup(Mlp(), ([], [1]), dataset=Blobs(num_train=40, num_eval=4), weights="one", microbatches=3)

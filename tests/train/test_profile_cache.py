@@ -125,18 +125,20 @@ def test_what_a_model_says_of_its_options_is_told_by_plan_and_not_by_show() -> N
     assert "model: vgg16: width is -1.0, allowed is more than 0 (with width=-1.0)" in several.stderr
 
 
-def test_a_plan_that_is_known_is_made_without_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_whose_profile_is_known_is_made_without_torch_or_what_records_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["plan", "quickstart", "--json", "--no-others"]
     assert cli.main(words, standalone_mode=False) == 0
     first = capsys.readouterr().out
     code = (
         "import sys\nfrom pipebench.cli.main import cli\n"
         f"assert cli.main({words}, standalone_mode=False) == 0\n"
-        "sys.stderr.write(str('torch' in sys.modules))"
+        "sys.stderr.write(str({'torch', 'filelock', 'pipebench.tracking'} & {*sys.modules}))"
     )
     second = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     # The last line: above it, a slow machine's command may have said that it is starting.
-    assert second.stderr.splitlines()[-1] == "False"
+    assert second.stderr.splitlines()[-1] == "set()"
     answers = [json.loads(each) for each in (first, second.stdout)]
     for answer in answers:
         del answer["took_s"], answer["solve_s"]
