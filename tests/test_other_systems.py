@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import multiprocessing
 import os
 import pwd
 import resource
@@ -15,6 +14,7 @@ import torch
 
 from pipebench.distributed import interfaces, launch
 from pipebench.errors import UserCodeError, UserError
+from pipebench.model import loading
 from pipebench.model.loading import Loaders
 from pipebench.run import trial
 from pipebench.tracking import ui
@@ -49,9 +49,8 @@ def test_mlflow_has_a_home_where_the_user_has_none(monkeypatch: pytest.MonkeyPat
 def test_a_data_set_that_cannot_be_pickled_is_refused_where_processes_are_spawned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On macOS; on Linux they are copies up to Python 3.13."""
-    default = multiprocessing.context._default_context
-    monkeypatch.setattr(default, "_actual_context", multiprocessing.get_context("spawn"))
+    """On macOS."""
+    monkeypatch.setattr(loading, "_START", "spawn")
     data = Blobs(num_train=8)
     vars(data)["transform"] = lambda value: value
     loaders = Loaders(data, torch.device("cpu"))

@@ -6,6 +6,7 @@ Profiles time the path that training takes. Loader processes stay between segmen
 
 import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
@@ -24,6 +25,9 @@ from pipebench.recipe.users_code import as_users, reason
 from pipebench.zoo.registry import Dataset
 
 _OUTLIVES_S = 30.0  # as launchers give a run to drain
+# As before Python 3.14 everywhere on Linux: data sets go as they are, and no server that starts processes ends with a
+# signal to the group. A process that is forked beside threads, torch's, must not use them; loaders compute on one.
+_START = "fork" if sys.platform == "linux" else None
 AHEAD = 2  # minibatches fetched ahead, by a thread or per loader process; the simulator's loader has as many buffers
 
 _NO_ROOM = (
@@ -106,6 +110,7 @@ class LoaderProcesses:
             pin_memory=device.type == "cuda",
             persistent_workers=True,
             worker_init_fn=_begin,
+            multiprocessing_context=_START,
         )
 
     def minibatches(self, split: str, fields: Sequence[str], tasks: Iterator[Task]) -> Iterator[Fields]:
@@ -130,7 +135,7 @@ class LoaderProcesses:
         handler = signal.getsignal(signal.SIGCHLD)
         try:
             fetching = iter(self._loader)
-        except (PicklingError, AttributeError, TypeError) as error:  # macOS, and Linux from Python 3.14 on, don't fork
+        except (PicklingError, AttributeError, TypeError) as error:  # other systems don't fork
             raise UserCodeError(
                 f"a process that fetches ahead can't be given the data set ({reason(error)}): keep no lambdas, local "
                 "functions or open files in it, or set dataset.loader_processes to 0"
