@@ -160,8 +160,9 @@ def _run(
     for each in loaded:
         if engine_kind(each.recipe).in_processes and each.path.name == IN_MEMORY:
             raise UserError(
-                f"engine.kind: {each.recipe.engine.kind} starts processes, which read the recipe themselves: write it "
-                "to a YAML file, with targets, module:function, for its model and data set"
+                f"engine.kind: {each.recipe.engine.kind} starts processes, which read the recipe themselves: give its "
+                "file and the keys here, not a dict or what load_recipe returned, and in the file targets, "
+                "module:function, for its model and data set"
             )
     suite = Suite(suite_name(loaded), _texts(with_names(keys)[0]), silent=True, on_progress=on_progress)
     with _mistakes():
