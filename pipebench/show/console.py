@@ -1,5 +1,6 @@
 """Prints the results of a run, its seeds or a comparison."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -83,8 +84,17 @@ _MEMORY: tuple[_Saying, ...] = (
 )
 
 
-_LEGEND = "F3: forward of minibatch or microbatch 3; B: backward; U: update; . : waiting; time goes to the right"
-_OF_EVALUATION = "; E: forward of an evaluation, after which numbers begin at 0 again"
+# What stands in a pipeline drawn as text, and what it means. Capitals stand nowhere else in it.
+_LEGEND = (
+    (r"F\d+\.", "F3.1: forward of minibatch 3's microbatch 1"),
+    (r"F\d+(?![\d.])", "F3: forward of minibatch 3"),
+    (r"\dF", "2F3: stage 2's"),
+    ("B", "B: backward"),
+    ("I", "I, W: backward of inputs, of weights"),
+    ("U", "U: update"),
+    ("E", "E: forward of an evaluation, after which numbers begin at 0 again"),
+    (r" \.", ". : waiting"),
+)
 
 
 def print_summary(result: RunResult, picture: str, link: str, console: Console) -> None:
@@ -97,7 +107,7 @@ def print_summary(result: RunResult, picture: str, link: str, console: Console) 
             print_table(console, _table_of(lines, columns), indent=2)
     if picture:
         print_plain(console, Padding(Text(picture, no_wrap=True, overflow="crop"), (0, 0, 0, 2)))
-        legend = _LEGEND + (_OF_EVALUATION if "E" in picture else "")
+        legend = "; ".join([*(text for sign, text in _LEGEND if re.search(sign, picture)), "time goes to the right"])
         print_plain(console, Padding(Text(legend, style="dim"), (0, 0, 1, 2)))
     print_link(link, console)
 

@@ -99,8 +99,8 @@ def _stage_table(answer: PlanFindings, *, narrow: bool) -> Table:
     all_names = answer.layer_names
     for index, (place, stage) in enumerate(zip(best.plan.stages, best.stages, strict=True)):
         own = all_names[place.start : place.stop]
-        names = [shortened(name, width) for name in (own[0], own[-1])]
-        layers = names[0] if len(own) == 1 else f"{names[0]}..{names[1]} ({len(own)})"
+        first, last = (shortened(name, width) for name in (own[0], own[-1]))
+        layers = shortened(own[0], 2 * width) if len(own) == 1 else f"{first.removesuffix('..')}..{last} ({len(own)})"
         table.add_row(
             f"{index}{' <' if index in slowest else ''}",
             layers,

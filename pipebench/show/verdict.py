@@ -197,7 +197,7 @@ def _remarks(group: RunGroup) -> Iterator[str]:
     if marked:
         yield (
             f"{listed(marked, _MOST_NAMED)} (*): not {found[0].name}'s {found[0].samples_per_update:g} samples per "
-            "update, so an epoch brings another accuracy: throughput alone doesn't say who is first to a target."
+            "update, so the epochs to a target may differ."
         )
     for row in found:
         if row.is_dp:

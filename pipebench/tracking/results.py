@@ -312,7 +312,7 @@ def _chosen(reference: str, known: Sequence[PastRun], what: str = "run") -> Past
         return found[0]
     got, names = f"{what}: got {reference[:_LONGEST]!r}", listed([run.text for run in found or known], _LISTED)
     if found:
-        raise UserError(f"{got}, by which {len(found)} {what}s go: {names}; name one by the beginning of its id")
+        raise UserError(f"{got}, which matches {len(found)} {what}s: {names}; name one by the beginning of its id")
     if not known:
         raise UserError(f"{got}, but no {what} is recorded at {shown_uri(default_uri())} or in the working directory")
     close = nearest(reference[:_LONGEST], (each for run in known for each in (*run.names, *run.ids)))

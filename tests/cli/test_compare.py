@@ -110,7 +110,7 @@ def test_nothing_else_is_overwritten(folder: Path) -> None:
     ("words", "said"),
     [
         (("dp 4", "pipdream"), r"run: got 'pipdream', allowed are ids, .*\(dp 4\).*; did you mean 'pipedream'\?"),
-        (("quickstart-dp", "pipedream"), r"got 'quickstart-dp', by which 2 runs go: .*\(dp 4, seed 1\), .*\(dp 4\)"),
+        (("quickstart-dp", "pipedream"), r"got 'quickstart-dp', which matches 2 runs: .*\(dp 4, seed 1\), .*\(dp 4\)"),
         (("pipedream", "quickstart-pipedream"), r"'quickstart-pipedream' and 'pipedream' are the same run, "),
         (("pipedream", "goes on"), r"\(goes on\) has no result: it is running, or ended without one"),
         (("pipedream", ""), r"got '', allowed are ids"),

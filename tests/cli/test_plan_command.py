@@ -133,6 +133,16 @@ def test_text_says_why(graph: str) -> None:
         assert mode in text
 
 
+def test_names_of_layers_are_cut_where_there_is_no_room_only(graph: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cross_entropy` alone in a stage was `cross_entr..`, and a name that was cut was followed by four dots."""
+    monkeypatch.setenv("COLUMNS", "120")
+    names = GRAPH.replace("node2", "convolution_of_pixels").replace("node3", "rectified_and_pooled")
+    Path(graph).write_text(names)
+    lines = invoke("--profile", graph, "--levels", "4@1e9", "--no-others").output.splitlines()
+    assert any("  convolution_of_pixels  " in line for line in lines)
+    assert any("  rectified_and_..node4 " in line for line in lines)
+
+
 def test_without_a_size_rates_are_of_minibatches(graph: str) -> None:
     text = invoke("--profile", graph, "--levels", "4@1e9").output
     assert "minibatches/s" in text

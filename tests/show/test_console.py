@@ -61,6 +61,20 @@ def test_the_legend_explains_evaluations_where_there_are_any(picture: str) -> No
     assert ("E: forward of an evaluation" in " ".join(written(to).split())) == ("E0" in picture)
 
 
+@pytest.mark.parametrize(
+    ("picture", "expected"),
+    [
+        ("stage 0  F0 B0 F10", "F3: forward of minibatch 3; B: backward"),
+        ("stage 0  F0.1 . U0", "F3.1: forward of minibatch 3's microbatch 1; U: update; . : waiting"),
+    ],
+)
+def test_the_legend_explains_what_the_picture_has(picture: str, expected: str) -> None:
+    """It told of updates where none was drawn, and called `F0.1` minibatch or microbatch."""
+    to = plain()
+    console.print_summary(DP, picture, "", to)
+    assert f"  {expected}; time goes to the right\n" in written(to)
+
+
 def test_the_summary_tells_what_copies_have_cost() -> None:
     to = plain()
     console.print_summary(replace(DP, metrics={**DP.metrics, "swap_stall_fraction": 0.031}), "", "", to)
