@@ -13,6 +13,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,10 +21,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from pipebench.checkpoint.state import CheckpointError, check_types
 from pipebench.engine.weights import Weights
 from pipebench.errors import UserCodeError
 from pipebench.model.cores import usable_cores
-from pipebench.model.optimizer import FUSED, called, key_of, make_optimizer
+from pipebench.model.optimizer import called, is_fused, key_of, make_optimizer
 from pipebench.recipe.load import LoadedRecipe, faults_of
 from pipebench.recipe.make import make_dataset
 from pipebench.recipe.named import KINDS, SCHEDULE
@@ -43,7 +45,7 @@ def try_out(loaded: LoadedRecipe) -> None:
     with faults_of(loaded), seeded(0), _all_cores():
         _try_schedule(recipe)
         own = [section for section in (recipe.model, recipe.dataset) if section.get("target") is not None]
-        tries_optimizer = recipe.train.optimizer.name not in FUSED  # fused ones are tested under every plan
+        tries_optimizer = not is_fused(recipe.train.optimizer)  # those are tested under every plan
         if not own and not tries_optimizer:
             return
         model = initial_model(recipe, "cpu" if own else "meta")
@@ -55,7 +57,9 @@ def try_out(loaded: LoadedRecipe) -> None:
             _refuse_what_gets_lost(model)
             _try_minibatch(recipe, model, make_dataset(recipe.dataset))
         if tries_optimizer:
-            try_optimizer(recipe.train.optimizer, trained)
+            schedule = recipe.train.schedule
+            changes_rates = schedule.name != "constant" or schedule.warmup_epochs > 0
+            try_optimizer(recipe.train.optimizer, trained, changes_rates=changes_rates)
 
 
 @contextmanager
@@ -207,11 +211,13 @@ _RESTORED_AT = 3  # updates after which the moving optimizer's state is loaded i
 _LARGEST_SIDE, _MOST_SHAPES = 3, 8
 
 
-def try_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) -> None:
+def try_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor], *, changes_rates: bool = False) -> None:
     """Train small parameters with the model's numbers of dimensions in three ways that must agree.
 
+    `changes_rates`: whether the recipe's schedule does.
+
     Raises:
-        UserCodeError: the optimizer fails or the ways disagree.
+        UserCodeError: the optimizer fails, the ways disagree, or it doesn't use the rates of updates.
     """
     shapes = dict.fromkeys(tuple(min(side, _LARGEST_SIDE) for side in parameter.shape) for parameter in parameters)
     generator = torch.Generator().manual_seed(0)
@@ -219,10 +225,12 @@ def try_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) -
     gradients = [[torch.randn(p.shape, generator=generator) for p in start] for _ in range(_STEPS)]
     rates = [recipe.lr * factor for factor in (1.0, 1.0, 0.5, 0.25, 0.5)]
     name, key = called(recipe), key_of(recipe)
-    with users_code(f"{name} can't take a step of a stage", key):
-        together = _trained(recipe, start, gradients, rates)
-        apart = [_trained(recipe, [p], [[step[i]] for step in gradients], rates)[0] for i, p in enumerate(start)]
-        moving = _trained(recipe, start, gradients, rates, moving=True)
+    with users_code(f"{name} can't take a step of a stage", key), _as_of(key):
+        whole, other = _trained(recipe, start, gradients, rates), _trained(recipe, start, gradients, rates, moving=True)
+        apart = [
+            _values(_trained(recipe, [p], [[step[i]] for step in gradients], rates))[0] for i, p in enumerate(start)
+        ]
+    together, moving = _values(whole), _values(other)
     if not _agree(together, apart):
         raise UserCodeError(
             f"{name} updates a parameter otherwise without the others; a stage has some of them, so the plan "
@@ -235,6 +243,43 @@ def try_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) -
             "checkpoint; what it knows of a parameter has to be in its state",
             key,
         )
+    if differs := _beside_state(whole.optimizer, other.optimizer):
+        raise UserCodeError(
+            f"{name} has another {differs} when its state is taken up from a checkpoint, which has what is in its "
+            "state of every parameter and nothing else: keep it there (self.state[parameter])",
+            key,
+        )
+    _refuse_other_rates(recipe, start, gradients, rates, together, changes_rates)
+
+
+def _refuse_other_rates(
+    recipe: OptimizerRecipe,
+    start: Sequence[torch.Tensor],
+    gradients: Sequence[Sequence[torch.Tensor]],
+    rates: Sequence[float],
+    together: Sequence[torch.Tensor],
+    changes_rates: bool,
+) -> None:
+    """Refuse an optimizer that takes its rate from elsewhere, or has none that a schedule could change."""
+    name, key = called(recipe), key_of(recipe)
+    with users_code(f"{name} can't take a step of a stage", key):
+        faster = _values(_trained(recipe, start, gradients, [2 * rate for rate in rates]))
+        made_faster = _values(_trained(replace(recipe, lr=2 * recipe.lr), start, gradients, rates))
+    if _agree(together, faster) and (changes_rates or not _agree(together, made_faster)):
+        raise UserCodeError(
+            f"{name} steps alike at every rate; needed is one that takes the rate from `lr` of its parameter groups, "
+            "where every update sets it",
+            key,
+        )
+
+
+@contextmanager
+def _as_of(key: str) -> Iterator[None]:
+    """Tell what a checkpoint can't hold as a fault of the optimizer."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise UserCodeError(str(error), key) from error
 
 
 def _trained(
@@ -244,8 +289,11 @@ def _trained(
     rates: Sequence[float],
     *,
     moving: bool = False,
-) -> list[torch.Tensor]:
-    """Train in place, or `moving`: two minibatches in flight, so that every update writes into another buffer."""
+) -> Weights:
+    """Train in place, or `moving`: two minibatches in flight, so that every update writes into another buffer.
+
+    What goes on from a state begins with other weights than those it gets, as an optimizer may read some when made.
+    """
     weights = Weights(_module(start), partial(make_optimizer, recipe))
     held: list[int] = []
     for num_done, (step, lr) in enumerate(zip(gradients, rates, strict=True), 1):
@@ -257,12 +305,47 @@ def _trained(
             weights.release(held.pop(0))
         if moving and num_done == _RESTORED_AT:
             optimizer_state = copy.deepcopy(weights.optimizer_state())
+            for index, state in enumerate(optimizer_state.values()):
+                check_types(state, f"parameter {index}")
             values = {
                 name: p.detach().clone() for name, p in zip(weights.names, weights.newest.parameters, strict=True)
             }
-            weights, held = Weights(_module(start), partial(make_optimizer, recipe)), []
+            weights, held = Weights(_module([p + 1 for p in start]), partial(make_optimizer, recipe)), []
             weights.restore(values, optimizer_state)
+    return weights
+
+
+def _values(weights: Weights) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in weights.newest.parameters]
+
+
+def _beside_state(one: object, other: object) -> str | None:
+    """Return the name of a value that two optimizers, or those they hold, have beside their parameters' states."""
+    these, those = ({**dict(_held_beside(each))} for each in (one, other))
+    return next((name for name, value in these.items() if name not in those or not _same(value, those[name])), None)
+
+
+def _held_beside(optimizer: object) -> Iterator[tuple[str, Any]]:
+    for group in getattr(optimizer, "param_groups", ()):
+        yield from ((name, value) for name, value in group.items() if name not in ("params", "lr"))
+    for name, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer):
+            yield from _held_beside(value)
+        elif name not in ("state", "param_groups", "defaults"):
+            yield name, value
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether the numbers and texts in two values agree; parameters are another matter, objects unknown."""
+    these, those = pytree.tree_leaves(one), pytree.tree_leaves(other)
+    if len(these) != len(those):
+        return False
+    return all(
+        _agree([a], [b]) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.shape == b.shape
+        else a == b
+        for a, b in zip(these, those, strict=True)
+        if isinstance(a, bool | int | float | str) or (isinstance(a, torch.Tensor) and not a.requires_grad)
+    )  # fmt: skip
 
 
 def _module(parameters: Sequence[torch.Tensor]) -> nn.Module:

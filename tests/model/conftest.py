@@ -159,6 +159,11 @@ def scripted():
 def strayed(length: int = 100):
     points = torch.utils.data.TensorDataset(torch.randn(length, 2), torch.arange(length) % 3)
     return torch.utils.data.Subset(points, [*range(57), 1000, *range(58, length)]), Points(20, "")
+
+
+def counted(fraction, calls=[]):
+    calls.append(fraction)
+    return 1 / len(calls)
 """
 RECIPE = """\
 name: stranger

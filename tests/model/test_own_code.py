@@ -144,6 +144,11 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     ),
     ([*_OPTIMIZER[:1], "train.optimizer.target=torch.optim:LBFGS"], "LBFGS can't take a step of a stage: TypeError: "),
     (
+        ["train.optimizer.differentiable=true"],
+        "train.optimizer.name: sgd can't take a step of a stage: RuntimeError: a leaf Variable that requires grad",
+    ),
+    ([*_SCHEDULE, "train.schedule.target=OWN:counted"], "OWN:counted gives 0.01 at 0.99 of training and then 0.0099"),
+    (
         ["train.optimizer.name=muon"],
         "train.optimizer.name: muon can't make the optimizer: ValueError: Muon only supports 2D",
     ),
