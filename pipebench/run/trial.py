@@ -31,6 +31,7 @@ from pipebench.recipe.make import make_dataset
 from pipebench.recipe.named import KINDS, SCHEDULE
 from pipebench.recipe.schema import OptimizerRecipe, Recipe
 from pipebench.recipe.users_code import users_code
+from pipebench.run.trial_measures import refuse_no_mean, refuse_untrained, refuse_what_changes
 from pipebench.train.learning_rate import rate_of_samples
 from pipebench.train.profiled_model import initial_model
 from pipebench.zoo.registry import Dataset
@@ -106,6 +107,11 @@ def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> 
         if not math.isfinite(initial):
             given = f"the loss of {count} samples is {initial:g} at the initial weights, needed is a number"
             raise UserCodeError(f"{given}: the data, {model_name} or the loss gives it", loss_key)
+        refuse_untrained(total, model, loss_key)
+        refuse_what_changes("the loss", dataset.loss, output, targets, loss_key)
+        if "loss" in recipe.dataset and recipe.parallelism.microbatches > 1:
+            why = "which microbatches would make another loss: return one number per sample, or cut nothing"
+            refuse_no_mean("the loss", dataset.loss, output, targets, loss_key, f"{why} (parallelism.microbatches: 1)")
         total.backward()  # type: ignore[no-untyped-call]
     sparse = next((name for name, p in model.named_parameters() if p.grad is not None and p.grad.is_sparse), None)
     if sparse is not None:
@@ -113,12 +119,27 @@ def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> 
             f"{model_name} has a sparse gradient of {sparse}, needed are dense ones: sparse=False", model_key
         )
     with users_code(f"a metric of {data_name} doesn't suit the output of {model_name}", metrics_key):
-        detached = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
-        for name, value in dataset.score(detached, targets).items():
-            key = f"dataset.metrics.{name}" if "metrics" in recipe.dataset else data_key
-            if value.dim() or not math.isfinite(float(value)):
-                raise UserCodeError(f"{name} of {count} samples is {float(value.sum()):g}, needed is a number", key)
-            _check_sum(name, lambda o, t, name=name: dataset.score(o, t)[name], detached, targets, value, key)  # type: ignore[misc]
+        _try_metrics(dataset, output, targets, metrics_key)
+
+
+def _try_metrics(dataset: Dataset, output: Any, targets: Mapping[str, torch.Tensor], given: str) -> None:
+    """Try metrics, from the recipe or the data set as the key `given` says."""
+    are_own = given == "dataset.metrics"
+    detached = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+    for name, value in dataset.score(detached, targets).items():
+        key = f"dataset.metrics.{name}" if are_own else given
+        if value.dim() or not math.isfinite(float(value)):
+            raise UserCodeError(f"{name} of {count} samples is {float(value.sum()):g}, needed is a number", key)
+        measure = partial(_score, dataset, name)
+        _check_sum(name, measure, detached, targets, value, key)
+        refuse_what_changes(name, measure, detached, targets, key)
+        if are_own:
+            why = "and it is averaged over minibatches: return one number per sample, or see pipebench.zoo.Dataset"
+            refuse_no_mean(name, measure, detached, targets, key, why)
+
+
+def _score(dataset: Dataset, name: str, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return dataset.score(output, targets)[name]
 
 
 def _refuse_what_gets_lost(model: nn.Module) -> None:
