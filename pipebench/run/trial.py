@@ -124,7 +124,7 @@ def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> 
 
 def _try_metrics(dataset: Dataset, output: Any, targets: Mapping[str, torch.Tensor], given: str) -> None:
     """Try metrics, from the recipe or the data set as the key `given` says."""
-    are_own = given == "dataset.metrics"
+    are_own, count = given == "dataset.metrics", next(iter(targets.values())).shape[0]
     detached = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
     for name, value in dataset.score(detached, targets).items():
         key = f"dataset.metrics.{name}" if are_own else given

@@ -153,6 +153,10 @@ REFUSED: list[tuple[Sequence[str], str]] = [
         "dataset.loss: the loss of some samples isn't the mean of what it is of each half of them, which microbatches",
     ),
     (
+        ["dataset.metrics={right: {target: 'OWN:endless', best: max}}"],
+        "dataset.metrics.right: right of 10 samples is nan, needed is a number",
+    ),
+    (
         ["dataset.metrics={right: {target: 'OWN:accumulated', best: max}}"],
         "dataset.metrics.right: right of the same samples is first",
     ),
