@@ -73,11 +73,6 @@ def is_known(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith(("torch.optim", "pipebench.")) and not hooks
 
 
-def is_fused(recipe: OptimizerRecipe) -> bool:
-    """Return whether it is one that every plan is tested with, made as pipebench makes it."""
-    return recipe.name in FUSED and not any(name in recipe.arguments for name in _HOW)
-
-
 def is_elementwise(recipe: OptimizerRecipe) -> bool:
     """Return whether every element of a parameter is stepped on alone, so that pieces of it may be, too.
 

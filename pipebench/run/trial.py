@@ -25,7 +25,7 @@ from pipebench.checkpoint.state import CheckpointError, check_types
 from pipebench.engine.weights import Weights
 from pipebench.errors import UserCodeError
 from pipebench.model.cores import usable_cores
-from pipebench.model.optimizer import called, is_fused, key_of, make_optimizer
+from pipebench.model.optimizer import FUSED, called, key_of, make_optimizer
 from pipebench.recipe.load import LoadedRecipe, faults_of
 from pipebench.recipe.make import make_dataset
 from pipebench.recipe.named import KINDS, SCHEDULE
@@ -46,7 +46,7 @@ def try_out(loaded: LoadedRecipe) -> None:
     with faults_of(loaded), seeded(0), _all_cores():
         _try_schedule(recipe)
         own = [section for section in (recipe.model, recipe.dataset) if section.get("target") is not None]
-        tries_optimizer = not is_fused(recipe.train.optimizer)  # those are tested under every plan
+        tries_optimizer = recipe.train.optimizer.name not in FUSED  # fused ones are tested under every plan
         if not own and not tries_optimizer:
             return
         model = initial_model(recipe, "cpu" if own else "meta")

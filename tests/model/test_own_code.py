@@ -164,10 +164,6 @@ REFUSED: list[tuple[Sequence[str], str]] = [
         ["dataset.metrics={right: {target: 'OWN:perplexity', best: min}}"],
         "dataset.metrics.right: right of some samples isn't the mean of what it is of each half of them, and it",
     ),
-    (
-        ["train.optimizer.differentiable=true"],
-        "train.optimizer.name: sgd can't take a step of a stage: RuntimeError: a leaf Variable that requires grad",
-    ),
     ([*_SCHEDULE, "train.schedule.target=OWN:counted"], "OWN:counted gives 0.01 at 0.99 of training and then 0.0099"),
     (
         ["train.optimizer.name=muon"],
