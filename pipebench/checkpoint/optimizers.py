@@ -12,7 +12,7 @@ import torch
 
 from pipebench.checkpoint.state import CheckpointError
 from pipebench.checkpoint.tensors import Form, check_form, check_plain, has_nan, kind_of
-from pipebench.model.optimizer import MakeOptimizer
+from pipebench.model.optimizer import MakeOptimizer, is_known
 
 _STEPS = 3  # some keep a thing from the second step on, or have None in it before
 _COUNTER = "step"  # what every optimizer of torch.optim calls the number of its steps
@@ -68,16 +68,16 @@ class FreshStates:
         Raises:
             CheckpointError: names the parameter and the key, what was found and what is expected.
         """
-        states, is_known = self._fresh(parameter)
-        if not states[0] and not states[-1]:
-            return False
+        states, all_is_known = self._fresh(parameter)
+        if all_is_known and not states[-1]:
+            return False  # one of a user's own may begin to keep something later
         for key in states[0].keys() - found.keys():
             raise CheckpointError(f"the optimizer's {key} of {name}: found nothing, expected is {_said(states, key)}")
         for key, value in found.items():
             where = f"the optimizer's {key} of {name}"
             if any(key in each for each in states):
-                _check_known(where, value, [each[key] for each in states if key in each])
-            elif is_known:  # torch's or our own: all its state is there from the first step on
+                _check_known(where, value, [each[key] for each in states if key in each], may_grow=not all_is_known)
+            elif all_is_known:  # torch's or our own: all its state is there from the first step on
                 raise CheckpointError(f"{where}: found {kind_of(value)}, expected is {', '.join(states[0])} only")
             _check_numbers(where, key, value, may_be_nan=may_be_nan)
         return True
@@ -92,7 +92,7 @@ class FreshStates:
                 optimizer.step()
                 state = optimizer.state.get(tensor, {})
                 states.append({k: Form.of(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()})
-            self._known[parameter] = states, type(optimizer).__module__.startswith(("torch.optim", "pipebench."))
+            self._known[parameter] = states, is_known(optimizer)
         return self._known[parameter]
 
 
@@ -100,9 +100,11 @@ def _said(states: _States, key: str) -> str:
     return str(states[0][key]) if isinstance(states[0][key], Form) else kind_of(states[0][key])
 
 
-def _check_known(where: str, found: Any, forms: list[Any]) -> None:
-    """Compare a value with those of fresh states."""
+def _check_known(where: str, found: Any, forms: list[Any], *, may_grow: bool) -> None:
+    """Compare a value with those of fresh states; a user's own may change its shape from step to step."""
     expected = forms[-1]
+    if may_grow and isinstance(found, torch.Tensor) and len({form for form in forms if isinstance(form, Form)}) > 1:
+        return
     if isinstance(found, torch.Tensor):
         expected = next((form for form in reversed(forms) if isinstance(form, Form)), expected)
         check_plain(where, found)

@@ -125,7 +125,7 @@ class ModelState:
         sections = {section.name: getattr(self, section.name) for section in fields(self)}
         for values in sections.values():
             for name, value in values.items():
-                _check_types(value, name)
+                check_types(value, name)
         mapped: dict[str, dict[str, Any]] = tree_map_only(torch.Tensor, function, sections)
         return mapped
 
@@ -205,7 +205,8 @@ def _is_section(value: object) -> bool:
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
-def _check_types(value: Any, name: str) -> None:
+def check_types(value: Any, name: str) -> None:
+    """Raise a CheckpointError if a value isn't of a type that `torch.load(weights_only=True)` would read back."""
     if value is None or isinstance(value, torch.Tensor) or type(value) in (bool, int, float, complex, str):
         return
     if type(value) not in (dict, OrderedDict, list, tuple):
@@ -214,7 +215,7 @@ def _check_types(value: Any, name: str) -> None:
             f"in lists, tuples and dictionaries"
         )
     for each in (*value, *value.values()) if isinstance(value, dict) else value:
-        _check_types(each, name)
+        check_types(each, name)
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

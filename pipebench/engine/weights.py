@@ -20,11 +20,13 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils._pytree import tree_map_only
 
 from pipebench.engine.shards import Divide, Piece
 from pipebench.engine.version import Like, Version, apart, fill, grouped, places_in, recurrent_in
+from pipebench.errors import UserCodeError
 from pipebench.model.memory_format import laid_out_as
-from pipebench.model.optimizer import MakeOptimizer, average_in
+from pipebench.model.optimizer import MakeOptimizer, average_in, is_known
 from pipebench.schedule.version_ledger import VersionLedger
 
 P = ParamSpec("P")
@@ -273,15 +275,24 @@ class Weights:
         if any(like.last for like in self._likes):
             # Fused optimizers walk through parameters and gradients as they lie in memory.
             gradients = laid_out_as(gradients, stepped)
+        # Replicas in one process share a sum, which a user's own step may change.
+        takes_copies = not is_known(self.optimizer)
         for parameter, gradient in zip(stepped, gradients, strict=True):
-            parameter.grad = gradient
-        for group, share in zip(self.optimizer.param_groups, self._shares, strict=True):
-            group["lr"] = lr * share
+            parameter.grad = gradient.clone() if takes_copies and gradient is not None else gradient
+        rates = [lr * share for share in self._shares]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
         # The naive pipeline: its graphs in flight use the overwritten weights, on purpose.
         unnoticed = (*target.flats, *target.parameters) if self._overwrite and self.versions.in_use else ()
         with _unsafe_preserve_version_counter(unnoticed):
             (self._step_apart if self._some_are_fresh else self.optimizer.step)()
             self._round()
+        if any(group["lr"] is not rate for group, rate in zip(self.optimizer.param_groups, rates, strict=True)):
+            raise UserCodeError(
+                "its step changes the rates of its parameter groups, which every update sets anew: leave them to "
+                "train.schedule, where a target can be of your own",
+                "train.optimizer.target",
+            )
         for parameter in stepped:
             parameter.grad = None
         self._count_state()
@@ -351,6 +362,9 @@ class Weights:
                     own = value.to("cpu" if key == "step" and on_cpu else taken[key].device, copy=True)
                     whole = own.shape == order[index].shape
                     (taken[key],) = laid_out_as([own], [order[index]]) if whole else [own]
+                else:  # replicas in one process are restored from the same tensors
+                    copy = functools.partial(torch.Tensor.to, device=order[index].device, copy=True)
+                    taken[key] = tree_map_only(torch.Tensor, copy, value)
         self._some_are_fresh = isinstance(self.optimizer, torch.optim.SGD) and 0 < len(given) < len(order)
         self._count_state()
 

@@ -37,6 +37,12 @@ def make_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) 
         raise UserCodeError(
             f"{called(recipe)} returned {type(optimizer).__name__}, needed is a torch.optim.Optimizer", key_of(recipe)
         )
+    if not hasattr(optimizer, "defaults"):
+        raise UserCodeError(
+            f"{called(recipe)} makes a {type(optimizer).__name__} without torch.optim.Optimizer.__init__, which "
+            "its state in a checkpoint needs",
+            key_of(recipe),
+        )
     # Schedules scale what the target made of the recipe's rate, in each group; the class's default may be another rate.
     optimizer.defaults["lr"] = recipe.lr
     _step_without_compiler(optimizer)
@@ -59,6 +65,12 @@ def _step_without_compiler(optimizer: torch.optim.Optimizer) -> None:
 without_compiler(
     getattr(torch.optim.Optimizer, name) for name in ("add_param_group", "state_dict", "load_state_dict", "zero_grad")
 )
+
+
+def is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether all that an optimizer does is torch's or pipebench's: no class or hook of a user's own."""
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return type(optimizer).__module__.startswith(("torch.optim", "pipebench.")) and not hooks
 
 
 def is_elementwise(recipe: OptimizerRecipe) -> bool:

@@ -13,6 +13,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from pipebench.checkpoint.state import CheckpointError, check_types
 from pipebench.engine.weights import Weights
 from pipebench.errors import UserCodeError
 from pipebench.model.cores import usable_cores
@@ -29,6 +31,7 @@ from pipebench.recipe.make import make_dataset
 from pipebench.recipe.named import KINDS, SCHEDULE
 from pipebench.recipe.schema import OptimizerRecipe, Recipe
 from pipebench.recipe.users_code import users_code
+from pipebench.run.trial_measures import refuse_no_mean, refuse_untrained, refuse_what_changes
 from pipebench.train.learning_rate import rate_of_samples
 from pipebench.train.profiled_model import initial_model
 from pipebench.zoo.registry import Dataset
@@ -55,7 +58,9 @@ def try_out(loaded: LoadedRecipe) -> None:
             _refuse_what_gets_lost(model)
             _try_minibatch(recipe, model, make_dataset(recipe.dataset))
         if tries_optimizer:
-            try_optimizer(recipe.train.optimizer, trained)
+            schedule = recipe.train.schedule
+            changes_rates = schedule.name != "constant" or schedule.warmup_epochs > 0
+            try_optimizer(recipe.train.optimizer, trained, changes_rates=changes_rates)
 
 
 @contextmanager
@@ -102,6 +107,11 @@ def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> 
         if not math.isfinite(initial):
             given = f"the loss of {count} samples is {initial:g} at the initial weights, needed is a number"
             raise UserCodeError(f"{given}: the data, {model_name} or the loss gives it", loss_key)
+        refuse_untrained(total, model, loss_key)
+        refuse_what_changes("the loss", dataset.loss, output, targets, loss_key)
+        if "loss" in recipe.dataset and recipe.parallelism.microbatches > 1:
+            why = "which microbatches would make another loss: return one number per sample, or cut nothing"
+            refuse_no_mean("the loss", dataset.loss, output, targets, loss_key, f"{why} (parallelism.microbatches: 1)")
         total.backward()  # type: ignore[no-untyped-call]
     sparse = next((name for name, p in model.named_parameters() if p.grad is not None and p.grad.is_sparse), None)
     if sparse is not None:
@@ -109,12 +119,27 @@ def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> 
             f"{model_name} has a sparse gradient of {sparse}, needed are dense ones: sparse=False", model_key
         )
     with users_code(f"a metric of {data_name} doesn't suit the output of {model_name}", metrics_key):
-        detached = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
-        for name, value in dataset.score(detached, targets).items():
-            key = f"dataset.metrics.{name}" if "metrics" in recipe.dataset else data_key
-            if value.dim() or not math.isfinite(float(value)):
-                raise UserCodeError(f"{name} of {count} samples is {float(value.sum()):g}, needed is a number", key)
-            _check_sum(name, lambda o, t, name=name: dataset.score(o, t)[name], detached, targets, value, key)  # type: ignore[misc]
+        _try_metrics(dataset, output, targets, metrics_key)
+
+
+def _try_metrics(dataset: Dataset, output: Any, targets: Mapping[str, torch.Tensor], given: str) -> None:
+    """Try metrics, from the recipe or the data set as the key `given` says."""
+    are_own, count = given == "dataset.metrics", next(iter(targets.values())).shape[0]
+    detached = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+    for name, value in dataset.score(detached, targets).items():
+        key = f"dataset.metrics.{name}" if are_own else given
+        if value.dim() or not math.isfinite(float(value)):
+            raise UserCodeError(f"{name} of {count} samples is {float(value.sum()):g}, needed is a number", key)
+        measure = partial(_score, dataset, name)
+        _check_sum(name, measure, detached, targets, value, key)
+        refuse_what_changes(name, measure, detached, targets, key)
+        if are_own:
+            why = "and it is averaged over minibatches: return one number per sample, or see pipebench.zoo.Dataset"
+            refuse_no_mean(name, measure, detached, targets, key, why)
+
+
+def _score(dataset: Dataset, name: str, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return dataset.score(output, targets)[name]
 
 
 def _refuse_what_gets_lost(model: nn.Module) -> None:
@@ -207,11 +232,13 @@ _RESTORED_AT = 3  # updates after which the moving optimizer's state is loaded i
 _LARGEST_SIDE, _MOST_SHAPES = 3, 8
 
 
-def try_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) -> None:
+def try_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor], *, changes_rates: bool = False) -> None:
     """Train small parameters with the model's numbers of dimensions in three ways that must agree.
 
+    `changes_rates`: whether the recipe's schedule does.
+
     Raises:
-        UserCodeError: the optimizer fails or the ways disagree.
+        UserCodeError: the optimizer fails, the ways disagree, or it doesn't use the rates of updates.
     """
     shapes = dict.fromkeys(tuple(min(side, _LARGEST_SIDE) for side in parameter.shape) for parameter in parameters)
     generator = torch.Generator().manual_seed(0)
@@ -219,10 +246,12 @@ def try_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) -
     gradients = [[torch.randn(p.shape, generator=generator) for p in start] for _ in range(_STEPS)]
     rates = [recipe.lr * factor for factor in (1.0, 1.0, 0.5, 0.25, 0.5)]
     name, key = called(recipe), key_of(recipe)
-    with users_code(f"{name} can't take a step of a stage", key):
-        together = _trained(recipe, start, gradients, rates)
-        apart = [_trained(recipe, [p], [[step[i]] for step in gradients], rates)[0] for i, p in enumerate(start)]
-        moving = _trained(recipe, start, gradients, rates, moving=True)
+    with users_code(f"{name} can't take a step of a stage", key), _as_of(key):
+        whole, other = _trained(recipe, start, gradients, rates), _trained(recipe, start, gradients, rates, moving=True)
+        apart = [
+            _values(_trained(recipe, [p], [[step[i]] for step in gradients], rates))[0] for i, p in enumerate(start)
+        ]
+    together, moving = _values(whole), _values(other)
     if not _agree(together, apart):
         raise UserCodeError(
             f"{name} updates a parameter otherwise without the others; a stage has some of them, so the plan "
@@ -235,6 +264,43 @@ def try_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) -
             "checkpoint; what it knows of a parameter has to be in its state",
             key,
         )
+    if differs := _beside_state(whole.optimizer, other.optimizer):
+        raise UserCodeError(
+            f"{name} has another {differs} when its state is taken up from a checkpoint, which has what is in its "
+            "state of every parameter and nothing else: keep it there (self.state[parameter])",
+            key,
+        )
+    _refuse_other_rates(recipe, start, gradients, rates, together, changes_rates)
+
+
+def _refuse_other_rates(
+    recipe: OptimizerRecipe,
+    start: Sequence[torch.Tensor],
+    gradients: Sequence[Sequence[torch.Tensor]],
+    rates: Sequence[float],
+    together: Sequence[torch.Tensor],
+    changes_rates: bool,
+) -> None:
+    """Refuse an optimizer that takes its rate from elsewhere, or has none that a schedule could change."""
+    name, key = called(recipe), key_of(recipe)
+    with users_code(f"{name} can't take a step of a stage", key):
+        faster = _values(_trained(recipe, start, gradients, [2 * rate for rate in rates]))
+        made_faster = _values(_trained(replace(recipe, lr=2 * recipe.lr), start, gradients, rates))
+    if _agree(together, faster) and (changes_rates or not _agree(together, made_faster)):
+        raise UserCodeError(
+            f"{name} steps alike at every rate; needed is one that takes the rate from `lr` of its parameter groups, "
+            "where every update sets it",
+            key,
+        )
+
+
+@contextmanager
+def _as_of(key: str) -> Iterator[None]:
+    """Tell what a checkpoint can't hold as a fault of the optimizer."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise UserCodeError(str(error), key) from error
 
 
 def _trained(
@@ -244,8 +310,11 @@ def _trained(
     rates: Sequence[float],
     *,
     moving: bool = False,
-) -> list[torch.Tensor]:
-    """Train in place, or `moving`: two minibatches in flight, so that every update writes into another buffer."""
+) -> Weights:
+    """Train in place, or `moving`: two minibatches in flight, so that every update writes into another buffer.
+
+    What goes on from a state begins with other weights than those it gets, as an optimizer may read some when made.
+    """
     weights = Weights(_module(start), partial(make_optimizer, recipe))
     held: list[int] = []
     for num_done, (step, lr) in enumerate(zip(gradients, rates, strict=True), 1):
@@ -257,12 +326,47 @@ def _trained(
             weights.release(held.pop(0))
         if moving and num_done == _RESTORED_AT:
             optimizer_state = copy.deepcopy(weights.optimizer_state())
+            for index, state in enumerate(optimizer_state.values()):
+                check_types(state, f"parameter {index}")
             values = {
                 name: p.detach().clone() for name, p in zip(weights.names, weights.newest.parameters, strict=True)
             }
-            weights, held = Weights(_module(start), partial(make_optimizer, recipe)), []
+            weights, held = Weights(_module([p + 1 for p in start]), partial(make_optimizer, recipe)), []
             weights.restore(values, optimizer_state)
+    return weights
+
+
+def _values(weights: Weights) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in weights.newest.parameters]
+
+
+def _beside_state(one: object, other: object) -> str | None:
+    """Return the name of a value that two optimizers, or those they hold, have beside their parameters' states."""
+    these, those = ({**dict(_held_beside(each))} for each in (one, other))
+    return next((name for name, value in these.items() if name not in those or not _same(value, those[name])), None)
+
+
+def _held_beside(optimizer: object) -> Iterator[tuple[str, Any]]:
+    for group in getattr(optimizer, "param_groups", ()):
+        yield from ((name, value) for name, value in group.items() if name not in ("params", "lr"))
+    for name, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer):
+            yield from _held_beside(value)
+        elif name not in ("state", "param_groups", "defaults"):
+            yield name, value
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether the numbers and texts in two values agree; parameters are another matter, objects unknown."""
+    these, those = pytree.tree_leaves(one), pytree.tree_leaves(other)
+    if len(these) != len(those):
+        return False
+    return all(
+        _agree([a], [b]) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.shape == b.shape
+        else a == b
+        for a, b in zip(these, those, strict=True)
+        if isinstance(a, bool | int | float | str) or (isinstance(a, torch.Tensor) and not a.requires_grad)
+    )  # fmt: skip
 
 
 def _module(parameters: Sequence[torch.Tensor]) -> nn.Module:

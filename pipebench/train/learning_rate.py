@@ -191,6 +191,13 @@ def own_schedule(schedule: ScheduleRecipe) -> Callable[[float], float]:
             )
         return value
 
-    for place in range(_LOOKED_AT):
-        factor(place / _LOOKED_AT)
+    places = [place / _LOOKED_AT for place in range(_LOOKED_AT)]
+    factors = [factor(place) for place in places]
+    for place, first in reversed([*zip(places, factors, strict=True)]):
+        if (again := factor(place)) != first:
+            raise UserCodeError(
+                f"{target} gives {first:g} at {place:.4g} of training and then {again:g}; needed is a function of that "
+                "fraction only, since it is called in several processes and anew where a run goes on",
+                "train.schedule.target",
+            )
     return factor

@@ -159,6 +159,44 @@ def scripted():
 def strayed(length: int = 100):
     points = torch.utils.data.TensorDataset(torch.randn(length, 2), torch.arange(length) % 3)
     return torch.utils.data.Subset(points, [*range(57), 1000, *range(58, length)]), Points(20, "")
+
+
+def counted(fraction, calls=[]):
+    calls.append(fraction)
+    return 1 / len(calls)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output, target):
+        return nn.functional.cross_entropy(output * self.scale, target)
+
+
+SCALED, SEEN = Scaled(), []
+
+
+def scaled(output, target):
+    return SCALED(output, target)
+
+
+def drawn(output, target):
+    return nn.functional.cross_entropy(output * (1 + torch.rand(())), target)
+
+
+def weighted(output, target):
+    return nn.functional.cross_entropy(output, target, weight=torch.tensor([1.0, 5.0, 1.0]))
+
+
+def accumulated(output, target):
+    SEEN.extend((output.argmax(1) == target).float().tolist())
+    return sum(SEEN) / len(SEEN)
+
+
+def perplexity(output, target):
+    return nn.functional.cross_entropy(4 * output, target).exp()
 """
 RECIPE = """\
 name: stranger

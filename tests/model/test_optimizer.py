@@ -1,5 +1,6 @@
 """Optimizers by name and by target: the weights of a plain loop, and a trial that finds those that can't give them."""
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -8,12 +9,15 @@ import pytest
 import torch
 from torch import nn
 
+from pipebench.checkpoint.optimizers import FreshStates
+from pipebench.checkpoint.tensors import Form
 from pipebench.errors import UserCodeError
 from pipebench.model.large_batch import LAMB, LARS
 from pipebench.model.optimizer import FUSED, make_optimizer, state_bytes_per_byte
 from pipebench.recipe.named import KINDS, OPTIMIZER
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.run.trial import try_optimizer
+from tests.checkpoint.support import captured, restored
 from tests.checkpoint.test_round_trips import check_going_on
 from tests.distributed.cases import matrices, own_optimizer
 from tests.oracles import sequential
@@ -137,6 +141,99 @@ class Together(torch.optim.SGD):
             parameter.data.sub_(self.param_groups[0]["lr"] / norm * parameter.grad)
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps, as one that acts at every 10th does."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.num_steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.num_steps += 1
+
+
+class Remembering(torch.optim.SGD):
+    """Has a copy of the first weights, as one that averages them at every 10th step does."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        params = list(params)
+        super().__init__(params, lr)
+        self.slow = [parameter.detach().clone() for parameter in params]
+
+
+class Fixed(torch.optim.SGD):
+    """Keeps the rate that it was made with."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.lr = lr
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(self.lr * parameter.grad)
+
+
+class Halving(torch.optim.SGD):
+    """Has a schedule of its own."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.param_groups[0]["lr"] *= 0.5
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Has another's groups, and nothing that torch's base class makes."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        self.inner = torch.optim.SGD(params, lr)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+class Queueing(torch.optim.SGD):
+    """Keeps something that no checkpoint holds."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("last", deque([0.0], maxlen=3))
+
+
+class Nesting(torch.optim.SGD):
+    """Keeps its momentum in a dictionary, and empties gradients after its step."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            total = state.setdefault("own", {"sum": torch.zeros_like(parameter)})["sum"]
+            total.mul_(0.9).add_(parameter.grad)
+            parameter.data.sub_(self.param_groups[0]["lr"] * total)
+            parameter.grad.zero_()
+
+
+class Growing(torch.optim.SGD):
+    """Keeps the norms of all gradients."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            norms = self.state[parameter].get("norms", torch.zeros(0))
+            self.state[parameter]["norms"] = torch.cat([norms, parameter.grad.norm().reshape(1)])
+
+
+class Late(torch.optim.SGD):
+    """Keeps nothing before large gradients came."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad.abs().max() > 2:
+                self.state[parameter]["seen"] = True
+
+
 def grouped(parameters: Any, lr: float) -> torch.optim.Optimizer:
     """Return an optimizer without weight decay on biases, whose rate is twice that of the others."""
     flat = [parameter for parameter in parameters if parameter.dim() < 2]
@@ -157,6 +254,14 @@ def faster(parameters: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=4 * lr, momentum=0.9)
 
 
+class Rateless(torch.optim.SGD):
+    """Needs no rate."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(0.01 * parameter.grad.sign())
+
+
 def twelve(parameters: Any, lr: float) -> int:
     return 12
 
@@ -167,6 +272,12 @@ def twelve(parameters: Any, lr: float) -> int:
         ("Forgetful", "comes to other weights when its parameters are moved"),
         ("Together", "updates a parameter otherwise without the others"),
         ("twelve", "returned int, needed is a torch.optim.Optimizer"),
+        ("Counting", "has another num_steps when its state is taken up from a checkpoint"),
+        ("Remembering", "has another slow when its state is taken up from a checkpoint"),
+        ("Fixed", "steps alike at every rate"),
+        ("Halving", "train.optimizer.target: its step changes the rates of its parameter groups"),
+        ("Wrapping", r"makes a Wrapping without torch.optim.Optimizer.__init__"),
+        ("Queueing", "holds a deque; a checkpoint holds tensors"),
     ],
 )
 def test_optimizers_of_one_s_own_that_cannot_train_stages_are_refused(name: str, message: str) -> None:
@@ -198,6 +309,37 @@ def test_groups_with_rates_of_their_own_keep_them(target: Any, shares: Sequence[
         sequential.train(model, optimizer, [[((fields["x"],), fields)]], data.loss, lambda t: float(len(t["label"])))
     found = parameters_of(engine)
     assert all(torch.equal(found[key], parameter.detach()) for key, parameter in model.named_parameters())
+
+
+def test_one_without_a_rate_is_refused_only_where_rates_change() -> None:
+    parameters = list(Mlp().parameters())
+    try_optimizer(own_optimizer("tests.model.test_optimizer:Rateless"), parameters)
+    with pytest.raises(UserCodeError, match="steps alike at every rate"):
+        try_optimizer(own_optimizer("tests.model.test_optimizer:Rateless"), parameters, changes_rates=True)
+
+
+def test_replicas_in_one_process_share_neither_gradients_nor_nested_state() -> None:
+    make = partial(make_optimizer, own_optimizer("tests.model.test_optimizer:Nesting"))
+    setup = make_setup(Mlp(), ([], [2]), weights="one", depth=1, make_optimizer=make)
+    engine = make_engine(setup)
+    engine.train(0, 4)
+    again = restored(setup, captured(engine))
+    for each in (engine, again):
+        each.train(4, 4)
+    found, expected = parameters_of(again), parameters_of(engine)  # which compare replicas
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("target", "key"), [("Growing", "norms"), ("Late", "seen")])
+def test_state_that_grows_or_comes_late_is_taken_up(target: str, key: str) -> None:
+    make = partial(make_optimizer, own_optimizer(f"tests.model.test_optimizer:{target}"))
+    parameter = torch.zeros(3, requires_grad=True)
+    optimizer = make([parameter])
+    for _ in range(7):
+        parameter.grad = torch.full_like(parameter, 3)
+        optimizer.step()
+    assert key in optimizer.state[parameter]
+    assert FreshStates(make).check("it", optimizer.state[parameter], Form.of(parameter))
 
 
 def test_adamw_is_torch_s_and_not_adam() -> None:

@@ -144,6 +144,28 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     ),
     ([*_OPTIMIZER[:1], "train.optimizer.target=torch.optim:LBFGS"], "LBFGS can't take a step of a stage: TypeError: "),
     (
+        ["dataset.loss=OWN:scaled"],
+        "dataset.loss: the loss has a parameter [] that isn't the model's, so nothing would train it",
+    ),
+    (["dataset.loss=OWN:drawn"], "dataset.loss: the loss of the same samples is first"),
+    (
+        ["dataset.loss=OWN:weighted", "parallelism={mode: gpipe, plan: 1-1, microbatches: 2}"],
+        "dataset.loss: the loss of some samples isn't the mean of what it is of each half of them, which microbatches",
+    ),
+    (
+        ["dataset.metrics={right: {target: 'OWN:endless', best: max}}"],
+        "dataset.metrics.right: right of 10 samples is nan, needed is a number",
+    ),
+    (
+        ["dataset.metrics={right: {target: 'OWN:accumulated', best: max}}"],
+        "dataset.metrics.right: right of the same samples is first",
+    ),
+    (
+        ["dataset.metrics={right: {target: 'OWN:perplexity', best: min}}"],
+        "dataset.metrics.right: right of some samples isn't the mean of what it is of each half of them, and it",
+    ),
+    ([*_SCHEDULE, "train.schedule.target=OWN:counted"], "OWN:counted gives 0.01 at 0.99 of training and then 0.0099"),
+    (
         ["train.optimizer.name=muon"],
         "train.optimizer.name: muon can't make the optimizer: ValueError: Muon only supports 2D",
     ),
@@ -192,6 +214,7 @@ def test_refused_in_one_sentence(overrides: Sequence[str], message: str) -> None
     [
         ["dataset.loss=torch.nn.functional:cross_entropy"],
         ["dataset.loss={target: 'torch.nn.functional:cross_entropy', label_smoothing: 0.1}"],
+        ["dataset.loss=OWN:weighted"],
         [*_OPTIMIZER, "train.optimizer.amsgrad=true", "train.optimizer.weight_decay=0.1"],
         ["train.optimizer.name=adamw", *_SCHEDULE, f"train.schedule.target={OWN}:falling", "train.schedule.power=2"],
         [

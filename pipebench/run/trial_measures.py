@@ -1,0 +1,89 @@
+"""What a loss or a metric of a user's own depends on beside its samples, found by calling it again.
+
+Minibatches reach it in several processes, in parts, and anew where a run goes on: what it counts or draws would be
+another number there, and what it trains would never be updated.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from pipebench.errors import UserCodeError
+
+# Returns the sum over the samples of an output and its targets
+Summed = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
+_CLOSE = 1e-4  # relative: other orders of addition
+
+
+def refuse_untrained(total: torch.Tensor, model: nn.Module, key: str) -> None:
+    """Refuse a loss with trained tensors that the model hasn't: no optimizer gets them."""
+    own = {id(parameter) for parameter in model.parameters()}
+    seen, waiting = set[Any](), [total.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)  # of a leaf
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
+            raise UserCodeError(
+                f"the loss has a parameter {list(leaf.shape)} that isn't the model's, so nothing would train it: have "
+                "it in the model, whose forward returns the loss (dataset.loss: model)",
+                key,
+            )
+        waiting += [before for before, _ in node.next_functions]
+
+
+def refuse_what_changes(what: str, measure: Summed, output: Any, targets: Mapping[str, torch.Tensor], key: str) -> None:
+    """Refuse a measure that gives another number for the same samples, once it has seen others."""
+    first, _, again = _measured(measure, output, targets)
+    if not math.isnan(first) and not math.isclose(first, again, rel_tol=_CLOSE, abs_tol=1e-6):
+        raise UserCodeError(
+            f"{what} of the same samples is first {first:g} and then {again:g} in sum: it draws random numbers or "
+            "keeps something from call to call, which others would keep in other processes and where a run goes on; in "
+            "a model, draws are seeded and buffers kept (dataset.loss: model)",
+            key,
+        )
+
+
+def refuse_no_mean(
+    what: str, measure: Summed, output: Any, targets: Mapping[str, torch.Tensor], key: str, why: str
+) -> None:
+    """Refuse a measure of a minibatch that isn't the mean of its parts'; `why` ends the sentence."""
+    whole, parts, _ = _measured(measure, output, targets)
+    if all(map(math.isfinite, parts)) and not math.isclose(whole, sum(parts), rel_tol=_CLOSE, abs_tol=1e-6):
+        raise UserCodeError(f"{what} of some samples isn't the mean of what it is of each half of them, {why}", key)
+
+
+def _measured(
+    measure: Summed, output: Any, targets: Mapping[str, torch.Tensor]
+) -> tuple[float, tuple[float, float], float]:
+    """Return a measure's sum of all samples, of the first and the other half, and of all again.
+
+    Where a part can't be measured, the parts are NaN.
+    """
+    count = next(iter(targets.values())).shape[0]
+
+    def of(start: int, stop: int) -> float:
+        def part(value: Any) -> Any:
+            return pytree.tree_map_only(torch.Tensor, lambda t: t[start:stop].detach().clone(), value)
+
+        return float(measure(part(output), part(dict(targets))))
+
+    with torch.no_grad():
+        try:
+            first = of(0, count)
+        except Exception:  # outputs without samples, as of a model that computes its loss
+            return math.nan, (math.nan, math.nan), math.nan
+        parts = (math.nan, math.nan)
+        try:
+            half = of(0, count // 2)
+            again = of(0, count)  # a running mean of all would be the same after both halves
+            parts = half, of(count // 2, count)
+        except Exception:  # not every measure accepts fewer samples
+            again = of(0, count)
+        return first, parts, again
