@@ -82,9 +82,8 @@ def reason_of(error: BaseException | str) -> str:
     """Return why MLflow failed, on one short line without users and passwords of addresses."""
     while isinstance(error, BaseException):
         deeper = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-        if deeper is None or isinstance(
-            deeper, LookupError
-        ):  # the key alone, `'foo'`, says nothing: what looked it up does
+        # A key alone, `'foo'`, says nothing: what looked it up does.
+        if deeper is None or isinstance(deeper, LookupError):
             break
         error = deeper  # MLflow and urllib3 wrap `Connection refused` in paragraphs
     text = shown_uri(" ".join(str(error).split())) or type(error).__name__
