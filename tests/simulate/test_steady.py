@@ -14,7 +14,7 @@ from pipebench.simulate import sharing, steady
 from pipebench.simulate.costs import StageCosts
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.sharing import Flow, fair_rates
-from pipebench.simulate.steady import simulate_all, simulate_segment
+from pipebench.simulate.steady import NOTHING, simulate_all, simulate_segment
 from tests.support import Blobs, Mlp, make_setup
 
 PLANS = [([], [1]), ([2], [1, 1]), ([2, 4, 6], [1] * 4), ([4], [2, 1]), ([4], [3, 1]), ([2, 4], [1, 2, 1]), ([], [3])]
@@ -53,6 +53,8 @@ def test_a_longer_segment_is_known_bit_by_bit_from_one_of_the_same_steady_state(
     known = {count: longer for count in range(1, 60) if (longer := simulate_segment(setup, count).longer(count))}
     assert known
     assert all(longer == simulate_segment(setup, 2 * count) for count, longer in known.items())
+    added = [simulate_segment(setup, count).extended(NOTHING, 1) for count in known]
+    assert all(each.longer(count) is None for count, each in zip(known, added, strict=True))  # not of periods
 
 
 @pytest.mark.parametrize("first", [-1, 0], ids=["alike", "drawn"])
