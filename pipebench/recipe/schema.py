@@ -288,8 +288,9 @@ class Recipe:
     # own options; or `profile`, a file with the costs of a model that isn't here
     model: dict[str, Any] = MISSING
     # `name`, `root` and `loader_processes` where the dataset takes them, and its own options; or `target`
-    # (`package.module:function`), `loss`, `metrics` and `loader_processes` where it returns a pair of torch's data
-    # sets, and the function's own options
+    # (`package.module:function`) and the function's own options, and where it returns a pair of torch's data sets
+    # `loss`, `metrics`, `inputs`, `targets` (which fields of a sample are the model's, and the loss's) and
+    # `loader_processes`
     dataset: dict[str, Any] = MISSING
     train: TrainRecipe = field(default_factory=TrainRecipe)
     cluster: ClusterRecipe = field(default_factory=ClusterRecipe)

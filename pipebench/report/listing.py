@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pipebench.errors import RecipeError
 from pipebench.report.catalog import find_report, report_names
 from pipebench.report.collect import Collection
+from pipebench.report.definition import Report
 from pipebench.report.load import load_report, read_report
 from pipebench.report.progress import guess
 
@@ -17,7 +18,7 @@ def listed() -> Iterator[str]:
         report, reading = read_report(find_report(name))
         if reading.faults:
             raise RecipeError(reading.faults)
-        yield f"{name:<{width}}  {len(report.rows):>3} rows  {report.title}"
+        yield f"{name:<{width}}  {_rows(report):>8}  {report.title}"
 
 
 def what_is_there(name: str) -> Iterator[str]:
@@ -35,4 +36,8 @@ def what_is_there(name: str) -> Iterator[str]:
     yield report.title
     unsized = sum(each.largest for each in asked)
     sought = f"; the largest minibatch that fits is sought first for {unsized} more" if unsized else ""
-    yield f"{len(report.rows)} rows, {len(collection.by_recipe)} of {len(collection.recipes)} results{rest}{sought}"
+    yield f"{_rows(report)}, {len(collection.by_recipe)} of {len(collection.recipes)} results{rest}{sought}"
+
+
+def _rows(report: Report) -> str:
+    return f"{len(report.rows)} row{'s' if len(report.rows) > 1 else ''}"

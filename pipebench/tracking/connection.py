@@ -53,11 +53,17 @@ def default_uri() -> str:
     """Return the store's URI: MLFLOW_TRACKING_URI, else `mlflow.db` in the working directory.
 
     Raises:
-        UserError: the file's name can't be written in a URI: MLflow would use another file; or it has no scheme.
+        UserError: the file's name can't be written in a URI: MLflow would use another file; or it has no scheme, or
+            names no file of SQLite's.
     """
     uri = os.environ.get("MLFLOW_TRACKING_URI", "").strip() or f"{_SQLITE}mlflow.db"
     if _SCHEMELESS.fullmatch(uri):
         raise UserError(f"MLFLOW_TRACKING_URI: got {uri!r}, allowed is an address with its scheme: http://{uri}")
+    # A database in memory would end with this process, and its runs with it.
+    if uri.startswith("sqlite") and uri.removeprefix(_SQLITE) in (uri, "", ":memory:"):
+        raise UserError(
+            f"MLFLOW_TRACKING_URI: got {uri!r}, allowed is {_SQLITE}FILE, with a fourth slash before an absolute path"
+        )
     path = sqlite_path(uri)
     here = Path.cwd()
     misread = _MISREAD.search(str(here))

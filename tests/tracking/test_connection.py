@@ -13,7 +13,6 @@ from pipebench.tracking.connection import reason_of
 from pipebench.tracking.record import LogEntry, RecordFolder, Sent, Start
 from pipebench.tracking.results import RecordedRuns, find_runs, past_runs
 from pipebench.tracking.store import Store
-from tests.patience import within_patience
 from tests.tracking.records import RESULT
 
 OUT_OF_DATE = (
@@ -36,6 +35,16 @@ def test_a_server_s_address_without_a_scheme_is_refused(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
+    "given", ["sqlite://", "sqlite:///:memory:", "sqlite://runs.db", "sqlite:runs.db", "sqlite:///"]
+)
+def test_sqlite_s_address_needs_a_file(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    """Runs recorded in memory were gone with the command; two slashes were an error only after training."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", given)
+    with pytest.raises(UserError, match=f"got '{given}', allowed is sqlite:///FILE, with a fourth slash"):
+        default_uri()
+
+
+@pytest.mark.parametrize(
     "given", ["http://localhost:5000 ", "databricks", "sqlite:////tmp/a:1", "uc:profile", "./a:1b"]
 )
 def test_other_addresses_are_taken_without_blanks_around_them(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
@@ -53,11 +62,18 @@ def test_a_server_that_answers_nothing_takes_nothing(monkeypatch: pytest.MonkeyP
     assert not store.is_connected
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where MLflow would wait before it tries again."""
+    monkeypatch.setattr("mlflow.store.db.utils.time.sleep", lambda seconds: pytest.fail(f"waits {seconds} s"))
+
+
+@pytest.mark.usefixtures("impatient")
 def test_a_database_that_does_not_open_is_told_at_once(tmp_path: Path) -> None:
     """MLflow tried for 100 s, and the end of a run waited for it."""
     (tmp_path / "mlflow.db").mkdir()
     (tmp_path / "mlflow.db" / "file").touch()  # of a size on every file system
-    with within_patience(), pytest.raises(UserError, match=r"can't be read: (unable to open database|disk I/O)"):
+    with pytest.raises(UserError, match=r"can't be read: (unable to open database|disk I/O)"):
         RecordedRuns(f"sqlite:///{tmp_path}/mlflow.db").past()
 
 
