@@ -291,9 +291,9 @@ def test_the_errors_of_readme_and_the_results_are_the_report_s() -> None:
     error, rank = scores["clusters of 2019", "not by construction"]
     predicted, _ = scores["clusters of 2019", "not fitted on"]
     readme, results = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/results.md"))
-    assert f"three rates fitted | {_rounded(error)} |" in readme
-    assert f"unfitted cells | {_rounded(predicted)} (" in readme
-    assert f"hardware as published | {_rounded(ideal)} |" in readme
+    assert f"three rates fitted on six of its 11 rows | {_rounded(error)} |" in readme
+    assert f"its five other rows | {_rounded(predicted)} (" in readme
+    assert f"links as published | {_rounded(ideal)} |" in readme
     assert f"geometric-mean error is {error}" in results
     assert f"ideal hardware: {_rounded(ideal)}) and the rank correlation {rank}." in results
     assert f"the error is {_rounded(predicted)}, that of a constant" in results
