@@ -48,7 +48,7 @@ def why_nothing_fits(of: Estimator) -> str:
     levels = request.cluster.levels
     wider = replace(levels[-1], count=2 * levels[-1].count)
     doubled = replace(request, cluster=replace(request.cluster, levels=(*levels[:-1], wider)))
-    if mode.shape not in ("one", "one-stage") and least_memory(Estimator(doubled, of.name)) <= limit:
+    if not mode.is_one_stage and least_memory(Estimator(doubled, of.name)) <= limit:
         ways.append(f"twice as many workers, {2 * request.cluster.num_workers}, for more stages")
     size = request.minibatch_size
     weights = least_memory(Estimator(replace(request, profile=_without_activations(request.profile)), of.name))
@@ -91,7 +91,7 @@ def _without_activations(profile: Profile) -> Profile:
 
 def _may_swap(of: Estimator) -> bool:
     """Return whether layers that don't swap could."""
-    several = of.mode.shape not in ("one", "one-stage") and of.mode.backward != SPLIT
+    several = not of.mode.is_one_stage and of.mode.backward != SPLIT
     return several and of.request.cluster.pcie_bytes_per_s is not None and {*of.memory_policies} != {SWAP}
 
 
@@ -103,7 +103,7 @@ def least_memory(of: Estimator) -> float:
     # Replicas that share out what they hold need less each the more they are.
     replicas = of.request.cluster.num_workers if of.mode.shape == "one-stage" else 1
     whole = of.estimate("", (SearchStage(0, len(of.work.states) - 1, replicas),)).memory_bytes
-    if of.mode.shape in ("one", "one-stage"):
+    if of.mode.is_one_stage:
         return whole
     straight = StraightPlans(of.work, of.request.cluster.num_workers, of.memory(math.inf))
     low, high = 0.0, 64 * whole + 1
@@ -170,7 +170,7 @@ def open_rows(of: Estimator) -> Iterator[Mode]:
     Nothing under the papers' cost models, which know no shards; no shards in straight plans, which have no replicas.
     """
     request, mode = of.request, of.mode
-    if request.cluster.memory_bytes is None or not request.model.has_ports or mode.shape in ("one", "one-stage"):
+    if request.cluster.memory_bytes is None or not request.model.has_ports or mode.is_one_stage:
         return
     shards, again = [mode.shard], [mode.recompute]
     if of.name in request.may_shard and not mode.is_sharded and mode.shape != "straight":

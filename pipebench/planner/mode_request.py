@@ -42,7 +42,7 @@ class ModeRequest:
     @property
     def cluster(self) -> Cluster:
         """The cluster as most of the mode's plans meet it: those of several stages, where it has any."""
-        return self.request.cluster.for_stages(1 if self.mode.shape in ("one", "one-stage") else 2)
+        return self.request.cluster.for_stages(1 if self.mode.is_one_stage else 2)
 
     @cached_property
     def unit_size(self) -> int:

@@ -111,7 +111,7 @@ class Planner(Estimator):
         others = [each for search in searches for each in search.of_other_lengths(self._rule)]
         fitting = [each for each in (*found, *others) if self._fits_beyond_noam(each)]
         keeping = [each for each in fitting if streams_problem(each.plan.replicas, self.request.streams) is None]
-        pipelines = self.mode.shape not in ("one", "one-stage") and self.mode.weights_kept != 1
+        pipelines = not self.mode.is_one_stage and self.mode.weights_kept != 1
         if not keeping and pipelines and self.request.depth is None and self._rule is not None:
             keeping = list(self._searches.shallower(self._rule))
         self.search_s = time.perf_counter() - started

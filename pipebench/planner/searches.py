@@ -49,7 +49,7 @@ class Searches:
     def candidates(self, rule: MemoryRule | None) -> Iterator[PlanEstimate]:
         """Yield the plans to choose from; `rule` None for no memory limit."""
         mode, count = self._of.mode, self._of.request.cluster.num_workers
-        if mode.shape in ("one", "one-stage"):
+        if mode.is_one_stage:
             yield from self._one_stage(rule, 1 if mode.shape == "one" else count)
         elif mode.chunks > 1:
             yield from self._halved(rule)

@@ -29,7 +29,7 @@ def choose_plan(recipe: Recipe, cluster: Cluster, graph: LayerGraph, profile: Pr
     parallelism = recipe.parallelism
     planner = Planner(plan_request(recipe, cluster, profile, dataset), parallelism.mode)
     mode = planner.mode
-    if parallelism.plan == AUTO and mode.shape not in ("one", "one-stage"):
+    if parallelism.plan == AUTO and not mode.is_one_stage:
         return _over(graph, planner.best().plan)
     if is_plan_file(parallelism.plan):
         recipe = with_shard(recipe, load_plan(parallelism.plan).shard, parallelism.plan)
