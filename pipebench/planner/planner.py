@@ -99,7 +99,7 @@ class Planner(Estimator):
         if not (self.request.chooses and self.mode.chooses):
             return self.memory_policies
         found = virtualised(self, self._given_stages(replicas, starts), "the recipe")
-        return tuple(policy for stage in found.plan.stages for policy in stage.memory)
+        return found.plan.memory
 
     def proposed(self) -> list[PlanEstimate]:
         """Return plans that searches propose, predicted; one if bottlenecks decide; raises a PlanError if none fits."""
@@ -168,14 +168,13 @@ class Planner(Estimator):
         if plan.shard not in (None, self.mode.shard):
             row = replace(self.mode, shard=plan.shard)
             return Planner(replace(self.request, row=row), self.name, known=self.known).estimate_of(plan)
-        memory = tuple(policy for stage in plan.stages for policy in stage.memory)
-        if memory != self.memory_policies:
-            return Planner(replace(self.request, memory=memory), self.name, known=self.known).estimate_of(plan)
+        if plan.memory != self.memory_policies:
+            return Planner(replace(self.request, memory=plan.memory), self.name, known=self.known).estimate_of(plan)
         return self.with_prediction(self._estimate_of(plan, "the plan's file"))
 
     def times_of(self, found: PlanEstimate) -> tuple[StageTime, ...]:
         """Return how every stage's workers spend their time in the simulator; empty if the plan isn't simulated."""
-        memory = tuple(policy for stage in found.plan.stages for policy in stage.memory)
+        memory = found.plan.memory
         if self.request.chooses and memory != self.memory_policies:
             return Planner(replace(self.request, memory=memory), self.name, known=self.known).times_of(found)
         return stage_times(*self.workload(found)) if found.is_simulated else ()
@@ -189,7 +188,7 @@ class Planner(Estimator):
         return self._estimate_of(plan, "the recipe").bottleneck_s
 
     def _estimate_of(self, plan: Plan, found_by: str) -> PlanEstimate:
-        stages = self._given_stages([stage.replicas for stage in plan.positions], [s.start for s in plan.stages[1:]])
+        stages = self._given_stages([stage.replicas for stage in plan.positions], plan.starts)
         return self.estimate(found_by, stages, [stage.devices for stage in plan.stages], depth=plan.depth)
 
     def starts_of(self, replicas: Sequence[int]) -> list[int]:

@@ -44,7 +44,8 @@ def virtualised(of: Estimator, stages: Sequence[SearchStage], found_by: str) -> 
     problems = _problems(of, stages)
     outcomes = [best_policies(problem) for problem in problems]
     for _ in range(_MOST_TRIALS):
-        found = _under(of, [outcome.memory for outcome in outcomes]).estimate(found_by, stages)
+        memory = tuple(policy for outcome in outcomes for policy in outcome.memory)
+        found = _under(of, memory).estimate(found_by, stages)
         if math.isinf(limit):
             return found
         over = [most - limit for most in _most_bytes(of, found)]
@@ -112,12 +113,12 @@ def _repartitioned(of: Estimator, found: PlanEstimate) -> tuple[SearchStage, ...
 
 def predicted(of: Estimator, found: PlanEstimate) -> PlanEstimate:
     """Return a plan with policies per layer and the simulator's prediction."""
-    return _under(of, [stage.memory for stage in found.plan.stages]).with_prediction(found)
+    return _under(of, found.plan.memory).with_prediction(found)
 
 
-def _under(of: Estimator, memory: Sequence[Sequence[str]]) -> Estimator:
-    """Return the estimator for these policies, given stage by stage."""
-    return Estimator(replace(of.request, memory=tuple(itertools.chain(*memory))), of.name)
+def _under(of: Estimator, memory: tuple[str, ...]) -> Estimator:
+    """Return the estimator for these policies of all layers."""
+    return Estimator(replace(of.request, memory=memory), of.name)
 
 
 def _problems(of: Estimator, stages: Sequence[SearchStage]) -> list[StageProblem]:

@@ -149,7 +149,7 @@ def _other_than_asked(
 
 def _over(graph: LayerGraph, plan: Plan) -> Plan:
     """Return a plan of a profile's layers as one of the graph's same layers; the graph knows buffers, too."""
-    return recut(graph, plan, [stage.start for stage in plan.stages[1:]])
+    return recut(graph, plan, plan.starts)
 
 
 def check_copies(cluster: Cluster, plan: Plan, where: str = "parallelism") -> None:
