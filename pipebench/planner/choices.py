@@ -186,19 +186,15 @@ def _fits_whole(of: Estimator) -> bool:
 
     Then memory binds nowhere, which no search need find out. Twice, since a stage has buffers for what it sends.
     """
-    limit = of.request.cluster.memory_bytes
-    assert limit is not None
-    rule, states = of.memory(limit), of.work.states
+    rule, states = of.memory(of.memory_limit_bytes), of.work.states
     deepest = rule.in_flight or max(1 + of.request.cluster.num_workers, of.request.depth or 1)
     return 2 * rule.num_bytes(states, 0, len(states) - 1, deepest) <= rule.limit_bytes
 
 
 def _binds(of: Estimator, best: Best, closed: Request, own: PlanEstimate) -> bool:
     """Return whether a plan that doesn't fit is faster than the best that does."""
-    limit = of.request.cluster.memory_bytes
-    assert limit is not None
     fastest = best(replace(closed, cluster=replace(of.request.cluster, memory_bytes=None)))
-    return fastest.minibatch_s < own.minibatch_s and fastest.memory_bytes > of.memory(limit).limit_bytes
+    return fastest.minibatch_s < own.minibatch_s and fastest.memory_bytes > of.memory(of.memory_limit_bytes).limit_bytes
 
 
 def _tried(best: Best, request: Request) -> PlanEstimate | PlanError:

@@ -57,7 +57,7 @@ class Planner(Estimator):
 
     def best(self) -> PlanEstimate:
         """Return the best plan; raises a PlanError if none fits in memory."""
-        if self.request.chooses and self.mode.chooses:
+        if self.stages_choose:
             return self._virtualised()
         return best_choice(self, self._best_of)
 
@@ -96,7 +96,7 @@ class Planner(Estimator):
         Raises:
             PlanError: a stage that chooses fits with no policies.
         """
-        if not (self.request.chooses and self.mode.chooses):
+        if not self.stages_choose:
             return self.memory_policies
         found = virtualised(self, self._given_stages(replicas, starts), "the recipe")
         return found.plan.memory
@@ -150,7 +150,7 @@ class Planner(Estimator):
             PlanError: more stages than places to cut, no place to cut before one of `starts`, or a stage that chooses
                 its policies and fits with none.
         """
-        if self.request.chooses and self.mode.chooses and self.request.memory is None:
+        if self.stages_choose and self.request.memory is None:
             starts = self.starts_of(replicas) if starts is None else starts
             request = replace(self.request, memory=self.policies_of(replicas, starts))
             return Planner(request, self.name, known=self.known).for_replicas(replicas, starts)
@@ -214,10 +214,9 @@ class Planner(Estimator):
         if starts is None:
             return self._cut_best(replicas)
         check_bounds([0, *starts, len(states.rows)])
-        found = {members.bit_count(): state for state, members in enumerate(states.members)}
-        if not {*starts} <= {*found}:
-            raise PlanError(f"the model can't be cut before layers {sorted({*starts} - {*found})}")
-        bounds = [0, *(found[start] for start in starts), len(states) - 1]
+        if not {*starts} <= {*states.after}:
+            raise PlanError(f"the model can't be cut before layers {sorted({*starts} - {*states.after})}")
+        bounds = [0, *(states.after[start] for start in starts), len(states) - 1]
         return tuple(SearchStage(a, b, r) for (a, b), r in zip(itertools.pairwise(bounds), replicas, strict=True))
 
     def _cut_best(self, replicas: Sequence[int]) -> tuple[SearchStage, ...]:
@@ -283,9 +282,8 @@ class Planner(Estimator):
 
     def _fits_beyond_noam(self, found: PlanEstimate) -> bool:
         """Return whether a plan fits if searches could not tell: deeper than NOAM, or keeping as the input stage."""
-        limit, plan = self.request.cluster.memory_bytes, found.plan
-        is_known = plan.depth <= plan.noam and not self.weights.as_input_stage
-        return limit is None or is_known or found.memory_bytes <= limit
+        is_known = found.plan.depth <= found.plan.noam and not self.weights.as_input_stage
+        return is_known or found.memory_bytes <= self.memory_limit_bytes
 
 
 def _simulated(of: Estimator, found: Sequence[PlanEstimate]) -> Iterator[PlanEstimate]:

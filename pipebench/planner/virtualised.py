@@ -105,10 +105,9 @@ def _repartitioned(of: Estimator, found: PlanEstimate) -> tuple[SearchStage, ...
         whole_s = sum(own_s[layer] for layer in layers)
         for layer in layers:
             lasting[layer] = own_s[layer] * (stage.stage_s / found.microbatches / whole_s if whole_s else 1.0)
-    state_of = {bits.bit_count(): state for state, bits in enumerate(states.members)}
-    line = LayerChain(timed_graph(rows, lasting), sorted(state_of)[1:-1])
-    ends = line.ends(repartition(line, [place.start for place in found.plan.stages[1:]]))
-    return tuple(SearchStage(state_of[start], state_of[stop], 1) for start, stop in itertools.pairwise(ends))
+    line = LayerChain(timed_graph(rows, lasting), sorted(states.after)[1:-1])
+    ends = line.ends(repartition(line, found.plan.starts))
+    return tuple(SearchStage(states.after[a], states.after[b], 1) for a, b in itertools.pairwise(ends))
 
 
 def predicted(of: Estimator, found: PlanEstimate) -> PlanEstimate:
@@ -157,8 +156,7 @@ def _best_that_fit(of: Estimator, num_stages: int, unfit: UnfitError) -> tuple[t
 
 def _that_fit(of: Estimator, num_stages: int, share: float) -> tuple[SearchStage, ...] | None:
     """Return the fastest straight stages that fit under uniform policies in a share of a device's memory, or None."""
-    states = of.work.states
-    state_of = {bits.bit_count(): state for state, bits in enumerate(states.members)}
+    state_of = of.work.states.after
 
     def fits(part: int, start: int, stop: int) -> bool:
         stages = [SearchStage(state_of[start], state_of[stop], 1)] * num_stages
