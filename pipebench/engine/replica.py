@@ -15,15 +15,7 @@ from pipebench.checkpoint.state import ModelState
 from pipebench.engine.accumulation import Accumulation, OnGradient
 from pipebench.engine.compiled import compiled
 from pipebench.engine.gradients import Gradients, flows, gradient_of
-from pipebench.engine.in_flight import (
-    InFlight,
-    Recomputation,
-    detached,
-    differentiable,
-    num_bytes,
-    record_saved,
-    tensors_in,
-)
+from pipebench.engine.in_flight import InFlight, Recomputation, record_saved
 from pipebench.engine.loss_scale import LossScale
 from pipebench.engine.prediction import AS_IT_IS, Displacement, MovedWeights
 from pipebench.engine.shards import Divide
@@ -38,6 +30,7 @@ from pipebench.model.optimizer import MakeOptimizer
 from pipebench.model.precision import lower
 from pipebench.model.sampling import name_hash
 from pipebench.model.slice_modules import Divided, Slices
+from pipebench.model.values import bytes_in, detached, differentiable, tensors_in
 from pipebench.model.stage import LossFunction, Stage
 from pipebench.recipe.schema import LossScaleRecipe
 
@@ -270,7 +263,7 @@ class Replica:
     def live_by_kind(self) -> LiveBytes:
         """Return this replica's bytes by kind."""
         in_flight = sum(item.num_bytes for item in self._in_flight.values())
-        carried = num_bytes(list(self.states.values())) if self.states else 0
+        carried = bytes_in(list(self.states.values())) if self.states else 0
         moved = 0 if self.moved is None else self.moved.num_bytes
         once = self.weights.master_bytes + self.weights.state_bytes
         weights, gradients = self._untrained_bytes + self.weights.live_bytes, self._accumulation.num_bytes
@@ -329,7 +322,7 @@ class Replica:
             size = sum(storage.nbytes() for address, storage in saved.items() if address not in own)
             self._saves[shapes] = _Saves(size, frozenset() if item.swap is None else item.swap.saved_with(saved))
             saved.clear()  # every node of torch's holds the hook, so that none would free anything before the last
-        item.saved_bytes = self._saves[shapes].saved_bytes + (num_bytes(item.carried) if self.stage.recomputed else 0)
+        item.saved_bytes = self._saves[shapes].saved_bytes + (bytes_in(item.carried) if self.stage.recomputed else 0)
         if item.swap is not None:
             item.swap.settle(self._saves[shapes].staying, self._own_storages(item), tensors_in(item.received))
         return outputs
