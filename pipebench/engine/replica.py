@@ -141,10 +141,10 @@ class Replica:
         weights = self.weights.use(version) if self.moved is None else self.moved.for_forward(version, move)
         received = {layer: detached(received[layer]) for layer in self.stage.reads}
         self.weights.bind(weights)
-        item = self._in_flight[unit] = InFlight(version, weights, received, draw, loss, self.states.take_up(place))
+        item = self._in_flight[unit] = InFlight(version, weights, received, draw, loss, self.states.load(place))
         self.stage.seeder.draw, self.stage.loss.function = draw, loss
         outputs = self._run(item, [*self._laid_out(inputs), *received.values()])
-        self.states.lay_down(place)
+        self.states.store(place)
         leaving = outputs[: len(self.stage.returns)]
         values = {layer: detached(value) for layer, value in zip(self.stage.returns, leaving, strict=True)}
         item.results = {layer: _edges(value) for layer, value in zip(self.stage.returns, leaving, strict=True)}
@@ -168,7 +168,7 @@ class Replica:
             Per received layer the gradients of its tensors that required grad, see `gradients`.
         """
         returning = self._backward(self._in_flight[unit], arrived, on_gradient, move)
-        self.let_go(unit)
+        self.drop_unit(unit)
         return returning
 
     def backward_input(self, unit: int, arrived: Gradients, move: Displacement = AS_IT_IS) -> Gradients:
@@ -186,7 +186,7 @@ class Replica:
         item = self._in_flight[unit]
         with self._accumulation.add(item.version, on_gradient):
             backward_weight(item.rests, item.version.parameters)
-        self.let_go(unit)
+        self.drop_unit(unit)
 
     def stepped(self) -> list[torch.Tensor | None]:
         """Return the gradients in the types the optimizer steps on."""
@@ -228,10 +228,10 @@ class Replica:
         self.weights.bind(self.weights.evaluated)
         stage.enter()
         stage.seeder.draw = (_EVALUATION, *draw)
-        self.states.take_up(place)
+        self.states.load(place)
         with torch.no_grad():
             outputs = stage.module(*self._laid_out(inputs), *(received[layer] for layer in stage.reads))
-        self.states.lay_down(place)
+        self.states.store(place)
         self.stage.enter()
         return dict(zip(stage.returns, outputs, strict=False)), outputs[-1] if stage.is_last else None
 
@@ -240,7 +240,7 @@ class Replica:
         """The units whose backward is not complete."""
         return tuple(self._in_flight)
 
-    def let_go(self, unit: int) -> None:
+    def drop_unit(self, unit: int) -> None:
         """Drop a unit's saved state: its backward is over, or runs elsewhere."""
         item = self._in_flight.pop(unit)
         if self.moved is None:  # else all units share the same buffers

@@ -110,7 +110,7 @@ class MigratingReplica:
             values |= found
             if part.leaves_to is not None:
                 self._note_memory()
-                replica.let_go(given.unit)
+                replica.drop_unit(given.unit)
         self._note_versions()
         return values, result
 
