@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipebench.checkpoint.state import ModelState
@@ -30,8 +29,8 @@ from pipebench.model.optimizer import MakeOptimizer
 from pipebench.model.precision import lower
 from pipebench.model.sampling import name_hash
 from pipebench.model.slice_modules import Divided, Slices
-from pipebench.model.values import bytes_in, detached, differentiable, tensors_in
 from pipebench.model.stage import LossFunction, Stage
+from pipebench.model.values import bytes_in, detached, differentiable, tensors_in
 from pipebench.recipe.schema import LossScaleRecipe
 
 Values = dict[int, Any]  # layer index to its output, a pytree of tensors
@@ -114,12 +113,12 @@ class Replica:
         )  # fmt: skip
         # In mixed precision, what has been rounded and isn't trained, for checkpoints; the weights hold other masters.
         self.exact = {name: tensor.to("cpu") for name, tensor in exact.items() if name not in self.weights.names}
-        self._untrained_bytes = sum(tensor.nbytes for tensor in _untrained(self.module))
+        untrained = [*(each for each in self.module.parameters() if not each.requires_grad), *self.module.buffers()]
+        self._untrained_bytes = sum(tensor.nbytes for tensor in untrained)
         self.divided = _divided(self.weights, rules.slices)
         moves = rules.moves and self.weights.optimizer is not None
         self.moved = MovedWeights(self.weights, rules.gamma) if moves else None
-        # Of its gradients; None: no scaling
-        self.scale = None if rules.loss_scale is None else LossScale(rules.loss_scale)
+        self.scale = None if rules.loss_scale is None else LossScale(rules.loss_scale)  # None: gradients aren't scaled
         # Host copies of the state of layers left out for now, by the model's own names; None: initial
         self.idle_state: ModelState | None = None
         self._split = SplitBackward(self.stage, device) if rules.split else None
@@ -128,7 +127,7 @@ class Replica:
         self._saves: dict[tuple[torch.Size, ...], _Saves] = {}
         self._recomputation = Recomputation(stage.recomputed)
         self.again_bytes = 0  # bytes that the last backward recomputed, freed with it
-        self._fixed = _fixed_storages(self.module) | self._recomputation.storages
+        self._fixed_storages = {each.untyped_storage().data_ptr() for each in untrained} | self._recomputation.storages
         self.states = StreamStates([self.module.get_submodule(path) for path in stage.stateful])
         self._accumulation = Accumulation(len(self.weights.names))
         stage.seeder.seed, stage.seeder.device = seed, device
@@ -332,7 +331,7 @@ class Replica:
 
     def _own_storages(self, item: InFlight) -> set[int]:
         """Return the addresses of a unit's weights and the stage's other tensors."""
-        return self._fixed.union(flat.untyped_storage().data_ptr() for flat in item.version.flats)
+        return self._fixed_storages.union(flat.untyped_storage().data_ptr() for flat in item.version.flats)
 
     def _backward(
         self, item: InFlight, arrived: Gradients, on_gradient: OnGradient | None, move: Displacement
@@ -407,13 +406,3 @@ def _divided(weights: Weights, slices: Slices | None) -> Divided | None:
     if isinstance(weights.optimizer, Adapted):
         weights.optimizer.whole_of = found
     return found
-
-
-def _fixed_storages(module: nn.Module) -> set[int]:
-    """Return the addresses of what no optimizer updates."""
-    return {tensor.untyped_storage().data_ptr() for tensor in _untrained(module)}
-
-
-def _untrained(module: nn.Module) -> list[torch.Tensor]:
-    """Return parameters that aren't trained, and buffers."""
-    return [*(each for each in module.parameters() if not each.requires_grad), *module.buffers()]
