@@ -28,27 +28,30 @@ from pipebench.schedule.syncs import OPTIMIZER
 
 
 def why_nothing_fits(of: Estimator) -> str:
-    """Return the sentence."""
+    """Return a sentence that says by how much memory every plan exceeds a device's, and what would help."""
     request, mode, limit = of.request, of.mode, float(of.request.cluster.memory_bytes or 0)
     needed = least_memory(of)
     if math.isinf(needed):
         return _too_few_places(of)
+
+    def fits(changed: Request, name: str = of.name) -> bool:
+        return least_memory(Estimator(changed, name)) <= limit
+
     ways = []
-    recomputing = Estimator(replace(request, row=replace(mode, recompute=True), memory=None), of.name)
-    swapping = Estimator(replace(request, memory=(SWAP,) * len(of.memory_policies)), of.name)
-    if not mode.recompute and mode.shape in ("any", "equal", "even") and least_memory(recomputing) <= limit:
+    recomputing = replace(request, row=replace(mode, recompute=True), memory=None)
+    swapping = replace(request, memory=(SWAP,) * len(of.memory_policies))
+    if not mode.recompute and mode.shape in ("any", "equal", "even") and fits(recomputing):
         ways.append("parallelism.recompute: true")
-    if _may_swap(of) and least_memory(swapping) <= limit:
+    if _may_swap(of) and fits(swapping):
         ways.append("parallelism.swap_layers: ['*']")
     if mode.shape in ("one", "one-stage", "straight"):
-        others = ("pipedream-flush", "gpipe")
-        ways += [f"mode {name}" for name in others if least_memory(Estimator(request, name)) <= limit]
-    if request.depth is not None and least_memory(Estimator(replace(request, depth=None), of.name)) <= limit:
+        ways += [f"mode {name}" for name in ("pipedream-flush", "gpipe") if fits(request, name)]
+    if request.depth is not None and fits(replace(request, depth=None)):
         ways.append("parallelism.depth: auto")
     levels = request.cluster.levels
     wider = replace(levels[-1], count=2 * levels[-1].count)
     doubled = replace(request, cluster=replace(request.cluster, levels=(*levels[:-1], wider)))
-    if not mode.is_one_stage and least_memory(Estimator(doubled, of.name)) <= limit:
+    if not mode.is_one_stage and fits(doubled):
         ways.append(f"twice as many workers, {2 * request.cluster.num_workers}, for more stages")
     size = request.minibatch_size
     weights = least_memory(Estimator(replace(request, profile=_without_activations(request.profile)), of.name))

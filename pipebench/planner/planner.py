@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from typing import Any
 
 from pipebench.errors import PlanError
 from pipebench.model.plan import Plan, check_bounds
@@ -152,8 +153,7 @@ class Planner(Estimator):
         """
         if self.stages_choose and self.request.memory is None:
             starts = self.starts_of(replicas) if starts is None else starts
-            request = replace(self.request, memory=self.policies_of(replicas, starts))
-            return Planner(request, self.name, known=self.known).for_replicas(replicas, starts)
+            return _under(self, memory=self.policies_of(replicas, starts)).for_replicas(replicas, starts)
         return self.with_prediction(self._on_best_devices(self._given_stages(replicas, starts)))
 
     def estimate_of(self, plan: Plan) -> PlanEstimate:
@@ -163,20 +163,17 @@ class Planner(Estimator):
             PlanError: the model can't be cut where the plan is.
         """
         if plan.chunks != self.mode.chunks:
-            row = replace(self.mode, chunks=plan.chunks)
-            return Planner(replace(self.request, row=row, is_cut=True), self.name, known=self.known).estimate_of(plan)
+            return _under(self, row=replace(self.mode, chunks=plan.chunks), is_cut=True).estimate_of(plan)
         if plan.shard not in (None, self.mode.shard):
-            row = replace(self.mode, shard=plan.shard)
-            return Planner(replace(self.request, row=row), self.name, known=self.known).estimate_of(plan)
+            return _under(self, row=replace(self.mode, shard=plan.shard)).estimate_of(plan)
         if plan.memory != self.memory_policies:
-            return Planner(replace(self.request, memory=plan.memory), self.name, known=self.known).estimate_of(plan)
+            return _under(self, memory=plan.memory).estimate_of(plan)
         return self.with_prediction(self._estimate_of(plan, "the plan's file"))
 
     def times_of(self, found: PlanEstimate) -> tuple[StageTime, ...]:
         """Return how every stage's workers spend their time in the simulator; empty if the plan isn't simulated."""
-        memory = found.plan.memory
-        if self.request.chooses and memory != self.memory_policies:
-            return Planner(replace(self.request, memory=memory), self.name, known=self.known).times_of(found)
+        if self.request.chooses and found.plan.memory != self.memory_policies:
+            return _under(self, memory=found.plan.memory).times_of(found)
         return stage_times(*self.workload(found)) if found.is_simulated else ()
 
     def bottleneck_of(self, plan: Plan) -> float:
@@ -284,6 +281,11 @@ class Planner(Estimator):
         """Return whether a plan fits if searches could not tell: deeper than NOAM, or keeping as the input stage."""
         is_known = found.plan.depth <= found.plan.noam and not self.weights.as_input_stage
         return is_known or found.memory_bytes <= self.memory_limit_bytes
+
+
+def _under(of: Planner, **changes: Any) -> Planner:
+    """Return a planner of the same mode, whose request differs in the fields given."""
+    return Planner(replace(of.request, **changes), of.name, known=of.known)
 
 
 def _simulated(of: Estimator, found: Sequence[PlanEstimate]) -> Iterator[PlanEstimate]:

@@ -194,7 +194,7 @@ class Searches:
         rule = of.stage_rules(of.memory_limit_bytes, replicas, depth)[index]
         in_flight = of.in_flight(replicas, index, depth)
         shared = replace(rule, limit_bytes=rule.limit_bytes / of.mode.chunks, in_flight=in_flight)
-        return shared.fits(grid, replicas[index], 0)
+        return shared.fits(shared.parts(grid), replicas[index], 0)
 
     def _unpipelined(self, rule: MemoryRule | None) -> Iterator[PlanEstimate]:
         """Yield plans for one minibatch at a time per input-stage replica; on large clusters, known shapes."""
