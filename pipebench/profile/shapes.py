@@ -8,7 +8,7 @@ from torch import fx, nn
 from pipebench.errors import ProfileError
 from pipebench.model.graph import LayerGraph, copied, forget_states, run_node
 from pipebench.model.precision import lower
-from pipebench.model.values import tensors_in
+from pipebench.model.values import bytes_in, tensors_in
 from pipebench.zoo.registry import Dataset
 
 
@@ -30,7 +30,7 @@ def output_bytes(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[
     """
     values = _values(graph, dataset, num_samples)
     there = (layer for layer in graph.layers if not layer.idle)
-    return {layer.index: sum(tensor.nbytes for tensor in tensors_in(values[layer.node])) for layer in there}
+    return {layer.index: bytes_in(values[layer.node]) for layer in there}
 
 
 def output_forms(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[str, tuple[str, ...]]:
