@@ -7,11 +7,9 @@ that its stages need and it lacks, so each piece travels once to every worker th
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-import torch
-from torch.utils import _pytree as pytree
-
 from pipebench.checkpoint.share import Share
 from pipebench.checkpoint.state import ModelState
+from pipebench.model.values import bytes_in
 
 Key = tuple[str, str]  # a section of `ModelState`, and the key in it
 
@@ -79,5 +77,4 @@ def requests_of(
 def state_bytes(state: ModelState) -> int:
     """Return the bytes of the tensors of a state."""
     sections: Iterable[Mapping[str, object]] = (getattr(state, section.name) for section in fields(state))
-    leaves = (leaf for section in sections for leaf in pytree.tree_leaves(dict(section)))
-    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return sum(bytes_in(dict(section)) for section in sections)

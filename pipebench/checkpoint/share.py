@@ -46,8 +46,10 @@ def own_names(graph: LayerGraph) -> dict[str, str]:
 
 def own_cuts(graph: LayerGraph) -> dict[str, Cut]:
     """Return the part that this process has of every divided parameter, by the model's own name."""
-    own = {} if graph.slices is None else own_names(graph)
-    return {} if graph.slices is None else {own[name]: cut for name, cut in graph.slices.cuts.items()}
+    if graph.slices is None:
+        return {}
+    own = own_names(graph)
+    return {own[name]: cut for name, cut in graph.slices.cuts.items()}
 
 
 def trained_names(graph: LayerGraph) -> list[str]:

@@ -209,7 +209,7 @@ def _given(parallelism: ParallelismRecipe, known: ToPlan, request: Request, mode
         num_workers = request.cluster.num_workers
         plan = plan_of_file(parallelism, num_workers, known.graph, request.streams, ties=planner.ties)
         return planner.estimate_of(plan)
-    one_stage = planner.mode.shape in ("one", "one-stage")  # only its cuts can differ from the planner's
+    one_stage = planner.mode.is_one_stage  # only its cuts can differ from the planner's
     if parallelism.cuts is None and (one_stage or parallelism.plan == AUTO):
         return None
     try:

@@ -41,7 +41,8 @@ class Feed:
         self._ahead: dict[tuple[int, int], _Ahead] = {}
         self._loaded: dict[tuple[int, int], dict[str, torch.Tensor]] = {}  # targets by worker and unit
         self._parts = setup.pipeline.microbatches if self._trains else 1
-        self._size = lru_cache(maxsize=_SIZES_CACHED)(self._size_of)  # read by every instruction of a unit
+        # A unit's number of samples, read by every instruction; 0 in minibatches with fewer samples than microbatches
+        self.size = lru_cache(maxsize=_SIZES_CACHED)(self._size)
 
     def minibatch(self, unit: int) -> tuple[int, int]:
         """Return a unit's minibatch of the whole run and microbatch; evaluations have no microbatches."""
@@ -54,10 +55,6 @@ class Feed:
         indices, sizes = self._sampler.indices(minibatch), self._sizes(minibatch)
         start = sum(sizes[:microbatch])
         return indices[start : start + sizes[microbatch]]
-
-    def size(self, unit: int) -> int:
-        """Return a unit's number of samples; 0 in short minibatches with fewer samples than microbatches."""
-        return self._size(unit)
 
     def weight(self, unit: int) -> float:
         """Return a unit's weight in the mean loss."""
@@ -143,7 +140,7 @@ class Feed:
     def _draw(self, unit: int) -> int:
         return mix(self._setup.seed, name_hash("augmentation"), self.minibatch(unit)[0])
 
-    def _size_of(self, unit: int) -> int:
+    def _size(self, unit: int) -> int:
         minibatch, microbatch = self.minibatch(unit)
         return self._sizes(minibatch)[microbatch]
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import GradientEdge
-from torch.utils import _pytree as pytree
 
 from pipebench.engine.split import Rest
 from pipebench.engine.swap import Swap
@@ -49,28 +48,6 @@ class InFlight:
         return 0 if self.swap is None else self.swap.host_bytes
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors of a pytree in order; a fast path serves single tensors, the common case."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def differentiable(value: Any) -> list[torch.Tensor]:
-    """Return the tensors of a pytree that require a gradient."""
-    return [leaf for leaf in tensors_in(value) if leaf.requires_grad]
-
-
-def detached(value: Any) -> Any:
-    """Detach the tensors of a pytree for sending, with their `requires_grad`."""
-    return _detached(value) if isinstance(value, torch.Tensor) else pytree.tree_map(_detached, value)
-
-
-def num_bytes(value: Any) -> int:
-    """Return the bytes of the tensors of a pytree."""
-    return sum(tensor.nbytes for tensor in tensors_in(value))
-
-
 @contextmanager
 def record_saved(saved: Storages, recomputed: Sequence[Recomputed]) -> Iterator[None]:
     """Record once each storage that autograd saves, or that recomputed layers need.
@@ -99,10 +76,6 @@ def record_again(again: Storages, recomputed: Sequence[Recomputed]) -> Iterator[
     yield
     for each in recomputed:
         each.again = None
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
 class Recomputation:

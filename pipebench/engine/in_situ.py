@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from pipebench.engine.feed import Feed, training_feed
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker
+from pipebench.model.values import differentiable
 from pipebench.profile.clocks import Reading, device_clock
 from pipebench.profile.enough import StopRule
 from pipebench.profile.model import LayerProfile, ParameterBytes, Profile
@@ -323,8 +324,4 @@ def _copied(leaf: Any) -> Any:
 
 def zero_gradients(values: Mapping[int, Any]) -> dict[int, list[torch.Tensor]]:
     """Return zero gradients for all tensors that get one."""
-    leaves = {layer: pytree.tree_leaves(value) for layer, value in values.items()}
-    return {
-        layer: [torch.zeros_like(leaf) for leaf in found if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        for layer, found in leaves.items()
-    }
+    return {layer: [*map(torch.zeros_like, differentiable(value))] for layer, value in values.items()}

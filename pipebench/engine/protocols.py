@@ -27,9 +27,7 @@ class SegmentCosts(NamedTuple):
 
     costs: Costs
     size_of: Callable[[int], Size]  # of a unit, on which costs depend
-    recomputing_s: (
-        Callable[[int, int], float] | None
-    )  # of a stage's backward of a unit, the seconds of repeated forwards
+    recomputing_s: Callable[[int, int], float] | None  # of repeated forwards, by the stage and unit of a backward
 
 
 class UnitLoss(NamedTuple):

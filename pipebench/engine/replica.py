@@ -8,22 +8,13 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.accumulation import Accumulation, OnGradient
 from pipebench.engine.compiled import compiled
 from pipebench.engine.gradients import Gradients, flows, gradient_of
-from pipebench.engine.in_flight import (
-    InFlight,
-    Recomputation,
-    detached,
-    differentiable,
-    num_bytes,
-    record_saved,
-    tensors_in,
-)
+from pipebench.engine.in_flight import InFlight, Recomputation, record_saved
 from pipebench.engine.loss_scale import LossScale
 from pipebench.engine.prediction import AS_IT_IS, Displacement, MovedWeights
 from pipebench.engine.shards import Divide
@@ -39,6 +30,7 @@ from pipebench.model.precision import lower
 from pipebench.model.sampling import name_hash
 from pipebench.model.slice_modules import Divided, Slices
 from pipebench.model.stage import LossFunction, Stage
+from pipebench.model.values import bytes_in, detached, differentiable, tensors_in
 from pipebench.recipe.schema import LossScaleRecipe
 
 Values = dict[int, Any]  # layer index to its output, a pytree of tensors
@@ -121,12 +113,12 @@ class Replica:
         )  # fmt: skip
         # In mixed precision, what has been rounded and isn't trained, for checkpoints; the weights hold other masters.
         self.exact = {name: tensor.to("cpu") for name, tensor in exact.items() if name not in self.weights.names}
-        self._untrained_bytes = sum(tensor.nbytes for tensor in _untrained(self.module))
+        untrained = [*(each for each in self.module.parameters() if not each.requires_grad), *self.module.buffers()]
+        self._untrained_bytes = sum(tensor.nbytes for tensor in untrained)
         self.divided = _divided(self.weights, rules.slices)
         moves = rules.moves and self.weights.optimizer is not None
         self.moved = MovedWeights(self.weights, rules.gamma) if moves else None
-        # Of its gradients; None: no scaling
-        self.scale = None if rules.loss_scale is None else LossScale(rules.loss_scale)
+        self.scale = None if rules.loss_scale is None else LossScale(rules.loss_scale)  # None: gradients aren't scaled
         # Host copies of the state of layers left out for now, by the model's own names; None: initial
         self.idle_state: ModelState | None = None
         self._split = SplitBackward(self.stage, device) if rules.split else None
@@ -135,7 +127,7 @@ class Replica:
         self._saves: dict[tuple[torch.Size, ...], _Saves] = {}
         self._recomputation = Recomputation(stage.recomputed)
         self.again_bytes = 0  # bytes that the last backward recomputed, freed with it
-        self._fixed = _fixed_storages(self.module) | self._recomputation.storages
+        self._fixed_storages = {each.untyped_storage().data_ptr() for each in untrained} | self._recomputation.storages
         self.states = StreamStates([self.module.get_submodule(path) for path in stage.stateful])
         self._accumulation = Accumulation(len(self.weights.names))
         stage.seeder.seed, stage.seeder.device = seed, device
@@ -148,10 +140,10 @@ class Replica:
         weights = self.weights.use(version) if self.moved is None else self.moved.for_forward(version, move)
         received = {layer: detached(received[layer]) for layer in self.stage.reads}
         self.weights.bind(weights)
-        item = self._in_flight[unit] = InFlight(version, weights, received, draw, loss, self.states.take_up(place))
+        item = self._in_flight[unit] = InFlight(version, weights, received, draw, loss, self.states.load(place))
         self.stage.seeder.draw, self.stage.loss.function = draw, loss
         outputs = self._run(item, [*self._laid_out(inputs), *received.values()])
-        self.states.lay_down(place)
+        self.states.store(place)
         leaving = outputs[: len(self.stage.returns)]
         values = {layer: detached(value) for layer, value in zip(self.stage.returns, leaving, strict=True)}
         item.results = {layer: _edges(value) for layer, value in zip(self.stage.returns, leaving, strict=True)}
@@ -175,7 +167,7 @@ class Replica:
             Per received layer the gradients of its tensors that required grad, see `gradients`.
         """
         returning = self._backward(self._in_flight[unit], arrived, on_gradient, move)
-        self.let_go(unit)
+        self.drop_unit(unit)
         return returning
 
     def backward_input(self, unit: int, arrived: Gradients, move: Displacement = AS_IT_IS) -> Gradients:
@@ -193,7 +185,7 @@ class Replica:
         item = self._in_flight[unit]
         with self._accumulation.add(item.version, on_gradient):
             backward_weight(item.rests, item.version.parameters)
-        self.let_go(unit)
+        self.drop_unit(unit)
 
     def stepped(self) -> list[torch.Tensor | None]:
         """Return the gradients in the types the optimizer steps on."""
@@ -235,10 +227,10 @@ class Replica:
         self.weights.bind(self.weights.evaluated)
         stage.enter()
         stage.seeder.draw = (_EVALUATION, *draw)
-        self.states.take_up(place)
+        self.states.load(place)
         with torch.no_grad():
             outputs = stage.module(*self._laid_out(inputs), *(received[layer] for layer in stage.reads))
-        self.states.lay_down(place)
+        self.states.store(place)
         self.stage.enter()
         return dict(zip(stage.returns, outputs, strict=False)), outputs[-1] if stage.is_last else None
 
@@ -247,7 +239,7 @@ class Replica:
         """The units whose backward is not complete."""
         return tuple(self._in_flight)
 
-    def let_go(self, unit: int) -> None:
+    def drop_unit(self, unit: int) -> None:
         """Drop a unit's saved state: its backward is over, or runs elsewhere."""
         item = self._in_flight.pop(unit)
         if self.moved is None:  # else all units share the same buffers
@@ -270,7 +262,7 @@ class Replica:
     def live_by_kind(self) -> LiveBytes:
         """Return this replica's bytes by kind."""
         in_flight = sum(item.num_bytes for item in self._in_flight.values())
-        carried = num_bytes(list(self.states.values())) if self.states else 0
+        carried = bytes_in(list(self.states.values())) if self.states else 0
         moved = 0 if self.moved is None else self.moved.num_bytes
         once = self.weights.master_bytes + self.weights.state_bytes
         weights, gradients = self._untrained_bytes + self.weights.live_bytes, self._accumulation.num_bytes
@@ -329,7 +321,7 @@ class Replica:
             size = sum(storage.nbytes() for address, storage in saved.items() if address not in own)
             self._saves[shapes] = _Saves(size, frozenset() if item.swap is None else item.swap.saved_with(saved))
             saved.clear()  # every node of torch's holds the hook, so that none would free anything before the last
-        item.saved_bytes = self._saves[shapes].saved_bytes + (num_bytes(item.carried) if self.stage.recomputed else 0)
+        item.saved_bytes = self._saves[shapes].saved_bytes + (bytes_in(item.carried) if self.stage.recomputed else 0)
         if item.swap is not None:
             item.swap.settle(self._saves[shapes].staying, self._own_storages(item), tensors_in(item.received))
         return outputs
@@ -339,7 +331,7 @@ class Replica:
 
     def _own_storages(self, item: InFlight) -> set[int]:
         """Return the addresses of a unit's weights and the stage's other tensors."""
-        return self._fixed.union(flat.untyped_storage().data_ptr() for flat in item.version.flats)
+        return self._fixed_storages.union(flat.untyped_storage().data_ptr() for flat in item.version.flats)
 
     def _backward(
         self, item: InFlight, arrived: Gradients, on_gradient: OnGradient | None, move: Displacement
@@ -414,13 +406,3 @@ def _divided(weights: Weights, slices: Slices | None) -> Divided | None:
     if isinstance(weights.optimizer, Adapted):
         weights.optimizer.whole_of = found
     return found
-
-
-def _fixed_storages(module: nn.Module) -> set[int]:
-    """Return the addresses of what no optimizer updates."""
-    return {tensor.untyped_storage().data_ptr() for tensor in _untrained(module)}
-
-
-def _untrained(module: nn.Module) -> list[torch.Tensor]:
-    """Return parameters that aren't trained, and buffers."""
-    return [*(each for each in module.parameters() if not each.requires_grad), *module.buffers()]

@@ -55,14 +55,13 @@ def held_by(replica: Replica, share: Share) -> ModelState:
         for path, carried in zip(replica.stage.stateful, state, strict=True)
     }
     buffers = {share.names[name]: replica.exact.get(name, buffer) for name, buffer in replica.module.named_buffers()}
+    scales = {} if replica.scale is None else {share.names[n]: replica.scale.state() for n in replica.weights.names}
     own = ModelState(
         parameters={share.names[name]: parameter.detach() for name, parameter in _parameters(replica).items()},
         optimizer={share.names[name]: state for name, state in replica.weights.optimizer_state().items()},
         buffers=buffers,
         carried=carried,
-        loss_scale={}
-        if replica.scale is None
-        else {share.names[n]: replica.scale.state() for n in replica.weights.names},
+        loss_scale=scales,
         mean_change={share.names[name]: change for name, change in _mean_change(replica).items()},
         pieces={share.names[name]: place for name, place in replica.weights.places_of_pieces().items()},
     )

@@ -70,8 +70,7 @@ class Setup:
                 f"a run that goes on keeps replicas, devices, depth and chunks per worker: got {given}, it has {own}; "
                 f"what may change are the cuts and what layers keep"
             )
-        memory = [policy for stage in plan.stages for policy in stage.memory]
-        plan = recut(self.graph, plan, [stage.start for stage in plan.stages[1:]], memory)
+        plan = recut(self.graph, plan, plan.starts)
         rows = self.profile.rows
         pipeline = pipeline_under(self.pipeline, plan, rows)
         costs = stage_costs(self.profile, plan, update_costs(pipeline), sharded=pipeline.is_sharded)

@@ -27,7 +27,7 @@ class StreamStates(dict[tuple[str, int, int], list[Any]]):
         super().__init__()
         self.modules = modules
 
-    def take_up(self, place: StreamSlot) -> list[Any]:
+    def load(self, place: StreamSlot) -> list[Any]:
         """Load the state after the stream's previous minibatch into the modules; return it."""
         goes_on = self.modules and not place.starts
         carried = self[place[:3]] if goes_on else [None] * len(self.modules)
@@ -39,7 +39,7 @@ class StreamStates(dict[tuple[str, int, int], list[Any]]):
         for module, state in zip(self.modules, carried, strict=True):
             module.carried_state = state
 
-    def lay_down(self, place: StreamSlot) -> None:
+    def store(self, place: StreamSlot) -> None:
         """Store the modules' states for the stream's next minibatch."""
         if self.modules:
             self[place[:3]] = [module.carried_state for module in self.modules]

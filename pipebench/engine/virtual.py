@@ -12,9 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.utils import _pytree as pytree
-
 from pipebench.checkpoint.handover import keys_of, pieces, requests_of, retained, state_bytes
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.admission import StopRequest
@@ -25,6 +22,7 @@ from pipebench.engine.replica import Replica
 from pipebench.engine.segment import Segment
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker
+from pipebench.model.values import bytes_in
 from pipebench.schedule.operations import MIGRATION
 from pipebench.schedule.programs import forward_programs
 from pipebench.simulate.meter import Meter, RunMeasurements, fractions, pcie_fractions
@@ -48,7 +46,7 @@ class InProcessTransport:
         """Store a unit's values until requested."""
         pipeline = self._setup.pipeline
         level = self._setup.level_between(pipeline.worker(source, unit), pipeline.worker(target, unit)).name
-        self._num_bytes[kind, level] += sum(map(_bytes_of, values.values()))
+        self._num_bytes[kind, level] += sum(map(bytes_in, values.values()))
         self._mail[kind, unit, source, target] = values
 
     def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
@@ -58,15 +56,6 @@ class InProcessTransport:
     def copied(self, kind: str, num_bytes: int) -> None:
         """Count bytes copied between a device and its host."""
         self._num_bytes[kind, PCIE] += num_bytes
-
-
-def _bytes_of(value: Any) -> int:
-    """Return the bytes of a value's tensors; a fast path serves single tensors and lists of them."""
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    if isinstance(value, list):
-        return sum(map(_bytes_of, value))
-    return sum(leaf.nbytes for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 @dataclass(frozen=True)

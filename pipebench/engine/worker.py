@@ -64,7 +64,7 @@ class Worker(WorkerReplicas):
             Op.SWAP_IN: self._swap_in,
             Op.WAIT_ALL_REDUCE: self._wait_all_reduce,
             Op.WAIT_SCATTER: self._wait_scatter,
-            **dict.fromkeys((Op.GATHER, Op.WAIT_GATHER, Op.FREE), self._of_weights),
+            **dict.fromkeys((Op.GATHER, Op.WAIT_GATHER, Op.FREE), lambda it, _, sums: self.collective(it, sums)),
             Op.WAIT_TIED: self._wait_tied,
             Op.WAIT_NORM: self._wait_norm,
             Op.UPDATE: self._update,
@@ -267,9 +267,6 @@ class Worker(WorkerReplicas):
     def _wait_scatter(self, it: Instruction, transport: Transport, collectives: Collectives) -> None:
         self._wait_all_reduce(it, transport, collectives)
         self.note_memory()
-
-    def _of_weights(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
-        self.collective(it, collectives)
 
     def collective(self, it: Instruction, collectives: Collectives) -> None:
         """Gather the weights of a sharded stage, wait for them, or free them."""

@@ -243,12 +243,12 @@ def tensors_of(graph: LayerGraph, layers: Iterable[Layer]) -> dict[str, torch.Te
     """Return all parameters and buffers that layers read, trained and changed or not, by qualified name, each once."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for layer in layers:
-        for name, value in _used(graph.root, layer.node):
+        for name, value in tensors_read(graph.root, layer.node):
             found.setdefault(id(value), (name, value))
     return dict(found.values())
 
 
-def _used(root: nn.Module, node: fx.Node) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_read(root: nn.Module, node: fx.Node) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters and buffers that a node's module has, or that it reads, by qualified name."""
     if node.op == "call_module":
         path = str(node.target)
@@ -349,7 +349,7 @@ def _kind(module: nn.Module, node: fx.Node) -> str:
 
 def _names(module: nn.Module, node: fx.Node, first_name: Mapping[int, str], *, trained: bool) -> tuple[str, ...]:
     """Return the qualified names of what the node uses that is trained, or isn't; a shared one has its first name."""
-    used = {first_name.get(id(tensor), name): tensor for name, tensor in _used(module, node)}
+    used = {first_name.get(id(tensor), name): tensor for name, tensor in tensors_read(module, node)}
     return tuple(
         name for name, tensor in used.items() if (isinstance(tensor, nn.Parameter) and tensor.requires_grad) is trained
     )

@@ -51,6 +51,16 @@ class Plan:
         """Replicas per stage."""
         return tuple(stage.replicas for stage in self.stages)
 
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """First layers of all stages but the first."""
+        return tuple(stage.start for stage in self.stages[1:])
+
+    @property
+    def memory(self) -> tuple[str, ...]:
+        """Memory policy of every layer."""
+        return tuple(policy for stage in self.stages for policy in stage.memory)
+
     @cached_property
     def by_position(self) -> list[list[int]]:
         """The stages that share devices, at every position in the pipeline."""
@@ -179,7 +189,7 @@ def recut(graph: Cuttable, plan: Plan, starts: Sequence[int], memory: Sequence[s
         devices=[stage.devices for stage in plan.stages],
         depth=plan.depth,
         chunks=plan.chunks,
-        memory=[policy for stage in plan.stages for policy in stage.memory] if memory is None else memory,
+        memory=plan.memory if memory is None else memory,
         relay=plan.relay,
         ties=plan.ties,
     )

@@ -14,11 +14,11 @@ import torch
 from torch import fx, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 
 from pipebench.errors import GraphError
 from pipebench.model.folding import FoldedRun
 from pipebench.model.graph import is_torchs_own
+from pipebench.model.values import tensors_in
 
 # Whether layers run once, or the first time or again because they are recomputed.
 ONCE, FIRST, AGAIN = "once", "first", "again"
@@ -134,5 +134,4 @@ class Recomputed(FoldedRun):
 
 
 def _storages(values: Sequence[Any]) -> dict[int, torch.UntypedStorage]:
-    leaves = (leaf for leaf in pytree.tree_leaves([*values]) if isinstance(leaf, torch.Tensor))
-    return {storage.data_ptr(): storage for storage in map(torch.Tensor.untyped_storage, leaves)}
+    return {storage.data_ptr(): storage for storage in map(torch.Tensor.untyped_storage, tensors_in([*values]))}

@@ -188,16 +188,14 @@ class Varying(Sampler):
         self.lengths = tuple(lengths)
         self.varies = len(lengths) > 1
         self._up_to = [*itertools.accumulate(share for _, share in lengths)]
-        self.columns = lru_cache(maxsize=_COLUMNS_CACHED)(
-            self._drawn_columns
-        )  # length of minibatch k, called often for a few k
+        self.columns = lru_cache(maxsize=_COLUMNS_CACHED)(self._columns)  # length of minibatch k, read by every unit
 
     def sizes(self, k: int, microbatches: int) -> list[Size]:
         """See `Sampler`: microbatches have their minibatch's length."""
         columns = self.columns(k)
         return [UnitShape(size, columns) if size else 0 for size in microbatch_sizes(self.size(k), microbatches)]
 
-    def _drawn_columns(self, k: int) -> int:
+    def _columns(self, k: int) -> int:
         """Return the length of minibatch k, a function of the seed and k."""
         drawn = mix(self._seed, name_hash("length"), k) / (1 << 63) * self._up_to[-1]
         return self.lengths[min(bisect(self._up_to, drawn), len(self.lengths) - 1)][0]

@@ -1,6 +1,6 @@
 """Stages: consecutive layers of the graph as a module of their own, cut anywhere."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from pipebench.model.evaluation import plan_evaluation
 from pipebench.model.folding import POLICY, Swapped, fold
-from pipebench.model.graph import Layer, LayerGraph, Rounding, attribute, carries_state, cloned, copied
+from pipebench.model.graph import Layer, LayerGraph, Rounding, attribute, carries_state, cloned, copied, tensors_read
 from pipebench.model.in_place import hands_on, is_inplace
 from pipebench.model.plan import Plan
 from pipebench.model.recompute import Recomputed
@@ -290,20 +290,9 @@ def _out_of_place(module: fx.GraphModule, node: fx.Node) -> None:
 def idle_tensors(graph: LayerGraph, start: int, stop: int) -> dict[str, torch.Tensor]:
     """Return copies of the parameters and buffers that only idle layers use, of layers `start` to `stop`, excluded."""
     layers = graph.layers[start:stop]
-    there = {id(tensor) for layer in layers if not layer.idle for _, tensor in _tensors(graph.root, layer.node)}
-    idle = {name: tensor for layer in layers if layer.idle for name, tensor in _tensors(graph.root, layer.node)}
+    there = {id(tensor) for layer in layers if not layer.idle for _, tensor in tensors_read(graph.root, layer.node)}
+    idle = {name: tensor for layer in layers if layer.idle for name, tensor in tensors_read(graph.root, layer.node)}
     return {name: copied(tensor) for name, tensor in idle.items() if id(tensor) not in there}
-
-
-def _tensors(root: nn.Module, node: fx.Node) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters and buffers that a layer uses, by qualified name."""
-    if node.op == "call_module":
-        path = str(node.target)
-        yield from root.get_submodule(path).named_parameters(path)
-        yield from root.get_submodule(path).named_buffers(path)
-    for read in node.all_input_nodes:
-        if read.op == "get_attr" and isinstance(value := attribute(root, str(read.target)), torch.Tensor):
-            yield str(read.target), value
 
 
 def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -56,6 +56,17 @@ class Unit(NamedTuple):
     swapped_bytes: Floats  # kept on the host meanwhile
     forward_s: Floats
     window_s: Floats  # seconds of a forward and a backward without recomputation; copies overlap with these
+    pcie_bytes_per_s: float | None  # of copies, per direction, both at once; None if unknown
+
+    @property
+    def copies_s(self) -> Floats:
+        """Seconds to copy to the host and back."""
+        return copies_s(self.swapped_bytes, self.pcie_bytes_per_s)
+
+    @property
+    def late_s(self) -> Floats:
+        """Seconds by which copies exceed their window: vPipe (TPDS'21) equation 2."""
+        return np.maximum(0.0, self.copies_s - self.window_s)
 
 
 @dataclass(frozen=True)
@@ -98,7 +109,7 @@ class Activations:
     """
 
     def __init__(self, rows: Sequence[LayerProfile], memory: Sequence[str], pcie_bytes_per_s: float | None) -> None:
-        self.pcie_bytes_per_s = pcie_bytes_per_s
+        self._pcie_bytes_per_s = pcie_bytes_per_s
         self._policies = (*memory, memory[-1])
         self._rows = rows
         again, swapped = (
@@ -120,11 +131,7 @@ class Activations:
             np.stack([totals.from_layer(start)[end] for start in begin]) for totals in (self._kept, self._stays)
         )
         forward_s, window_s = (sums[None, end] - sums[begin, None] for sums in (self._forward_s, self._window_s))
-        return Unit(stays, kept - stays, forward_s, window_s)
-
-    def late_s(self, unit: Unit) -> Floats:
-        """Return the seconds by which copies exceed their window: vPipe (TPDS'21) equation 2."""
-        return np.maximum(0.0, copies_s(unit.swapped_bytes, self.pcie_bytes_per_s) - unit.window_s)
+        return Unit(stays, kept - stays, forward_s, window_s, self._pcie_bytes_per_s)
 
     def virtual(self, start: int, stop: int) -> VirtualMemory:
         """Return the policies and costs of one stage; arguments as in `of`."""
@@ -135,7 +142,7 @@ class Activations:
             swapped,
             recomputed,
             swapped_bytes=int(unit.swapped_bytes[0, 0]),
-            copies_s=float(copies_s(unit.swapped_bytes, self.pcie_bytes_per_s)[0, 0]),
+            copies_s=float(unit.copies_s[0, 0]),
             window_s=float(unit.window_s[0, 0]),
             again_s=sum(self._rows[i].forward_s for i in range(start, stop) if self._policies[i] == RECOMPUTE),
         )

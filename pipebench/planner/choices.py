@@ -28,27 +28,30 @@ from pipebench.schedule.syncs import OPTIMIZER
 
 
 def why_nothing_fits(of: Estimator) -> str:
-    """Return the sentence."""
+    """Return a sentence that says by how much memory every plan exceeds a device's, and what would help."""
     request, mode, limit = of.request, of.mode, float(of.request.cluster.memory_bytes or 0)
     needed = least_memory(of)
     if math.isinf(needed):
         return _too_few_places(of)
+
+    def fits(changed: Request, name: str = of.name) -> bool:
+        return least_memory(Estimator(changed, name)) <= limit
+
     ways = []
-    recomputing = Estimator(replace(request, row=replace(mode, recompute=True), memory=None), of.name)
-    swapping = Estimator(replace(request, memory=(SWAP,) * len(of.memory_policies)), of.name)
-    if not mode.recompute and mode.shape in ("any", "equal", "even") and least_memory(recomputing) <= limit:
+    recomputing = replace(request, row=replace(mode, recompute=True), memory=None)
+    swapping = replace(request, memory=(SWAP,) * len(of.memory_policies))
+    if not mode.recompute and mode.shape in ("any", "equal", "even") and fits(recomputing):
         ways.append("parallelism.recompute: true")
-    if _may_swap(of) and least_memory(swapping) <= limit:
+    if _may_swap(of) and fits(swapping):
         ways.append("parallelism.swap_layers: ['*']")
     if mode.shape in ("one", "one-stage", "straight"):
-        others = ("pipedream-flush", "gpipe")
-        ways += [f"mode {name}" for name in others if least_memory(Estimator(request, name)) <= limit]
-    if request.depth is not None and least_memory(Estimator(replace(request, depth=None), of.name)) <= limit:
+        ways += [f"mode {name}" for name in ("pipedream-flush", "gpipe") if fits(request, name)]
+    if request.depth is not None and fits(replace(request, depth=None)):
         ways.append("parallelism.depth: auto")
     levels = request.cluster.levels
     wider = replace(levels[-1], count=2 * levels[-1].count)
     doubled = replace(request, cluster=replace(request.cluster, levels=(*levels[:-1], wider)))
-    if mode.shape not in ("one", "one-stage") and least_memory(Estimator(doubled, of.name)) <= limit:
+    if not mode.is_one_stage and fits(doubled):
         ways.append(f"twice as many workers, {2 * request.cluster.num_workers}, for more stages")
     size = request.minibatch_size
     weights = least_memory(Estimator(replace(request, profile=_without_activations(request.profile)), of.name))
@@ -91,7 +94,7 @@ def _without_activations(profile: Profile) -> Profile:
 
 def _may_swap(of: Estimator) -> bool:
     """Return whether layers that don't swap could."""
-    several = of.mode.shape not in ("one", "one-stage") and of.mode.backward != SPLIT
+    several = not of.mode.is_one_stage and of.mode.backward != SPLIT
     return several and of.request.cluster.pcie_bytes_per_s is not None and {*of.memory_policies} != {SWAP}
 
 
@@ -103,7 +106,7 @@ def least_memory(of: Estimator) -> float:
     # Replicas that share out what they hold need less each the more they are.
     replicas = of.request.cluster.num_workers if of.mode.shape == "one-stage" else 1
     whole = of.estimate("", (SearchStage(0, len(of.work.states) - 1, replicas),)).memory_bytes
-    if of.mode.shape in ("one", "one-stage"):
+    if of.mode.is_one_stage:
         return whole
     straight = StraightPlans(of.work, of.request.cluster.num_workers, of.memory(math.inf))
     low, high = 0.0, 64 * whole + 1
@@ -170,7 +173,7 @@ def open_rows(of: Estimator) -> Iterator[Mode]:
     Nothing under the papers' cost models, which know no shards; no shards in straight plans, which have no replicas.
     """
     request, mode = of.request, of.mode
-    if request.cluster.memory_bytes is None or not request.model.has_ports or mode.shape in ("one", "one-stage"):
+    if request.cluster.memory_bytes is None or not request.model.has_ports or mode.is_one_stage:
         return
     shards, again = [mode.shard], [mode.recompute]
     if of.name in request.may_shard and not mode.is_sharded and mode.shape != "straight":
@@ -186,19 +189,15 @@ def _fits_whole(of: Estimator) -> bool:
 
     Then memory binds nowhere, which no search need find out. Twice, since a stage has buffers for what it sends.
     """
-    limit = of.request.cluster.memory_bytes
-    assert limit is not None
-    rule, states = of.memory(limit), of.work.states
+    rule, states = of.memory(of.memory_limit_bytes), of.work.states
     deepest = rule.in_flight or max(1 + of.request.cluster.num_workers, of.request.depth or 1)
     return 2 * rule.num_bytes(states, 0, len(states) - 1, deepest) <= rule.limit_bytes
 
 
 def _binds(of: Estimator, best: Best, closed: Request, own: PlanEstimate) -> bool:
     """Return whether a plan that doesn't fit is faster than the best that does."""
-    limit = of.request.cluster.memory_bytes
-    assert limit is not None
     fastest = best(replace(closed, cluster=replace(of.request.cluster, memory_bytes=None)))
-    return fastest.minibatch_s < own.minibatch_s and fastest.memory_bytes > of.memory(limit).limit_bytes
+    return fastest.minibatch_s < own.minibatch_s and fastest.memory_bytes > of.memory(of.memory_limit_bytes).limit_bytes
 
 
 def _tried(best: Best, request: Request) -> PlanEstimate | PlanError:

@@ -88,12 +88,11 @@ class _Climb:
     def __init__(self, of: Estimator) -> None:
         self._of, self._cluster = of, of.cluster
         self._floors = Floors.of(of)
-        self._rule = of.memory(self._cluster.memory_bytes or math.inf)
+        self._limit_bytes, self._rule = of.memory_limit_bytes, of.memory(of.memory_limit_bytes)
         self._placements, self._depth = cache(self._listed_placements), cache(self._rule.depth)
         self._num_bytes = cache(
             lambda start, stop, m, depth: self._rule.num_bytes(of.work.states, start, stop, depth, m)
         )
-        self._places = {members.bit_count(): state for state, members in enumerate(of.work.states.members)}
         self._found: dict[Sketch, PlanEstimate] = {}
         self._queue: list[_Waiting] = []
         self._known: set[Sketch] = set()
@@ -157,8 +156,9 @@ class _Climb:
 
     def _fits_in_memory(self, stage: SearchStage, behind: int) -> bool:
         """Return whether a stage fits at NOAM with `behind` workers in later stages."""
-        limit = self._cluster.memory_bytes
-        return limit is None or self._num_bytes(*stage, self._depth(stage.replicas, behind)) <= limit
+        if math.isinf(self._limit_bytes):
+            return True
+        return self._num_bytes(*stage, self._depth(stage.replicas, behind)) <= self._limit_bytes
 
     def _listed_placements(self, replicas: tuple[int, ...]) -> list[tuple[tuple[int, ...], ...]]:
         """Return the candidates of `placements`, charging the budget."""
@@ -212,10 +212,9 @@ class _Climb:
 
     def _estimated_rate(self, sketch: Sketch, floor_s: float) -> PlanEstimate | None:
         """Return the plan with its estimated seconds per minibatch, or None if it doesn't fit in memory."""
-        limit = self._cluster.memory_bytes
         found = self._of.estimate("climbing", sketch.stages, sketch.devices, depth=sketch.depth)
         self._left -= len(self._floors.rows) / 5 + 20
-        if limit is not None and found.memory_bytes > limit:
+        if found.memory_bytes > self._limit_bytes:
             return None
         minibatch_s, taken = self._of.estimate_rate(found, _ESTIMATED)
         self._left -= taken
@@ -257,10 +256,8 @@ class _Climb:
         return sketch.depth <= usual and sketch == along_devices(sketch.stages, sketch.depth)
 
     def _sketch(self, found: PlanEstimate) -> Sketch:
-        stages = (
-            SearchStage(self._places[stage.start] if index else 0, self._places[stage.stop], stage.replicas)
-            for index, stage in enumerate(found.plan.stages)
-        )
+        after = self._of.work.states.after
+        stages = (SearchStage(after[stage.start], after[stage.stop], stage.replicas) for stage in found.plan.stages)
         return Sketch(tuple(stages), tuple(stage.devices for stage in found.plan.stages), found.plan.depth)
 
 

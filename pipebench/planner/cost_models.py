@@ -171,7 +171,7 @@ class StageGrid:
         """Seconds of forward and backward, and of waiting for copies."""
         states, unit = self.work.states, self.unit
         own_s = self.sums(states.forward_s + states.backward_s)
-        return own_s if states.activations is None or unit is None else own_s + states.activations.late_s(unit)
+        return own_s if unit is None else own_s + unit.late_s
 
 
 class CostModel(ABC):
@@ -325,9 +325,8 @@ class _Overlap(CostModel):
         states, own = grid.work.states, self.round(grid, level)
         before, after = grid.cuts(states.sent_bytes + states.returned_bytes)
         there_and_back = before / level.message_bytes_per_s + np.where(before > 0, 2 * level.latency_s, 0.0)
-        copies_s = level.copy_s(1) * (
-            2 * before + after
-        )  # both ends of the transfers with the stage before, this end of the others
+        # Both ends of the transfers with the stage before, this end of the others
+        copies_s = level.copy_s(1) * (2 * before + after)
         own = replace(own, base=own.base + there_and_back + copies_s)
         return StageTerms((*self._load(grid), own, *self._ports(grid, level, self._without_sum_s(grid))))
 

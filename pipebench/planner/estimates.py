@@ -53,7 +53,6 @@ class Estimator(UnitsInFlight):
         replicas = [stage.replicas for stage in stages]
         widths = replicas[: len(replicas) // self.mode.chunks]
         devices = places(self.mode.order, replicas, self.mode.chunks) if devices is None else devices
-        units = self.units
         plan, order, rows = self._plan(stages, devices, self.depth_of(widths, depth))
         seconds, port_s = self._seconds(stages, devices, plan.depth, bottleneck_s)
         slowest_s = max(sum(seconds[index] for index in own) for own in plan.by_position)
@@ -62,13 +61,13 @@ class Estimator(UnitsInFlight):
             plan=plan,
             order=order,
             found_by=found_by,
-            stages=self._stage_estimates(stages, devices, plan.depth, seconds, units, bottleneck_s),
-            microbatches=units,
+            stages=self._stage_estimates(stages, devices, plan.depth, seconds, bottleneck_s),
+            microbatches=self.units,
             accumulate=accumulate,
-            bottleneck_s=(bottleneck_s or max(slowest_s, port_s)) * units,
-            port_s=port_s * units,
+            bottleneck_s=(bottleneck_s or max(slowest_s, port_s)) * self.units,
+            port_s=port_s * self.units,
             minibatch_s=math.inf,
-            num_bytes=payload(rows, plan, self.mode, units, accumulate, self.request.profile.slices),
+            num_bytes=payload(rows, plan, self.mode, self.units, accumulate, self.request.profile.slices),
         )
 
     def _plan(
@@ -117,11 +116,10 @@ class Estimator(UnitsInFlight):
         devices: Sequence[Sequence[int]],
         depth: int,
         seconds: Sequence[float],
-        units: int,
         bottleneck_s: float | None,
     ) -> tuple[StageEstimate, ...]:
-        """Return the stages' costs per minibatch of `units`, given their seconds per unit."""
-        replicas = [stage.replicas for stage in stages]
+        """Return the stages' costs per minibatch, given their seconds per unit."""
+        units, replicas = self.units, [stage.replicas for stage in stages]
         work, model, found = self.work_of(replicas, depth), self.request.model, list[StageEstimate]()
         cluster = self._cluster_of(stages)
         held, again = (

@@ -128,7 +128,7 @@ class _Tables:
         terms = self._terms(level, grid, self._workers_behind(level, m, behind, after), first=first)
         outside = self._outside[starts.start : starts.stop]
         if level == 0 and problem.memory is not None:
-            outside = outside | ~problem.memory.fits(grid, m, behind + after)
+            outside = outside | ~problem.memory.fits(problem.memory.parts(grid), m, behind + after)
         return np.where(outside, np.inf, terms.seconds(float(m)))
 
     def _terms(self, level: int, grid: StageGrid, workers_behind: int, *, first: bool) -> StageTerms:

@@ -124,12 +124,11 @@ class MemoryRule:
             low, high = np.where(enough, low, middle), np.where(enough, middle, high)
         return np.where(possible, high, np.inf)
 
-    def fits(self, grid: StageGrid, m: int, after: int) -> NDArray[np.bool_]:
-        """Return whether stages of m replicas, with `after` workers in later stages, fit [start, stop]."""
-        return self.within_limit(self.parts(grid), m, after)
+    def fits(self, parts: MemoryLine, m: int, after: int) -> NDArray[np.bool_]:
+        """Return whether stages of m replicas, with `after` workers in later stages, fit [start, stop].
 
-    def within_limit(self, parts: MemoryLine, m: int, after: int) -> NDArray[np.bool_]:
-        """Return `fits` of stages whose memory lines are known."""
+        `parts` are the stages' memory lines.
+        """
         return parts.num_bytes(self.depth(m, after), m) <= self.limit_bytes
 
     def fit_all(self, states: States, stages: Sequence[tuple[int, int, int]], idle: int = 0) -> bool:
@@ -146,10 +145,10 @@ class MemoryRule:
         states, unit = grid.work.states, grid.unit
         constant, stashed, shared = self._beside(grid)
         constant = constant + grid.sums(states.recomputed_bytes)
-        if states.activations is None or unit is None:
+        if unit is None:
             resumed, _ = grid.cuts(states.sent_bytes * states.resumes + states.parted_bytes)
             return MemoryLine(constant[None], (stashed + grid.sums(states.saved_bytes) + resumed)[None], shared)
-        lines = on_device(unit.swapped_bytes, unit.forward_s, states.activations.pcie_bytes_per_s)
+        lines = on_device(unit.swapped_bytes, unit.forward_s, unit.pcie_bytes_per_s)
         once, each = (np.stack(parts) for parts in zip(*lines, strict=True))
         return MemoryLine(constant + once, stashed + unit.stays_bytes + each, shared)
 

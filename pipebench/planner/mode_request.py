@@ -42,7 +42,7 @@ class ModeRequest:
     @property
     def cluster(self) -> Cluster:
         """The cluster as most of the mode's plans meet it: those of several stages, where it has any."""
-        return self.request.cluster.for_stages(1 if self.mode.shape in ("one", "one-stage") else 2)
+        return self.request.cluster.for_stages(1 if self.mode.is_one_stage else 2)
 
     @cached_property
     def unit_size(self) -> int:
@@ -91,8 +91,13 @@ class ModeRequest:
     def memory_policies(self) -> tuple[str, ...]:
         """Activation policy of every layer of the profile."""
         rows = self.request.profile.layers[self.unit_size]
-        recomputes = self.mode.recompute and not (self.request.chooses and self.mode.chooses)
+        recomputes = self.mode.recompute and not self.stages_choose
         return as_they_run(rows[:-1], self.request.memory or (RECOMPUTE if recomputes else KEEP,) * (len(rows) - 1))
+
+    @property
+    def stages_choose(self) -> bool:
+        """Whether stages choose their layers' activation policies, as vPipe's do."""
+        return bool(self.request.chooses) and self.mode.chooses
 
     @cached_property
     def sizes(self) -> Profile:

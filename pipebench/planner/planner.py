@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from typing import Any
 
 from pipebench.errors import PlanError
 from pipebench.model.plan import Plan, check_bounds
@@ -57,7 +58,7 @@ class Planner(Estimator):
 
     def best(self) -> PlanEstimate:
         """Return the best plan; raises a PlanError if none fits in memory."""
-        if self.request.chooses and self.mode.chooses:
+        if self.stages_choose:
             return self._virtualised()
         return best_choice(self, self._best_of)
 
@@ -96,10 +97,10 @@ class Planner(Estimator):
         Raises:
             PlanError: a stage that chooses fits with no policies.
         """
-        if not (self.request.chooses and self.mode.chooses):
+        if not self.stages_choose:
             return self.memory_policies
         found = virtualised(self, self._given_stages(replicas, starts), "the recipe")
-        return tuple(policy for stage in found.plan.stages for policy in stage.memory)
+        return found.plan.memory
 
     def proposed(self) -> list[PlanEstimate]:
         """Return plans that searches propose, predicted; one if bottlenecks decide; raises a PlanError if none fits."""
@@ -111,7 +112,7 @@ class Planner(Estimator):
         others = [each for search in searches for each in search.of_other_lengths(self._rule)]
         fitting = [each for each in (*found, *others) if self._fits_beyond_noam(each)]
         keeping = [each for each in fitting if streams_problem(each.plan.replicas, self.request.streams) is None]
-        pipelines = self.mode.shape not in ("one", "one-stage") and self.mode.weights_kept != 1
+        pipelines = not self.mode.is_one_stage and self.mode.weights_kept != 1
         if not keeping and pipelines and self.request.depth is None and self._rule is not None:
             keeping = list(self._searches.shallower(self._rule))
         self.search_s = time.perf_counter() - started
@@ -150,10 +151,9 @@ class Planner(Estimator):
             PlanError: more stages than places to cut, no place to cut before one of `starts`, or a stage that chooses
                 its policies and fits with none.
         """
-        if self.request.chooses and self.mode.chooses and self.request.memory is None:
+        if self.stages_choose and self.request.memory is None:
             starts = self.starts_of(replicas) if starts is None else starts
-            request = replace(self.request, memory=self.policies_of(replicas, starts))
-            return Planner(request, self.name, known=self.known).for_replicas(replicas, starts)
+            return _under(self, memory=self.policies_of(replicas, starts)).for_replicas(replicas, starts)
         return self.with_prediction(self._on_best_devices(self._given_stages(replicas, starts)))
 
     def estimate_of(self, plan: Plan) -> PlanEstimate:
@@ -163,21 +163,17 @@ class Planner(Estimator):
             PlanError: the model can't be cut where the plan is.
         """
         if plan.chunks != self.mode.chunks:
-            row = replace(self.mode, chunks=plan.chunks)
-            return Planner(replace(self.request, row=row, is_cut=True), self.name, known=self.known).estimate_of(plan)
+            return _under(self, row=replace(self.mode, chunks=plan.chunks), is_cut=True).estimate_of(plan)
         if plan.shard not in (None, self.mode.shard):
-            row = replace(self.mode, shard=plan.shard)
-            return Planner(replace(self.request, row=row), self.name, known=self.known).estimate_of(plan)
-        memory = tuple(policy for stage in plan.stages for policy in stage.memory)
-        if memory != self.memory_policies:
-            return Planner(replace(self.request, memory=memory), self.name, known=self.known).estimate_of(plan)
+            return _under(self, row=replace(self.mode, shard=plan.shard)).estimate_of(plan)
+        if plan.memory != self.memory_policies:
+            return _under(self, memory=plan.memory).estimate_of(plan)
         return self.with_prediction(self._estimate_of(plan, "the plan's file"))
 
     def times_of(self, found: PlanEstimate) -> tuple[StageTime, ...]:
         """Return how every stage's workers spend their time in the simulator; empty if the plan isn't simulated."""
-        memory = tuple(policy for stage in found.plan.stages for policy in stage.memory)
-        if self.request.chooses and memory != self.memory_policies:
-            return Planner(replace(self.request, memory=memory), self.name, known=self.known).times_of(found)
+        if self.request.chooses and found.plan.memory != self.memory_policies:
+            return _under(self, memory=found.plan.memory).times_of(found)
         return stage_times(*self.workload(found)) if found.is_simulated else ()
 
     def bottleneck_of(self, plan: Plan) -> float:
@@ -189,7 +185,7 @@ class Planner(Estimator):
         return self._estimate_of(plan, "the recipe").bottleneck_s
 
     def _estimate_of(self, plan: Plan, found_by: str) -> PlanEstimate:
-        stages = self._given_stages([stage.replicas for stage in plan.positions], [s.start for s in plan.stages[1:]])
+        stages = self._given_stages([stage.replicas for stage in plan.positions], plan.starts)
         return self.estimate(found_by, stages, [stage.devices for stage in plan.stages], depth=plan.depth)
 
     def starts_of(self, replicas: Sequence[int]) -> list[int]:
@@ -215,10 +211,9 @@ class Planner(Estimator):
         if starts is None:
             return self._cut_best(replicas)
         check_bounds([0, *starts, len(states.rows)])
-        found = {members.bit_count(): state for state, members in enumerate(states.members)}
-        if not {*starts} <= {*found}:
-            raise PlanError(f"the model can't be cut before layers {sorted({*starts} - {*found})}")
-        bounds = [0, *(found[start] for start in starts), len(states) - 1]
+        if not {*starts} <= {*states.after}:
+            raise PlanError(f"the model can't be cut before layers {sorted({*starts} - {*states.after})}")
+        bounds = [0, *(states.after[start] for start in starts), len(states) - 1]
         return tuple(SearchStage(a, b, r) for (a, b), r in zip(itertools.pairwise(bounds), replicas, strict=True))
 
     def _cut_best(self, replicas: Sequence[int]) -> tuple[SearchStage, ...]:
@@ -284,9 +279,13 @@ class Planner(Estimator):
 
     def _fits_beyond_noam(self, found: PlanEstimate) -> bool:
         """Return whether a plan fits if searches could not tell: deeper than NOAM, or keeping as the input stage."""
-        limit, plan = self.request.cluster.memory_bytes, found.plan
-        is_known = plan.depth <= plan.noam and not self.weights.as_input_stage
-        return limit is None or is_known or found.memory_bytes <= limit
+        is_known = found.plan.depth <= found.plan.noam and not self.weights.as_input_stage
+        return is_known or found.memory_bytes <= self.memory_limit_bytes
+
+
+def _under(of: Planner, **changes: Any) -> Planner:
+    """Return a planner of the same mode, whose request differs in the fields given."""
+    return Planner(replace(of.request, **changes), of.name, known=of.known)
 
 
 def _simulated(of: Estimator, found: Sequence[PlanEstimate]) -> Iterator[PlanEstimate]:

@@ -237,8 +237,8 @@ def payload(
         for stages, names in tied.items():
             copies = len({device for stage in stages for device in devices[stage]})  # one per worker
             summed += 2 * (copies - 1) * sum(sizes[name] for name in names) / minibatches
-    policies = [policy for stage in plan.stages for policy in stage.memory]
-    again = [index for index, policy in enumerate([*policies, policies[-1]]) if policy == RECOMPUTE]
+    policies = (*plan.memory, plan.memory[-1])  # the loss goes with the last layer
+    again = [index for index, policy in enumerate(policies) if policy == RECOMPUTE]
     of_one = {
         **({ALL_GATHER: gathered} if mode.is_sharded else {}),
         ACTIVATION: units * float(sum(rows[value].output_bytes for value in sent)),

@@ -49,7 +49,7 @@ class Searches:
     def candidates(self, rule: MemoryRule | None) -> Iterator[PlanEstimate]:
         """Yield the plans to choose from; `rule` None for no memory limit."""
         mode, count = self._of.mode, self._of.request.cluster.num_workers
-        if mode.shape in ("one", "one-stage"):
+        if mode.is_one_stage:
             yield from self._one_stage(rule, 1 if mode.shape == "one" else count)
         elif mode.chunks > 1:
             yield from self._halved(rule)
@@ -194,7 +194,7 @@ class Searches:
         rule = of.stage_rules(of.memory_limit_bytes, replicas, depth)[index]
         in_flight = of.in_flight(replicas, index, depth)
         shared = replace(rule, limit_bytes=rule.limit_bytes / of.mode.chunks, in_flight=in_flight)
-        return shared.fits(grid, replicas[index], 0)
+        return shared.fits(shared.parts(grid), replicas[index], 0)
 
     def _unpipelined(self, rule: MemoryRule | None) -> Iterator[PlanEstimate]:
         """Yield plans for one minibatch at a time per input-stage replica; on large clusters, known shapes."""

@@ -62,6 +62,11 @@ class States:
         return all(a & ~b == 0 for a, b in zip(self.members, self.members[1:], strict=False))
 
     @cached_property
+    def after(self) -> dict[int, int]:
+        """Number of layers to the state that holds so many: of a chain, the place to cut before the next one."""
+        return {members.bit_count(): state for state, members in enumerate(self.members)}
+
+    @cached_property
     def inside(self) -> NDArray[np.bool_]:
         """[state, state] bool: whether the first is a proper subset of the second."""
         if self.is_chain:

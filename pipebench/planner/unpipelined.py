@@ -42,8 +42,7 @@ def _seconds(problem: FlatProblem, count: int) -> Floats:
     for starts in (np.arange(1), np.arange(1, last)):
         grid = StageGrid(work, starts)
         barred = ~work.states.inside[starts]
-        memory = problem.memory
-        fits = None if memory is None else partial(memory.within_limit, memory.parts(grid))
+        fits = None if problem.memory is None else partial(problem.memory.fits, problem.memory.parts(grid))
         terms = problem.model.terms(grid, problem.level, first=bool(len(starts) and starts[0] == 0))
         for m in range(1, count + 1):
             outside = barred if fits is None else barred | ~fits(m, 0)

@@ -44,7 +44,8 @@ def virtualised(of: Estimator, stages: Sequence[SearchStage], found_by: str) -> 
     problems = _problems(of, stages)
     outcomes = [best_policies(problem) for problem in problems]
     for _ in range(_MOST_TRIALS):
-        found = _under(of, [outcome.memory for outcome in outcomes]).estimate(found_by, stages)
+        memory = tuple(policy for outcome in outcomes for policy in outcome.memory)
+        found = _under(of, memory).estimate(found_by, stages)
         if math.isinf(limit):
             return found
         over = [most - limit for most in _most_bytes(of, found)]
@@ -104,20 +105,19 @@ def _repartitioned(of: Estimator, found: PlanEstimate) -> tuple[SearchStage, ...
         whole_s = sum(own_s[layer] for layer in layers)
         for layer in layers:
             lasting[layer] = own_s[layer] * (stage.stage_s / found.microbatches / whole_s if whole_s else 1.0)
-    state_of = {bits.bit_count(): state for state, bits in enumerate(states.members)}
-    line = LayerChain(timed_graph(rows, lasting), sorted(state_of)[1:-1])
-    ends = line.ends(repartition(line, [place.start for place in found.plan.stages[1:]]))
-    return tuple(SearchStage(state_of[start], state_of[stop], 1) for start, stop in itertools.pairwise(ends))
+    line = LayerChain(timed_graph(rows, lasting), sorted(states.after)[1:-1])
+    ends = line.ends(repartition(line, found.plan.starts))
+    return tuple(SearchStage(states.after[a], states.after[b], 1) for a, b in itertools.pairwise(ends))
 
 
 def predicted(of: Estimator, found: PlanEstimate) -> PlanEstimate:
     """Return a plan with policies per layer and the simulator's prediction."""
-    return _under(of, [stage.memory for stage in found.plan.stages]).with_prediction(found)
+    return _under(of, found.plan.memory).with_prediction(found)
 
 
-def _under(of: Estimator, memory: Sequence[Sequence[str]]) -> Estimator:
-    """Return the estimator for these policies, given stage by stage."""
-    return Estimator(replace(of.request, memory=tuple(itertools.chain(*memory))), of.name)
+def _under(of: Estimator, memory: tuple[str, ...]) -> Estimator:
+    """Return the estimator for these policies of all layers."""
+    return Estimator(replace(of.request, memory=memory), of.name)
 
 
 def _problems(of: Estimator, stages: Sequence[SearchStage]) -> list[StageProblem]:
@@ -156,8 +156,7 @@ def _best_that_fit(of: Estimator, num_stages: int, unfit: UnfitError) -> tuple[t
 
 def _that_fit(of: Estimator, num_stages: int, share: float) -> tuple[SearchStage, ...] | None:
     """Return the fastest straight stages that fit under uniform policies in a share of a device's memory, or None."""
-    states = of.work.states
-    state_of = {bits.bit_count(): state for state, bits in enumerate(states.members)}
+    state_of = of.work.states.after
 
     def fits(part: int, start: int, stop: int) -> bool:
         stages = [SearchStage(state_of[start], state_of[stop], 1)] * num_stages

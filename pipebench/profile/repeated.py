@@ -4,7 +4,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
+
+from pipebench.model.values import tensors_in
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -64,7 +65,7 @@ def call_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashab
 def outputs_of(out: Any, given: Any) -> Outputs | None:
     """Return what an operation has put out as shapes; None unless all tensors have memory of their own."""
     container = type(out) if isinstance(out, list | tuple) else None
-    taken = {leaf.untyped_storage()._cdata for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)}
+    taken = {tensor.untyped_storage()._cdata for tensor in tensors_in(given)}
     shapes = list[Shape | None]()
     for each in out if container else (out,):
         if each is None:

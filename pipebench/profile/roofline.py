@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from pipebench.model.values import tensors_in
 from pipebench.model.without_compiler import without_compiler
 from pipebench.profile import recurrent
 from pipebench.profile.devices import DeviceSpec
@@ -243,8 +243,8 @@ def _flop_counters() -> Mapping[Any, Callable[..., Any]]:
 
 def _bytes_of(name: str, args: Any, kwargs: Any, out: Any) -> int:
     """Return the bytes an operation reads and writes."""
-    read = [_num_bytes(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    written = sum(_num_bytes(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
+    read = [*map(_num_bytes, tensors_in((args, kwargs)))]
+    written = sum(map(_num_bytes, tensors_in(out)))
     if name in _GATHERS:
         read[0] = min(read[0], written)
     if name == "embedding_dense_backward":  # zeros everywhere, then adds the rows of its first tensor
@@ -254,7 +254,7 @@ def _bytes_of(name: str, args: Any, kwargs: Any, out: Any) -> int:
 
 def _type_of(out: Any) -> torch.dtype | None:
     """Return the dtype of an operation's first result, which is that of its arithmetic."""
-    return next((leaf.dtype for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)), None)
+    return next((tensor.dtype for tensor in tensors_in(out)), None)
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

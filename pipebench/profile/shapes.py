@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves
 
 from pipebench.errors import ProfileError
 from pipebench.model.graph import LayerGraph, copied, forget_states, run_node
 from pipebench.model.precision import lower
+from pipebench.model.values import bytes_in, tensors_in
 from pipebench.zoo.registry import Dataset
 
 
@@ -30,7 +30,7 @@ def output_bytes(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[
     """
     values = _values(graph, dataset, num_samples)
     there = (layer for layer in graph.layers if not layer.idle)
-    return {layer.index: sum(tensor.nbytes for tensor in _tensors(values[layer.node])) for layer in there}
+    return {layer.index: bytes_in(values[layer.node]) for layer in there}
 
 
 def output_forms(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[str, tuple[str, ...]]:
@@ -40,7 +40,7 @@ def output_forms(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[
         ProfileError: a layer can't be run without data; names it.
     """
     values = _values(graph, dataset, num_samples)
-    return {node.name: tuple(map(_form, _tensors(value))) for node, value in values.items()}
+    return {node.name: tuple(map(_form, tensors_in(value))) for node, value in values.items()}
 
 
 def _values(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[fx.Node, Any]:
@@ -62,10 +62,6 @@ def _values(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[fx.No
                     f"out: {type(error).__name__}: {reason}"
                 ) from error
     return env
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _form(tensor: torch.Tensor) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from pipebench.errors import ProfileError
 from pipebench.model.graph import (
@@ -30,6 +30,7 @@ from pipebench.model.graph import (
 )
 from pipebench.model.in_place import is_inplace
 from pipebench.model.splitting import splittable
+from pipebench.model.values import tensors_in
 from pipebench.profile.clocks import Clock, Reading
 from pipebench.profile.model import LayerProfile
 from pipebench.recipe.users_code import message_of
@@ -222,7 +223,7 @@ def _call_of(
     first = layer.node.args[0] if layer.node.args else None
     if is_inplace(root, layer.node) and isinstance(first, fx.Node) and first in own:
         # autograd refuses to overwrite a view like this; a clone isn't one, and is made outside the clock.
-        own[first] = tree_map_only(torch.Tensor, torch.clone, own[first])
+        own[first] = cloned(own[first])
     return bind_node(root, layer.node, own)
 
 
@@ -253,7 +254,7 @@ def _forward(step: _Step, call: Callable[[], Any], clock: Clock, saved: "_SavedS
     except Exception as error:  # any module of the user's may raise anything
         raise ProfileError(_failed(step, "forward", error), step.name) from error
     step.wanted += step.parameters.values()
-    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    tensors = tensors_in(value)
     step.output_parts = tuple(tensor.nbytes for tensor in tensors)
     step.gradient_bytes = sum(tensor.nbytes for tensor in tensors if tensor.requires_grad)
     step.outputs = {
@@ -274,8 +275,7 @@ class _SavedStorages:
 
     def storages(self, values: Iterable[Any]) -> dict[int, int]:
         """Return number to bytes of the storages of the values' tensors, but parameters and buffers."""
-        tensors = (leaf for leaf in tree_leaves([*values]) if isinstance(leaf, torch.Tensor))
-        found = (tensor.untyped_storage() for tensor in tensors)
+        found = (tensor.untyped_storage() for tensor in tensors_in([*values]))
         return {self._number(each): each.nbytes() for each in found if self._holders.get(each._cdata, -1) is not None}
 
     def _number(self, storage: torch.UntypedStorage) -> int:

@@ -107,7 +107,7 @@ def asked_replicas(plan: object, mode: Mode, num_workers: int) -> tuple[int, ...
     Raises:
         PlanError: not a valid plan, not of this mode, or it needs more workers than there are.
     """
-    if plan == AUTO and mode.shape not in ("one", "one-stage"):
+    if plan == AUTO and not mode.is_one_stage:
         return None
     if isinstance(plan, str) and is_plan_file(plan):
         try:

@@ -102,7 +102,7 @@ def _plan_in_file(draft: Draft, cluster: Any, mode: str, row: Mode, plan: Any, d
 def _plan(cluster: Any, mode: str, plan: Any, cuts: list[str] | None) -> Problems:
     if is_plan_file(plan):
         return
-    if mode == AUTO or (plan == AUTO and MODES[mode].shape not in ("one", "one-stage")):
+    if mode == AUTO or (plan == AUTO and not MODES[mode].is_one_stage):
         if cuts is not None:
             given = f"got {shown(cuts)} with plan auto, which cuts by itself"
             yield "parallelism.cuts", f"{given}: allowed is null, or a plan such as straight or 2-1-1"

@@ -53,7 +53,7 @@ def _needs_whole(train: TrainRecipe, engine: EngineRecipe) -> str | None:
 def unshared(recipe: Recipe, row: Mode) -> str | None:
     """Return why the replicas of a pipeline's stages can't share out optimizer state (`shard: optimizer`), or None."""
     optimizer, sync = recipe.train.optimizer, SYNCS[row.sync]
-    if row.shape in ("one", "one-stage"):
+    if row.is_one_stage:
         return "the mode is no pipeline"
     if not WEIGHT_POLICIES[row.weights].stashed:
         return f"weights {row.weights} are moved, and shards aren't"

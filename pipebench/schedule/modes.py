@@ -51,6 +51,11 @@ class Mode:
         return self.microbatches and (flush or (policy.aim is not None and self.shape == "equal"))
 
     @property
+    def is_one_stage(self) -> bool:
+        """Whether its plans have one stage, on one worker or on all."""
+        return self.shape in ("one", "one-stage")
+
+    @property
     def is_sharded(self) -> bool:
         """Whether replicas of a stage each step on a shard of its parameters."""
         return self.shard != NOT_SHARDED
@@ -61,7 +66,7 @@ class Mode:
 
         Requires several stages, one per worker, with whole backwards.
         """
-        return self.shape not in ("one", "one-stage") and self.chunks == 1 and self.backward == WHOLE
+        return not self.is_one_stage and self.chunks == 1 and self.backward == WHOLE
 
     @property
     def ties(self) -> bool:

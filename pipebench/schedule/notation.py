@@ -59,7 +59,7 @@ def streams_problem(replicas: Sequence[int], streams: int | None) -> str | None:
 
 def _replicas(given: object, mode: Mode, num_workers: int) -> tuple[int, ...]:
     text = str(given).strip()
-    if text == AUTO and mode.shape in ("one", "one-stage"):
+    if text == AUTO and mode.is_one_stage:
         return (1,) if mode.shape == "one" else (num_workers,)
     if text == STRAIGHT:
         return (2,) * (num_workers // 2) if mode.shape == "even" else (1,) * num_workers

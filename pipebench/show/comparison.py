@@ -270,7 +270,7 @@ def _columns(results: Sequence[RunResult]) -> list[tuple[str, str, _Format]]:
 def _is_dp(run: RunResult) -> bool:
     """Return whether a run's plan, which might have several stages in its mode, is data parallelism."""
     mode = MODES.get(run.mode)
-    has_choice = mode is not None and mode.shape not in ("one", "one-stage")
+    has_choice = mode is not None and not mode.is_one_stage
     return has_choice and len(run.stages) == 1 and run.stages[0].get("replicas", 1) > 1
 
 

@@ -55,7 +55,6 @@ def plan_figure(answer: PlanFindings) -> InlineFigure:
 
 def cut_bytes(rows: Sequence[LayerProfile], found: PlanEstimate) -> list[int]:
     """Return the bytes of activations that cross every cut, values that skip stages included."""
-    starts = [stage.start for stage in found.plan.stages[1:]]
     place = {layer: position for position, layer in enumerate(found.order)}
     place[len(rows) - 1] = len(found.order)  # the loss, at the end of the last stage
     last_reader: dict[int, int] = {}
@@ -65,7 +64,7 @@ def cut_bytes(rows: Sequence[LayerProfile], found: PlanEstimate) -> list[int]:
                 last_reader[read] = max(last_reader.get(read, 0), place[reader])
     return [
         sum(rows[read].output_bytes for read, reader in last_reader.items() if place[read] < start <= reader)
-        for start in starts
+        for start in found.plan.starts
     ]
 
 

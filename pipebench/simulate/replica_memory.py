@@ -66,13 +66,13 @@ class ReplicaMemory:
         self._has_state = True
         return self
 
-    def come(self) -> Iterator[Change]:
-        """Yield what it holds when an instruction begins that makes it."""
+    def created(self) -> Iterator[Change]:
+        """Yield what it holds, as of the start of the instruction that creates it."""
         for kind, held in self._by_kind().items():
             yield Change(kind, held, False)
 
-    def go(self, *, at_end: bool) -> Iterator[Change]:
-        """Yield what it has held, when it goes."""
+    def dropped(self, *, at_end: bool) -> Iterator[Change]:
+        """Yield what it has held, when it is dropped."""
         for kind, held in self._by_kind().items():
             yield Change(kind, -held, at_end)
 
@@ -84,8 +84,8 @@ class ReplicaMemory:
         for kind, held in self._by_kind().items():
             yield Change(kind, held - before[kind], True)
 
-    def let_go(self, unit: int) -> Iterator[Change]:
-        """Forget a unit in flight: its backward is over, or runs elsewhere."""
+    def drop_unit(self, unit: int) -> Iterator[Change]:
+        """Drop a unit in flight: its backward is over, or runs elsewhere."""
         alive = len(self._versions.alive)
         version, num_bytes = self._units.pop(unit)
         yield Change(ACTIVATIONS, -num_bytes, True)
@@ -169,7 +169,7 @@ class ReplicaMemory:
         yield self._gradients_are(self._memory.gathered, at_end=False)
         yield Change(AGAIN, -self._memory.again[size], True)
         yield Change(RECEIVED, -self._memory.returned[size], True)
-        yield from self.let_go(it.number)
+        yield from self.drop_unit(it.number)
 
     def _backward_input(self, it: Instruction, size: Size) -> Iterator[Change]:
         memory = self._memory
@@ -186,7 +186,7 @@ class ReplicaMemory:
     def _backward_weight(self, it: Instruction, size: Size) -> Iterator[Change]:
         if size != 0:
             yield self._gradients_are(self._memory.gathered, at_end=False)
-            yield from self.let_go(it.number)
+            yield from self.drop_unit(it.number)
 
     def _update(self, it: Instruction) -> Iterator[Change]:
         memory, alive = self._memory, len(self._versions.alive)

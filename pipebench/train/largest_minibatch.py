@@ -107,7 +107,7 @@ def _with_size(loaded: LoadedRecipe, minibatch_size: int) -> Recipe:
 def _nothing_fits(smallest: Trial, recipe: Recipe, device: str, limit: int) -> str:
     if smallest.peak_bytes is None:
         return smallest.problem
-    whole = MODES[recipe.parallelism.mode].shape in ("one", "one-stage")
+    whole = MODES[recipe.parallelism.mode].is_one_stage
     ways = "a mode of several stages, or fsdp" if whole else "more stages, other cuts, or recomputation"
     return (
         f"train.minibatch_size: not even {smallest.minibatch_size} fits with parallelism.mode "

@@ -231,7 +231,7 @@ def _what_would_fit(job: Job, limit: int, num_minibatches: int) -> Iterator[str]
     def fits(variant: _Variant) -> bool:
         return variant.memory(job, num_minibatches).fullest.num_bytes <= limit
 
-    policies = {policy for stage in own.plan.stages for policy in stage.memory}
+    policies = {*own.plan.memory}
     if policies != {RECOMPUTE} and fits(own.with_policy(RECOMPUTE, job.profile)):
         yield "parallelism.recompute: true"
     can_swap = job.cluster.pcie_bytes_per_s is not None and own.pipeline.backward != SPLIT

@@ -82,12 +82,12 @@ def _largest_note(job: Job) -> str:
 
 def _policies_cut_for(job: Job) -> list[str]:
     """Return a recipe's memory policies, if its open cuts were made for them."""
-    asked, stages = job.recipe.parallelism, job.setup.plan.stages
-    if asked.cuts is not None or is_plan_file(asked.plan) or len(stages) == 1:
+    asked, plan = job.recipe.parallelism, job.setup.plan
+    if asked.cuts is not None or is_plan_file(asked.plan) or len(plan.stages) == 1:
         return []
     if not (asked.recompute_layers or asked.swap_layers or asked.recompute):
         return []
-    return sorted({policy for stage in stages for policy in stage.memory} - {KEEP})
+    return sorted({*plan.memory} - {KEEP})
 
 
 def run_notes(job: Job, facts: Mapping[str, Any], earlier: "EarlierWorkers") -> dict[str, str]:

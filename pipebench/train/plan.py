@@ -29,7 +29,7 @@ def choose_plan(recipe: Recipe, cluster: Cluster, graph: LayerGraph, profile: Pr
     parallelism = recipe.parallelism
     planner = Planner(plan_request(recipe, cluster, profile, dataset), parallelism.mode)
     mode = planner.mode
-    if parallelism.plan == AUTO and mode.shape not in ("one", "one-stage"):
+    if parallelism.plan == AUTO and not mode.is_one_stage:
         return _over(graph, planner.best().plan)
     if is_plan_file(parallelism.plan):
         recipe = with_shard(recipe, load_plan(parallelism.plan).shard, parallelism.plan)
@@ -149,7 +149,7 @@ def _other_than_asked(
 
 def _over(graph: LayerGraph, plan: Plan) -> Plan:
     """Return a plan of a profile's layers as one of the graph's same layers; the graph knows buffers, too."""
-    return recut(graph, plan, [stage.start for stage in plan.stages[1:]])
+    return recut(graph, plan, plan.starts)
 
 
 def check_copies(cluster: Cluster, plan: Plan, where: str = "parallelism") -> None:

@@ -190,7 +190,7 @@ def _pipeline(recipe: Recipe, cluster: Cluster, profile: Profile, plan: Plan) ->
 
 def _check_compiled(recipe: Recipe, graph: LayerGraph, plan: Plan) -> None:
     """Raise an error for a plan's file that recomputes or swaps layers of compiled stages."""
-    pairs = zip(graph.layers, (policy for stage in plan.stages for policy in stage.memory), strict=True)
+    pairs = zip(graph.layers, plan.memory, strict=True)
     other = next(((layer.name, policy) for layer, policy in pairs if policy != KEEP), None)
     if recipe.engine.compile and other is not None:
         raise PlanError(

@@ -214,7 +214,7 @@ def _layer_graph(recipe: Recipe, model: nn.Module, fed: int | Collection[str], s
         rewrites = {} if _num_slices(recipe) == 1 else {"rewrite": slicer}
         return trace(model, list(recipe.model.get("leaves") or ()), fed, **rewrites)
     except TracingError as error:
-        if mode == AUTO or recipe.parallelism.row.shape not in ("one", "one-stage"):
+        if mode == AUTO or not recipe.parallelism.row.is_one_stage:
             raise
         _LOG.info("%s: run as one layer, since mode %s cuts nothing", error, mode)
         return as_one_layer(model, fed)

@@ -18,7 +18,7 @@ from pipebench.distributed import channel as channel_module
 from pipebench.distributed.channel import AHEAD, ChannelLink, ChannelSender, DirectSends, Receiver
 from pipebench.distributed.launch_join import PeerLostError
 from pipebench.distributed.message import HEADER_BYTES, layout_key_of, read_header
-from pipebench.engine.in_flight import detached
+from pipebench.model.values import detached
 from tests.made_up_gpu import made_up_gpu
 from tests.patience import PATIENCE_S
 

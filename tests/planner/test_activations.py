@@ -76,7 +76,7 @@ def test_what_is_told_of_a_stage_by_hand() -> None:
     assert (found.kept, found.swapped, found.recomputed) == (1, 1, 1)
     assert (found.swapped_bytes, found.copies_s, found.window_s, found.again_s) == (10, 20.0, 17.0, 5.5)
     assert (found.waits_s, found.is_hidden) == (20.0 - 17.0, False)
-    assert activations.late_s(activations.of([0], [2, 4])).tolist() == [[20.0 - 6.0, 20.0 - 17.0]]
+    assert activations.of([0], [2, 4]).late_s.tolist() == [[20.0 - 6.0, 20.0 - 17.0]]
     assert activations.of([0], [4]).stays_bytes.tolist() == [[8 + 4]]
 
 

@@ -38,7 +38,7 @@ def test_a_replica_keeps_what_the_formula_says_and_the_fewest_that_fit_are_the_f
             found = least[stop - start - 1]
             assert (found if found < 42 else np.inf) == min(fitting, default=np.inf)
             for m in (1, 2, 7):
-                fits = memory.fits(grid, m, workers)[0, stop - start - 1]
+                fits = memory.fits(memory.parts(grid), m, workers)[0, stop - start - 1]
                 assert fits == case.search.given.fits(before, after, m, Fraction(workers), rule)
 
 

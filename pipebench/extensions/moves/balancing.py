@@ -30,6 +30,10 @@ from pipebench.simulate.memory_meter import MemoryMeter
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.steady import simulate_segment
 
+ENOUGH = 4  # fewest backwards per stage in a mean
+_MOST_TRIALS = 8  # of decisions that don't fit in simulation; two or three usually suffice
+_LOG = logging.getLogger(__name__)
+
 
 class FeasibilityCheck:
     """Predicts memory for a running pipeline, by simulation; `setup` has the cuts at the previous drain.
@@ -105,12 +109,6 @@ class FeasibilityCheck:
 def halfway(starts: Starts, wanted: Starts) -> Starts:
     """Return cuts halfway from `starts` to `wanted`, rounded towards `starts`."""
     return tuple(start + int((other - start) / 2) for start, other in zip(starts, wanted, strict=True))
-
-
-_LOG = logging.getLogger(__name__)
-
-ENOUGH = 4  # fewest backwards per stage in a mean
-_MOST_TRIALS = 8  # of decisions that don't fit in simulation; two or three usually suffice
 
 
 class StageReport(NamedTuple):

@@ -19,7 +19,6 @@ from pipebench.checkpoint.share import Share
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.accumulation import OnGradient
 from pipebench.engine.gradients import Gradients, add
-from pipebench.engine.in_flight import num_bytes
 from pipebench.engine.loss_scale import LossScale
 from pipebench.engine.prediction import AS_IT_IS, Displacement
 from pipebench.engine.replica import LiveBytes, Replica, UnitInput, Values
@@ -30,6 +29,7 @@ from pipebench.extensions.moves.segment import MovingSegment
 from pipebench.extensions.moves.stage_parts import StagePart, StageParts
 from pipebench.model.slice_modules import Divided
 from pipebench.model.stage import Stage
+from pipebench.model.values import bytes_in
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class MigratingReplica:
             values |= found
             if part.leaves_to is not None:
                 self._note_memory()
-                replica.let_go(given.unit)
+                replica.drop_unit(given.unit)
         self._note_versions()
         return values, result
 
@@ -169,9 +169,9 @@ class MigratingReplica:
     def live_by_kind(self) -> LiveBytes:
         """Return the bytes of all replicas here and of units waiting to be transferred."""
         waiting = sum(
-            num_bytes([vars(each.state), each.inputs, each.received]) for each in self._pending_transfers.values()
+            bytes_in([vars(each.state), each.inputs, each.received]) for each in self._pending_transfers.values()
         )
-        own = LiveBytes(0, 0, 0, num_bytes(self._gradients), waiting)
+        own = LiveBytes(0, 0, 0, bytes_in(self._gradients), waiting)
         rows = zip(own, *(each.live_by_kind() for each in self._everybody()), strict=True)
         return LiveBytes(*map(sum, rows))
 

@@ -196,7 +196,7 @@ class _MigratingMemory:
     def before(self) -> Iterator[Change]:
         """Yield the memory before anything runs."""
         for part in self._parts:
-            yield from self.held.noted(part.replica.come())
+            yield from self.held.noted(part.replica.created())
 
     def drained(self) -> Iterator[Change]:
         """Begin the only segment."""
@@ -230,7 +230,7 @@ class _MigratingMemory:
                 block = self._phases.handed(it.stage, it.peer, it.number)
                 yield from self._replaced(*self._parts.part(block, self._copy))
         elif op is Op.GIVE:
-            yield from self._parts.leave(it.peer).go(at_end=False)
+            yield from self._parts.leave(it.peer).dropped(at_end=False)
         elif op is Op.GIVE_UNIT:
             yield Change(SENT, -self._pending_transfers.pop((it.number, it.peer), 0), False)
         elif op is Op.FORWARD_AGAIN:
@@ -247,7 +247,7 @@ class _MigratingMemory:
         # Gradients may be of layers that have yet to arrive.
         if whole and all(whole.start <= guest.start and guest.stop <= whole.stop for guest in guests.values()):
             for guest in guests.values():
-                yield from guest.replica.go(at_end=True)
+                yield from guest.replica.dropped(at_end=True)
             guests.clear()
 
     def _forward(self, it: Instruction, size: Size) -> Iterator[Change]:
@@ -261,7 +261,7 @@ class _MigratingMemory:
                 yield Change(SENT, aside, False)
             yield from part.replica.changes(it, size)
             if part.leaves_to is not None:
-                yield from part.replica.let_go(it.number)
+                yield from part.replica.drop_unit(it.number)
 
     def _backward(self, it: Instruction, size: Size) -> Iterator[Change]:
         changes: list[Change] = []
@@ -279,7 +279,7 @@ class _MigratingMemory:
     def _replaced(self, old: ReplicaMemory, made: list[ReplicaMemory]) -> Iterator[Change]:
         """Replace a replica, which then makes no more updates, by others."""
         for replica in made:
-            yield from replica.come()
+            yield from replica.created()
         self._gradients += old.give_gradients()
         yield from old.retire()
 
@@ -293,7 +293,7 @@ class _MigratingMemory:
         is_new = block.source not in self._parts.guests
         guest = self._parts.guest(block, it.number, self._make)
         if is_new:
-            yield from guest.come()
+            yield from guest.created()
         yield from guest.changes(Instruction(Op.FORWARD, it.stage, it.number), size)
         yield Change(RECEIVED, read - self._costs.num_bytes(given), True)
 

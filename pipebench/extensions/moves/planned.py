@@ -170,13 +170,12 @@ def _policies(graph: LayerGraph, memory: Mapping[str, str], where: str) -> list[
 
 def cuts_of(graph: LayerGraph, plan: Plan) -> tuple[str, ...]:
     """Return the first layer of every stage but the first."""
-    return tuple(graph.layers[stage.start].name for stage in plan.stages[1:])
+    return tuple(graph.layers[start].name for start in plan.starts)
 
 
 def policies_of(graph: LayerGraph, plan: Plan) -> dict[str, str]:
     """Return the policies of layers that don't save their activations, by name."""
-    policies = [policy for stage in plan.stages for policy in stage.memory]
-    return {layer.name: each for layer, each in zip(graph.layers, policies, strict=True) if each != KEEP}
+    return {layer.name: each for layer, each in zip(graph.layers, plan.memory, strict=True) if each != KEEP}
 
 
 def under(setup: Setup, moves: Sequence[RepartitionRecord]) -> Plan:

@@ -153,7 +153,7 @@ def _moving(vpipe: Mapping[str, Any] | None, mode: str, chunks: int | None, orde
         yield asking, f"{given} with mode auto, which plans every mode: {allowed}"
         return
     row = MODES[mode]
-    if row.shape in ("one", "one-stage"):
+    if row.is_one_stage:
         yield asking, f"{given} in mode {mode}, which has one stage: {allowed}"
     elif (chunks or row.chunks) > 1 or is_csv(order or row.order):
         workers = "workers that have one stage each, in an order of work that isn't a file's"

@@ -59,8 +59,7 @@ class CutLayout(NamedTuple):
 
 def layout_of(plan: Plan) -> CutLayout:
     """Return the first layers of a plan's later stages, and every layer's memory policy."""
-    memory = tuple(policy for stage in plan.stages for policy in stage.memory)
-    return CutLayout(tuple(stage.start for stage in plan.stages[1:]), memory)
+    return CutLayout(plan.starts, plan.memory)
 
 
 @dataclass(frozen=True)

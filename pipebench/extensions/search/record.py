@@ -15,7 +15,7 @@ from pipebench.train.job import Job
 from pipebench.train.result import Point, RunResult
 from pipebench.typed_json import write
 
-_RATE, _LAYERS = "throughput_samples_per_s", "active_layers"
+_RATE = "throughput_samples_per_s"
 _BLUE, _ORANGE, _GREY = "#0072B2", "#D55E00", "#999999"
 
 

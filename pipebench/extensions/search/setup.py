@@ -145,7 +145,7 @@ class SearchLoop(LoopExtension):
         for point in saved.points:  # whatever the recipe's period was then
             done = self._engine.setup.sampler.minibatches(point["samples"])
             self._add_score(point["metrics"], IndividualStart(done, point["samples"], point["clock_s"]))
-        self._take_up()
+        self._switch()
 
     def evaluated(self, point: Point, done: int, *, ends: bool) -> None:
         """Score the current individual; begin with the next one if it's due."""
@@ -153,7 +153,7 @@ class SearchLoop(LoopExtension):
         self._add_score(point.metrics, IndividualStart(done, point.samples, point.clock_s))
         if not ends and self._strategy.current.number > before:
             with self._clock.spending("training_s"):
-                self._take_up()
+                self._switch()
             self._note(self._sentence())
 
     def completed(self, result: RunResult) -> RunResult:
@@ -167,7 +167,7 @@ class SearchLoop(LoopExtension):
             )
         return replace(result, sentence=sentence, search=found)
 
-    def _take_up(self) -> None:
+    def _switch(self) -> None:
         """Switch to the current individual's architecture."""
         self._engine.switch_setup(self._architectures.setup(self._engine.setup, self._strategy.current.cells))
 
