@@ -6,6 +6,7 @@ and a traceback.
 
 import difflib
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain, takewhile
@@ -174,6 +175,11 @@ def printable(text: str) -> str:
     a\x1b[2Jb\n
     """
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+def print_notice(sentence: str) -> None:
+    """Print a sentence that the user should see beside what a command prints, on the standard error."""
+    print(f"pipebench: {printable(sentence)}", file=sys.stderr, flush=True)
 
 
 def printable_lines(text: str) -> list[str]:

@@ -1,8 +1,10 @@
-"""Numbers as text: seconds, bytes, shares and speed-ups, in one format everywhere."""
+"""Numbers as text: seconds, bytes, shares and speed-ups, in one format everywhere; and long names, shortened."""
 
 import math
 import re
 from collections.abc import Sequence
+
+from pipebench.errors import printable
 
 UNKNOWN = "-"
 _SMALL_UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
@@ -135,3 +137,13 @@ def measure(metric: str, value: float | None) -> str:
     if "bytes" in metric.split("_"):
         return num_bytes(value)
     return percent(value) if is_share(metric) else number(value)
+
+
+def shortened(text: str, width: int) -> str:
+    """Return the beginning of a name that is too long.
+
+    >>> shortened("Conv2d(3, 64, kernel_size=(3, 3))", 12), shortened("ReLU", 12)
+    ('Conv2d(3, ..', 'ReLU')
+    """
+    plain = printable(text)
+    return plain if len(plain) <= width else f"{plain[: width - 2]}.."

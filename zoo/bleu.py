@@ -7,7 +7,7 @@ WMT 2018): whoever shows a score shows its signature.
 from collections.abc import Sequence
 from typing import Any
 
-TOKENIZATIONS = ("13a", "intl", "char", "none")
+from pipebench.zoo.late import optional
 
 
 def corpus_bleu(
@@ -44,9 +44,7 @@ def signature(*, tokenize: str = "13a", lowercase: bool = False) -> str:
 
 
 def _scorer(tokenize: str, lowercase: bool) -> Any:
-    try:
-        from sacrebleu.metrics.bleu import BLEU  # late: an optional dependency
-    except ImportError as error:
-        raise ImportError('BLEU needs the package sacrebleu: pip install "pipebench[data]"') from error
+    with optional("BLEU", "sacrebleu"):
+        from sacrebleu.metrics.bleu import BLEU
     # force: our own text isn't tokenised, whatever its full stops look like; no advice on the terminal.
     return BLEU(tokenize=tokenize, lowercase=lowercase, force=True)

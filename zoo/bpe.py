@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from pipebench.zoo.late import optional
 from pipebench.zoo.places import cache_folder, write_whole
 from pipebench.zoo.text import NUM_SPECIAL, SPECIAL_TOKENS, UNK
 
@@ -92,10 +93,8 @@ def undo_marks(text: str) -> str:
 
 
 def _tokenizers() -> Any:
-    try:
-        import tokenizers  # late: an optional dependency
-    except ImportError as error:
-        raise ImportError('byte-pair encoding needs the package tokenizers: pip install "pipebench[data]"') from error
+    with optional("byte-pair encoding", "tokenizers"):
+        import tokenizers
     return tokenizers
 
 

@@ -9,16 +9,14 @@ from torch import nn
 
 
 class VariationalDropout(nn.Module):
-    """Dropout that drops the same features at every step of a sample; also called locked dropout."""
+    """Dropout that drops the same features at every step of a sample; also called locked dropout.
+
+    `p`: probability of dropping a feature; the kept ones are divided by 1 - p.
+    """
 
     one_layer = True
 
     def __init__(self, p: float) -> None:
-        """Make the layer.
-
-        Args:
-            p: probability of dropping a feature; the kept ones are divided by 1 - p.
-        """
         super().__init__()
         self.p = p
 
@@ -36,19 +34,13 @@ class VariationalDropout(nn.Module):
 class WordDropoutEmbedding(nn.Embedding):
     """An embedding that drops whole words while training: every occurrence in the minibatch becomes zeros.
 
-    The mask is over the vocabulary, so the kept words are scaled by 1 / (1 - p) wherever they stand.
+    The mask is over the vocabulary, so the kept words are scaled by 1 / (1 - p) wherever they stand; `p` is the
+    probability of dropping a word.
     """
 
     one_layer = True
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, p: float = 0.0) -> None:
-        """Make the layer.
-
-        Args:
-            num_embeddings: words of the vocabulary.
-            embedding_dim: features of a word.
-            p: probability of dropping a word.
-        """
+    def __init__(self, num_embeddings: int, embedding_dim: int, p: float) -> None:
         super().__init__(num_embeddings, embedding_dim)
         self.p = p
 

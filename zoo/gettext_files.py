@@ -6,6 +6,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from pipebench.zoo.late import optional
+
 # Package, version fetched, and its German catalogue. pretalx's second one, de_Formal, says the same to a stranger.
 CATALOGUES: tuple[tuple[str, str, str], ...] = (
     ("mercurial", "7.2.4", "mercurial/locale/de/LC_MESSAGES/hg.mo"),
@@ -79,8 +81,6 @@ def _said(entry: Any) -> bool:
 
 
 def _polib() -> Any:
-    try:
-        import polib  # late: an optional dependency
-    except ImportError as error:
-        raise ImportError('gettext_pairs needs the package polib: pip install "pipebench[data]"') from error
+    with optional("gettext_pairs", "polib"):
+        import polib
     return polib

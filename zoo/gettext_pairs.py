@@ -18,9 +18,9 @@ from pathlib import Path
 from pipebench.zoo import bpe, gettext_files
 from pipebench.zoo.gettext_files import Pair
 from pipebench.zoo.late import torch
-from pipebench.zoo.options import at_least
+from pipebench.zoo.options import at_least, check_split
 from pipebench.zoo.places import DATA_VARIABLE, data_folder
-from pipebench.zoo.translation import SIDES, Translation, TranslationOptions, check_split
+from pipebench.zoo.translation import SIDES, Translation, TranslationOptions
 
 # Text as people write it (the last six: dashes and quotation marks); placeholders, markup and code have other
 # characters.

@@ -9,7 +9,7 @@ import hashlib
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from pipebench.zoo import metrics
 from pipebench.zoo.late import torch
-from pipebench.zoo.options import at_least
+from pipebench.zoo.options import at_least, check_split
 from pipebench.zoo.places import DATA_VARIABLE, data_folder
 from pipebench.zoo.registry import DataError, Dataset
 
@@ -93,8 +93,7 @@ class ImageNet(Dataset):
         Raises:
             DataError: an image can't be read; names the file.
         """
-        if split not in _FOLDERS:
-            raise ValueError(f"imagenet: split is {split!r}, allowed are train, eval")
+        check_split("imagenet", split)
         listing = _listings(str(data_folder("imagenet", self.root)))[split]
         fetched: dict[str, torch.Tensor] = {}
         for field in fields:
@@ -259,17 +258,11 @@ def _scan(folder: Path) -> Listing:
     if not classes:
         hint = f"move its images into one folder per class, or {hint}"
         raise FileNotFoundError(f"imagenet: expected are {expected}, but {folder} has no class folders; {hint}")
-    names = [sorted(_images_in(folder / name)) for name in classes]
+    names = [sorted(name for name in os.listdir(folder / each) if name.lower().endswith(_SUFFIXES)) for each in classes]
     for name, found in zip(classes, names, strict=True):
         if not found:
             raise FileNotFoundError(f"imagenet: expected are {expected}, but {folder / name} has no images")
     return Listing(str(folder), classes, tuple(map("\0".join, names)), tuple(accumulate(map(len, names))))
-
-
-def _images_in(folder: Path) -> Iterator[str]:
-    for entry in os.scandir(folder):
-        if entry.name.lower().endswith(_SUFFIXES):
-            yield entry.name
 
 
 @lru_cache(maxsize=4)

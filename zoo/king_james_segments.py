@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from pipebench.zoo import king_james
 from pipebench.zoo.language import END, UNKNOWN, most_frequent
+from pipebench.zoo.options import SPLITS
 from pipebench.zoo.segments import SegmentOptions, Segments
 from pipebench.zoo.text import NUM_SPECIAL, UNK
 
@@ -22,7 +23,7 @@ class KingJamesSegments(Segments):
     def check(self) -> None:
         """Raise ImportError if the package is missing, ValueError if its text isn't the one whose sizes are known."""
         king_james.king_james().check()
-        found = {split: len(_verses(split, self.options.vocabulary)) for split in ("train", "eval")}
+        found = {split: len(_verses(split, self.options.vocabulary)) for split in SPLITS}
         if found != dict(self.options.num_sentences):
             raise ValueError(
                 f"king_james_segments: the text has {found} verses, expected are {dict(self.options.num_sentences)}"

@@ -10,13 +10,13 @@ from itertools import repeat
 
 import numpy
 
+from pipebench.zoo import metrics
 from pipebench.zoo.late import torch
-from pipebench.zoo.options import at_least
+from pipebench.zoo.options import SPLITS, at_least, check_split
 from pipebench.zoo.registry import Dataset
 
 UNKNOWN, END = "<unk>", "<eos>"
 NOTHING = -1  # the target where there is none
-_SPLITS = ("train", "eval")
 
 
 class Text(Dataset):
@@ -49,7 +49,7 @@ class Text(Dataset):
         at_least(1, name, bptt=bptt)
         self.name, self.bptt, self.num_tokens = name, bptt, dict(num_tokens)
         self.num_ids = {"tokens": vocabulary, "next_tokens": vocabulary}
-        self.num_train, self.num_eval = (math.ceil((num_tokens[split] - 1) / bptt) for split in _SPLITS)
+        self.num_train, self.num_eval = (math.ceil((num_tokens[split] - 1) / bptt) for split in SPLITS)
 
     @abstractmethod
     def text(self, split: str) -> torch.Tensor:
@@ -64,7 +64,7 @@ class Text(Dataset):
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
         """Return the fields asked for of the chunks at `indices`, in that order; past the end of the text, padding."""
-        self._check_split(split)
+        check_split(self.name, split)
         text = self.text(split)
         starts = torch.as_tensor(indices, dtype=torch.int64).unsqueeze(1) * self.bptt
         positions = starts + torch.arange(self.bptt)
@@ -79,7 +79,7 @@ class Text(Dataset):
 
     def weight(self, split: str, indices: Sequence[int]) -> float:
         """Return the number of targets in the chunks; the text isn't read."""
-        self._check_split(split)
+        check_split(self.name, split)
         last = self.num_tokens[split] - 1
         return float(sum(min(max(last - index * self.bptt, 0), self.bptt) for index in indices))
 
@@ -95,14 +95,7 @@ class Text(Dataset):
 
     def summarise(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
         """Return the perplexity: e to the mean cross-entropy of the targets; infinite if it exceeds a float."""
-        try:
-            return {"perplexity": math.exp(sums["cross_entropy"] / weight)}
-        except OverflowError:
-            return {"perplexity": math.inf}
-
-    def _check_split(self, split: str) -> None:
-        if split not in _SPLITS:
-            raise ValueError(f"{self.name}: split is {split!r}, allowed are {', '.join(_SPLITS)}")
+        return {"perplexity": metrics.perplexity(sums["cross_entropy"] / weight)}
 
 
 def most_frequent(words: Iterable[str], size: int) -> dict[str, int]:

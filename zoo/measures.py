@@ -70,18 +70,14 @@ def squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return _per_sample(nn.functional.mse_loss(output, target, reduction="none"))
 
 
-def top(k: int) -> Measure:
-    """Return the metric that says of every sample whether its class is among the k largest outputs."""
-    return _Top(k)
-
-
 @dataclass(frozen=True)
-class _Top:
+class Top:
     """Whether a sample's class is among its k largest outputs; a class, since a closure can't be sent to processes."""
 
     k: int
 
     def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Return one bool per sample; output: [samples, classes], target: class numbers."""
         if output.dim() < 2 or output.shape[1] <= self.k:  # the class is always among all outputs
             given = list(output.shape)
             raise ValueError(f"top{self.k} needs an output per class, {self.k + 1} at least, and is given {given}")
@@ -91,8 +87,8 @@ class _Top:
 
 LOSSES: dict[str, Measure] = {"cross_entropy": cross_entropy, "mse": squared_error, "model": loss_of_model}
 METRICS: dict[str, Metric] = {
-    "top1": Metric(top(1), "max"),
-    "top5": Metric(top(5), "max"),
+    "top1": Metric(Top(1), "max"),
+    "top5": Metric(Top(5), "max"),
     "mse": Metric(squared_error, "min"),
 }
 

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
+from pipebench.zoo.late import optional
+
 # What a reader of a score has to know. Differs: PipeDream's and S2VT's scores come from METEOR 1.5, which also matches
 # synonyms (WordNet) and paraphrases (tables): both are downloads, and its weights are tuned to having them.
 SIGNATURE = (
@@ -57,11 +59,9 @@ class _NoSynonyms:
 @cache
 def _scorer() -> Any:
     """Return a function of a caption and its references."""
-    try:
-        from nltk.stem.porter import PorterStemmer  # late: an optional dependency
+    with optional("meteor", "nltk"):
+        from nltk.stem.porter import PorterStemmer
         from nltk.translate.meteor_score import meteor_score
-    except ImportError as error:
-        raise ImportError('meteor needs the package nltk: pip install "pipebench[data]"') from error
     stems, no_synonyms = _Stems(PorterStemmer().stem), _NoSynonyms()
 
     def score(caption: Words, references: Sequence[Words]) -> Any:

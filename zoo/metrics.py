@@ -1,7 +1,8 @@
-"""Losses and metrics of classifiers, as sums over samples: divided by the number of samples they are means."""
+"""Losses and metrics that data sets share: sums over samples, divided by their number means; and perplexity."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pipebench.zoo.late import torch
@@ -37,3 +38,11 @@ def classification_loss(output: Any, labels: torch.Tensor) -> torch.Tensor:
     for auxiliary in output[1:] if isinstance(output, tuple | list) else ():
         loss = loss + AUXILIARY_WEIGHT * torch.nn.functional.cross_entropy(auxiliary, labels, reduction="sum")
     return loss
+
+
+def perplexity(cross_entropy: float) -> float:
+    """Return e to a mean cross-entropy in nats; infinite if it exceeds a float."""
+    try:
+        return math.exp(cross_entropy)
+    except OverflowError:
+        return math.inf

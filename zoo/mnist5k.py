@@ -7,6 +7,7 @@ from functools import cache, lru_cache
 
 from pipebench.zoo import metrics
 from pipebench.zoo.late import torch
+from pipebench.zoo.options import at_least, check_split
 from pipebench.zoo.registry import Dataset
 
 NUM_TRAIN, NUM_EVAL = 4000, 1000
@@ -67,8 +68,7 @@ class Mnist5k(Dataset):
         return {"top1": metrics.num_correct(output, targets["label"])}
 
     def _split(self, split: str) -> torch.Tensor:
-        if split not in ("train", "eval"):
-            raise ValueError(f"mnist5k: split is {split!r}, allowed are train, eval")
+        check_split("mnist5k", split)
         train, held_out = _rows(self.split_seed)
         return train if split == "train" else held_out
 
@@ -81,8 +81,7 @@ def mnist5k(image_size: int = 32, split_seed: int = 0, num_train: int = NUM_TRAI
         split_seed: which digits are held out. One seed, one split, on every machine.
         num_train: the first so many of the training digits, all of them by default; fewer are harder to learn from.
     """
-    if image_size < _IMAGE_SIZE:
-        raise ValueError(f"mnist5k: image_size is {image_size}, allowed is {_IMAGE_SIZE} or more")
+    at_least(_IMAGE_SIZE, "mnist5k", image_size=image_size)
     if not 1 <= num_train <= NUM_TRAIN:
         raise ValueError(f"mnist5k: num_train is {num_train}, allowed is 1 to {NUM_TRAIN}")
     return Mnist5k(image_size, split_seed, num_train)

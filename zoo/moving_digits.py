@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 from pipebench.zoo.captions import Captions, Vocabulary
 from pipebench.zoo.late import torch
 from pipebench.zoo.mnist5k import PIXEL_MEAN, PIXEL_STD, mnist5k
-from pipebench.zoo.options import at_least
+from pipebench.zoo.options import at_least, check_split
 
 SIDE = 16  # height and width of a frame, in pixels
 _DIGIT_SIDE = 10  # MNIST's digits fill 20 x 20 pixels: halved
@@ -88,7 +88,7 @@ class MovingDigits(Captions):
     def features(self, split: str, indices: Sequence[int]) -> torch.Tensor:
         """Return the frames' pixels from 0 (black) to 1, row by row: [samples, frames, 256] float32."""
         clips, rows = self._clips(split), torch.as_tensor(indices, dtype=torch.int64)
-        digits = _small_digits(split)[clips.digit[rows]]
+        digits = _small_digits(split)[0][clips.digit[rows]]
         left, top = self._path(clips, rows)
         clip, frame = torch.meshgrid(torch.arange(len(rows)), torch.arange(self.frames), indexing="ij")
         pixels = torch.zeros(len(rows), self.frames, SIDE, SIDE)
@@ -110,14 +110,13 @@ class MovingDigits(Captions):
         return [[_say(way, int(labels[i]), int(clips.motion[i])) for way in ways] for i in indices]
 
     def _clips(self, split: str) -> Clips:
-        if split not in ("train", "eval"):
-            raise ValueError(f"moving_digits: split is {split!r}, allowed are train, eval")
+        check_split("moving_digits", split)
         if split == "train":
             return _drawn(self.num_train, self._digits.num_train, 2 * self.seed)
         return _drawn(self.num_eval, self._digits.num_eval, 2 * self.seed + 1)
 
     def _labels(self, split: str) -> torch.Tensor:
-        return _all_labels(split)[self._clips(split).digit]
+        return _small_digits(split)[1][self._clips(split).digit]
 
     def _path(self, clips: Clips, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the digit's distance from the left and the upper edge: two [samples, frames] int64."""
@@ -176,19 +175,12 @@ def _drawn(num_clips: int, num_digits: int, seed: int) -> Clips:
 
 
 @cache
-def _small_digits(split: str) -> torch.Tensor:
-    """Return the digits of the split at half their size: [digits, 10, 10] float32 from 0 to 1."""
+def _small_digits(split: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the digits of the split at half their size, [digits, 10, 10] float32 from 0 to 1, and their labels."""
     digits = mnist5k(image_size=28)
     number = digits.num_train if split == "train" else digits.num_eval
-    images = digits.fetch(split, range(number), ["image"])["image"] * PIXEL_STD + PIXEL_MEAN
+    found = digits.fetch(split, range(number), ["image", "label"])
+    images = found["image"] * PIXEL_STD + PIXEL_MEAN
     margin = (images.shape[-1] - 2 * _DIGIT_SIDE) // 2
     inner = images[:, 0, margin:-margin, margin:-margin].clamp(0, 1)
-    return torch.nn.functional.avg_pool2d(inner, 2)
-
-
-@cache
-def _all_labels(split: str) -> torch.Tensor:
-    digits = mnist5k(image_size=28)
-    number = digits.num_train if split == "train" else digits.num_eval
-    labels: torch.Tensor = digits.fetch(split, range(number), ["label"])["label"]
-    return labels
+    return torch.nn.functional.avg_pool2d(inner, 2), found["label"]

@@ -14,7 +14,7 @@ from typing import Any
 
 from pipebench.zoo.captions import Captions, Vocabulary
 from pipebench.zoo.late import torch
-from pipebench.zoo.options import at_least, more_than, one_of
+from pipebench.zoo.options import at_least, check_split, more_than, one_of
 from pipebench.zoo.places import data_folder
 from pipebench.zoo.registry import DataError
 from pipebench.zoo.text import NUM_SPECIAL
@@ -137,8 +137,7 @@ class Msvd(Captions):
         return Vocabulary(commonest[: self.num_words - NUM_SPECIAL])
 
     def _clip_of(self, split: str, indices: Sequence[int]) -> list[str]:
-        if split not in ("train", "eval"):
-            raise ValueError(f"msvd: split is {split!r}, allowed are train, eval")
+        check_split("msvd", split)
         if split == "train":
             return [self._training[index][0] for index in indices]
         return [self._clips[self.held_out][index] for index in indices]

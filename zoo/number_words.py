@@ -12,9 +12,9 @@ from functools import lru_cache
 from typing import Any
 
 from pipebench.zoo import bpe
-from pipebench.zoo.late import torch
-from pipebench.zoo.options import at_least
-from pipebench.zoo.translation import SIDES, Translation, TranslationOptions, check_split
+from pipebench.zoo.late import optional, torch
+from pipebench.zoo.options import at_least, check_split
+from pipebench.zoo.translation import SIDES, Translation, TranslationOptions
 
 _LANGUAGES = {"source": "en", "target": "de"}
 _MOST_NUMBERS = 1_000_000  # from a million on, German needs several words
@@ -132,8 +132,6 @@ def _encoded(side: str, selection: _Selection) -> dict[str, list[list[int]]]:
 
 
 def _num2words() -> Any:
-    try:
-        from num2words import num2words  # late: an optional dependency
-    except ImportError as error:
-        raise ImportError('number_words needs the package num2words: pip install "pipebench[data]"') from error
+    with optional("number_words", "num2words"):
+        from num2words import num2words
     return num2words

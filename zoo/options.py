@@ -2,6 +2,8 @@
 
 from collections.abc import Collection
 
+SPLITS = ("train", "eval")  # of every data set
+
 
 def at_least(smallest: float, of: str, why: str = "", /, **options: float) -> None:
     """Refuse options less than `smallest`, of a model, say; `why` says in brackets what needs so many.
@@ -45,6 +47,11 @@ def one_of(allowed: Collection[str], of: str, /, **options: str) -> None:
     for name, value in options.items():
         if value not in allowed:
             raise ValueError(f"{of}: {name} is {value!r}, allowed are {', '.join(allowed)}")
+
+
+def check_split(of: str, split: str) -> None:
+    """Refuse what is none of `SPLITS`; see `at_least`."""
+    one_of(SPLITS, of, split=split)
 
 
 def one_size(of: str, *, because: str, source_vocabulary: int, target_vocabulary: int) -> None:

@@ -21,11 +21,11 @@ from torch.utils.data import (
 )
 
 from pipebench.zoo.measures import Measure, Metric, beside_loss, cross_entropy, loss_of_model
+from pipebench.zoo.options import SPLITS
 from pipebench.zoo.registry import DataError, Dataset
 from pipebench.zoo.samples import INPUT, TARGET, Fields, flat, how_to_name, in_words, shaped, tensor_names
 from pipebench.zoo.seeding import seeded
 
-_SPLITS = ("train", "eval")
 _KEPT_TARGETS = 32  # minibatches between the fetch of an input and that of its target, in a process that does both
 _IGNORED = -100  # torch's label for none
 _GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's step, which sets neighbouring samples far apart
@@ -238,7 +238,7 @@ class DatasetPair(Dataset):
 
 
 def _by_split(train: Any, held_out: Any) -> dict[str, Any]:
-    return {split: _copied(_unloaded(split, data)) for split, data in zip(_SPLITS, (train, held_out), strict=True)}
+    return {split: _copied(_unloaded(split, data)) for split, data in zip(SPLITS, (train, held_out), strict=True)}
 
 
 def _copied(data: Any) -> Any:

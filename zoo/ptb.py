@@ -10,7 +10,7 @@ from pathlib import Path
 from pipebench.zoo.language import END, Text, encode, most_frequent
 from pipebench.zoo.late import torch
 from pipebench.zoo.line_index import fingerprint
-from pipebench.zoo.options import at_least
+from pipebench.zoo.options import at_least, one_of
 from pipebench.zoo.places import DATA_VARIABLE, data_folder
 
 # Tokens with one <eos> per line, and words: the sizes of the files ptb.{train,valid,test}.txt that everyone uses.
@@ -84,8 +84,7 @@ def ptb(
         test_tokens: tokens of ptb.test.txt.
         vocabulary: different words of ptb.train.txt, with `<eos>`.
     """
-    if evaluate_on not in _SPLITS[1:]:
-        raise ValueError(f"ptb: evaluate_on is {evaluate_on!r}, allowed are valid, test")
+    one_of(_SPLITS[1:], "ptb", evaluate_on=evaluate_on)
     tokens = {"train": train_tokens, "valid": valid_tokens, "test": test_tokens}
     at_least(2, "ptb", **{f"{split}_tokens": number for split, number in tokens.items()}, vocabulary=vocabulary)
     return PennTreebank(root, bptt, tokens, vocabulary, evaluate_on)

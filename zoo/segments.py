@@ -7,19 +7,18 @@ in five of them are replaced by the mask, one in ten by any word, and one in ten
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipebench.zoo import metrics
 from pipebench.zoo.imagenet import generator_of
 from pipebench.zoo.late import torch
-from pipebench.zoo.options import at_least
+from pipebench.zoo.options import SPLITS, at_least, check_split
 from pipebench.zoo.registry import Dataset
 from pipebench.zoo.text import BOS, EOS, NUM_SPECIAL, pad_rows
 
-_SPLITS = ("train", "eval")
 _FRAME = 3  # tokens of a sample that are of no segment
 _HIDDEN, _MASKED, _OTHER = 0.15, 0.8, 0.9  # shares: of the words; below it, the mask; from there to here, any word
 NOTHING = -1  # the word to say where there is none
@@ -42,7 +41,7 @@ class SegmentOptions:
         at_least(1, self.name, sentences=self.sentences)
         at_least(0, self.name, num_eval=self.num_eval)
         at_least(NUM_SPECIAL + 2, self.name, vocabulary=self.vocabulary)
-        for split in _SPLITS:
+        for split in SPLITS:
             if self.num_samples(split) < 2:
                 raise ValueError(
                     f"{self.name}: sentences is {self.sentences}, allowed is less than half of the "
@@ -104,8 +103,7 @@ class Segments(Dataset):
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
         """Return the fields asked for."""
-        if split not in _SPLITS:
-            raise ValueError(f"{self.options.name}: split is {split!r}, allowed are {', '.join(_SPLITS)}")
+        check_split(self.options.name, split)
         columns = self.options.columns
         drawn = torch.stack([_drawn(draw if split == "train" else 0, index, 2 + 3 * columns) for index in indices])
         found = self._pairs(split, indices, drawn[:, :2])
@@ -170,10 +168,7 @@ class Segments(Dataset):
 
     def summarise(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
         """Return the share of samples told right, and e to the mean cross-entropy of all hidden words."""
-        try:
-            perplexity = math.exp(sums["cross_entropy"] / max(sums["num_words"], 1))
-        except OverflowError:
-            perplexity = math.inf
+        perplexity = metrics.perplexity(sums["cross_entropy"] / max(sums["num_words"], 1))
         return {"nsp_accuracy": sums["nsp_accuracy"] / weight, "mlm_perplexity": perplexity}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipebench.zoo import metrics
 from pipebench.zoo.late import torch
-from pipebench.zoo.options import at_least
+from pipebench.zoo.options import at_least, check_split
 from pipebench.zoo.registry import Dataset
 
 # PipeDream's artifact repeats one image. A few more keep a minibatch's statistics, and so BatchNorm, from degenerating.
@@ -45,8 +45,7 @@ class Synthetic(Dataset):
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
         """Return the fields asked for of the samples at `indices`, in that order; both splits hold the same noise."""
-        if split not in ("train", "eval"):
-            raise ValueError(f"synthetic: split is {split!r}, allowed are train, eval")
+        check_split("synthetic", split)
         rows = torch.as_tensor(indices, dtype=torch.int64) % _NUM_DISTINCT
         return {
             field: (_images(self.shape) if field == "image" else _labels(self.num_classes))[rows] for field in fields
@@ -100,8 +99,7 @@ class SyntheticText(Dataset):
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
         """Return the fields asked for of the samples at `indices`; both splits hold the same noise."""
-        if split not in ("train", "eval"):
-            raise ValueError(f"synthetic_text: split is {split!r}, allowed are train, eval")
+        check_split("synthetic_text", split)
         generator = torch.Generator().manual_seed(_SEED)
         row = torch.randint(self.vocabulary, (self.columns + 1,), generator=generator)
         found = {"tokens": row[:-1], "next_tokens": row[1:]}

@@ -30,11 +30,6 @@ def pad_rows(rows: Sequence[Sequence[int]], length: int | None = None) -> torch.
     return torch.tensor([[*row, *[PAD] * (length - len(row))] for row in rows], dtype=torch.int64).reshape(-1, length)
 
 
-def lengths(rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return the number of tokens of each sentence: [len(rows)] int64."""
-    return torch.tensor([len(row) for row in rows], dtype=torch.int64)
-
-
 def content(ids: Iterable[int]) -> list[int]:
     """Return a sentence's own tokens: up to the first EOS, without BOS and PAD."""
     found: list[int] = []
@@ -44,11 +39,6 @@ def content(ids: Iterable[int]) -> list[int]:
         if token not in (BOS, PAD):
             found.append(int(token))
     return found
-
-
-def num_tokens(ids: torch.Tensor) -> torch.Tensor:
-    """Return how many of the ids, of any shape, aren't padding: a scalar int64 on the ids' device."""
-    return (ids != PAD).sum()
 
 
 def round_up(count: int, multiple: int) -> int:

@@ -185,9 +185,3 @@ class Translation(Dataset):
 def copy_baseline(dataset: Translation) -> float:
     """Return BLEU, 0 to 100, of leaving every held-out sentence untranslated: what a score is to be seen against."""
     return dataset.bleu(dataset.held_out("source", dataset._scored()))
-
-
-def check_split(name: str, split: str) -> None:
-    """Raise ValueError unless `split` is a split."""
-    if split not in ("train", "eval"):
-        raise ValueError(f"{name}: split is {split!r}, allowed are train, eval")

@@ -18,11 +18,13 @@ import numpy
 
 from pipebench.zoo import line_index
 from pipebench.zoo.bpe import undo_marks
+from pipebench.zoo.late import optional
 from pipebench.zoo.line_index import Integers, LineIndex
+from pipebench.zoo.options import at_least, check_split
 from pipebench.zoo.places import cache_folder, data_folder, write_whole
 from pipebench.zoo.registry import LengthClass
 from pipebench.zoo.text import NUM_SPECIAL, SPECIAL_TOKENS, UNK, round_up
-from pipebench.zoo.translation import SIDES, Translation, TranslationOptions, check_split
+from pipebench.zoo.translation import SIDES, Translation, TranslationOptions
 
 # Pairs and ids in the logs of MLPerf Training v0.5's closed GNMT submissions: 4,068,191 pairs, 3,498,161 of them within
 # 50 tokens, and a vocabulary padded to 32,320 ids. newstest2014 has 3,003 sentences.
@@ -177,13 +179,9 @@ def wmt16(
         lengths: for simulations: `fixed`: all minibatches are as wide as `typical_length`; `declared`: as their buckets
             are, which published counts of sentences tell, see `length_classes`.
     """
-    for option, value, least in (
-        ("max_length", max_length, 5),
-        ("max_written", max_written, 1),
-        ("loader_processes", loader_processes, 0),
-    ):
-        if value < least:
-            raise ValueError(f"wmt16: {option} is {value}, allowed is {least} or more")
+    at_least(5, "wmt16", max_length=max_length)
+    at_least(1, "wmt16", max_written=max_written)
+    at_least(0, "wmt16", loader_processes=loader_processes)
     if not 3 <= typical_length <= max_length:
         raise ValueError(f"wmt16: typical_length is {typical_length}, allowed is 3 to max_length, {max_length}")
     if lengths not in (FIXED, DECLARED):
@@ -279,10 +277,8 @@ def _ids(place: tuple[Path, str]) -> dict[bytes, int]:
 
 @lru_cache(maxsize=2)
 def _detokenizer(side: str) -> Any:
-    try:
-        from sacremoses import MosesDetokenizer  # late: an optional dependency
-    except ImportError as error:
-        raise ImportError('wmt16 needs the package sacremoses: pip install "pipebench[data]"') from error
+    with optional("wmt16", "sacremoses"):
+        from sacremoses import MosesDetokenizer
     return MosesDetokenizer(lang=_LANGUAGES[side])
 
 

@@ -12,7 +12,7 @@ from pipebench.report.load import load_report
 @click.argument("name", metavar="REPORT")
 @click.option("--write", "writes", is_flag=True, help="Write the fitted numbers into the clusters' files.")
 @tracebacks
-def calibrate(name: str, writes: bool) -> int:
+def calibrate(name: str, writes: bool) -> None:
     """Fit the constants that a report names under `calibration`, each on the cells that are named for it.
 
     Prints the constants, every cell with a published number as fitted or predicted, and geometric-mean errors and rank
@@ -32,4 +32,4 @@ def calibrate(name: str, writes: bool) -> int:
     with without_collector():
         from pipebench.report.calibrating import print_calibration
 
-    return print_calibration(report, asked, writes=writes)
+    print_calibration(report, asked, writes=writes)

@@ -3,7 +3,7 @@
 import click
 
 from pipebench.cli.group import tracebacks, trust
-from pipebench.errors import printable
+from pipebench.errors import print_notice
 
 
 @click.command
@@ -27,5 +27,5 @@ def export(run_: str, out: str | None, step: int | None, trusts: bool) -> None:
 
     written, skipped = exporting.export(run_, out, step, trusts=trusts)
     for sentence in skipped:
-        click.echo(f"pipebench: {printable(sentence)}", err=True)
+        print_notice(sentence)
     click.echo(written)

@@ -95,7 +95,7 @@ def load_cluster(
             faults.append(Fault(given.file, given.key, problem))
     found = [(str(each.at("name").value), _values(each, _LEVEL, faults)) for each in files.levels]
     most, file, key = files.keys.at("max_servers")
-    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+    if most is not None and not (type(most) is int and most >= 1):
         faults.append(Fault(file, key, f"got {shown(most)}, allowed is a whole number of at least 1"))
     own = {key: _parsed(key, value, faults) for key, value in changes.items()}
     if faults:

@@ -27,4 +27,4 @@ def typed(expected: Any, value: Any) -> Any:
     if isinstance(value, list):
         lists = [get_args(part)[0] for part in parts if get_origin(part) is list]
         return [typed(lists[0], item) for item in value] if lists else value
-    return float(value) if float in parts and isinstance(value, int) and not isinstance(value, bool) else value
+    return float(value) if float in parts and type(value) is int else value

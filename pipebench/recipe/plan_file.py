@@ -149,7 +149,7 @@ def form_problems(form: PlanForm, asked: ParallelismRecipe, num_workers: int) ->
         yield from min(found, key=len)
     if mode.depth is not None and form.depth != mode.depth:
         yield "depth", f"got {form.depth}, in mode {name} allowed is {mode.depth}"
-    elif mode.depth is None and isinstance(depth, int) and not isinstance(depth, bool) and form.depth != depth:
+    elif mode.depth is None and type(depth) is int and form.depth != depth:
         yield "depth", f"got {form.depth}, allowed is {depth}, the recipe's parallelism.depth"
     elif form.depth > MOST_DEPTH:
         yield "depth", f"got {form.depth}, allowed is a whole number from 1 to {MOST_DEPTH}"

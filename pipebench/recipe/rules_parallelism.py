@@ -90,7 +90,7 @@ def _goes_with(draft: Draft, row: Mode, optimizer: Mapping[str, Any], precision:
 def _tensor(tensor: Any, mode: str, model__profile: str | None, timing: str, search: Any) -> Problems:
     if tensor == AUTO and mode != AUTO:
         yield "parallelism.tensor", f"got auto with mode {mode}: allowed is a whole number, or mode: auto"
-    elif tensor != AUTO and (isinstance(tensor, bool) or not isinstance(tensor, int) or tensor < 1):
+    elif tensor != AUTO and not (type(tensor) is int and tensor >= 1):
         yield "parallelism.tensor", f"got {shown(tensor)}, allowed is a whole number of at least 1, or auto"
     elif tensor != 1:
         if model__profile is not None:

@@ -158,13 +158,13 @@ def _push_order(mode: str, sync: str | None, push_order: str | None) -> Problems
 
 @rule
 def _depth(depth: Any) -> Problems:
-    if depth != "auto" and (isinstance(depth, bool) or not isinstance(depth, int) or not 1 <= depth <= 2**31):
+    if depth != "auto" and not (type(depth) is int and 1 <= depth <= 2**31):
         yield "parallelism.depth", f"got {shown(depth)}, allowed is auto (NOAM) or a whole number of at least 1"
 
 
 @rule
 def _accumulate(accumulate: Any) -> Problems:
-    is_count = isinstance(accumulate, int) and not isinstance(accumulate, bool) and 1 <= accumulate <= 2**31
+    is_count = type(accumulate) is int and 1 <= accumulate <= 2**31
     if accumulate not in (None, LARGEST) and not is_count:
         allowed = f"allowed is a whole number of at least 1, {LARGEST} or null{nearest(accumulate, [LARGEST])}"
         yield "parallelism.accumulate", f"got {shown(accumulate)}, {allowed}"
@@ -286,7 +286,5 @@ def _divisible(minibatch_size: int, microbatches: int) -> Problems:
 
 @rule
 def _threads(threads: Any) -> Problems:
-    if threads != "auto" and (
-        isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS
-    ):
+    if threads != "auto" and not (type(threads) is int and 1 <= threads <= MAX_THREADS):
         yield "engine.threads", f"got {shown(threads)}, allowed is auto or a whole number from 1 to {MAX_THREADS}"

@@ -21,8 +21,8 @@ _FITTING = "fitting"
 _ROUNDS = 6  # values tried per constant, estimated; as many again for each cell left out
 
 
-def print_calibration(report: Report, asked: Sequence[Asked], *, writes: bool) -> int:
-    """Calibrate a report, print the result and return the exit code.
+def print_calibration(report: Report, asked: Sequence[Asked], *, writes: bool) -> None:
+    """Calibrate a report and print the result.
 
     `writes` puts the constants into the clusters' files.
 
@@ -38,7 +38,6 @@ def print_calibration(report: Report, asked: Sequence[Asked], *, writes: bool) -
             write_value(place, calibrated.fitted[place.constant.name], report.name)
         for path in dict.fromkeys(place.path for place in calibrated.places):
             _say(f"written: {display(path)}")
-    return 0
 
 
 class _Progress:

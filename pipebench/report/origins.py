@@ -1,38 +1,15 @@
 """Origins of all cells: their runs with the source of durations and data."""
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 from pipebench.formats import UNKNOWN
 from pipebench.report.definition import RunReference
-from pipebench.report.evaluated import KEPT, Evaluated, Origin
+from pipebench.report.evaluated import KEPT, Evaluated, Origin, TableCell
 from pipebench.report.wording import several
 from pipebench.show.page import Block, Cell, Heading, LinkedText, PageLink, RenderedTable, Text
 
 _SEED = "train.seed="
-
-
-@dataclass(frozen=True)
-class _Line:
-    """One line of the table: runs that differ only in row, column and seed share it."""
-
-    run: str
-    words: tuple[str, ...]
-    engine: str
-    timing: str
-    data: str
-    made: str
-
-
-@dataclass
-class _Found:
-    """Rows, columns, seeds and origins of a line, in order and unique."""
-
-    rows: dict[str, None] = field(default_factory=dict)
-    columns: dict[str, None] = field(default_factory=dict)
-    seeds: dict[int, None] = field(default_factory=dict)
-    origins: dict[Origin, None] = field(default_factory=dict)
 
 
 def links(origins: Iterable[Origin]) -> tuple[PageLink, ...]:
@@ -51,59 +28,70 @@ def origins(evaluated: Evaluated) -> list[Block]:
     report, lines = evaluated.report, _lines(evaluated)
     if not lines:
         return []
-    texts = ([line.timing for line in lines], [line.data for line in lines], [line.made for line in lines])
-    timings, data, made = map(_numbered, texts)
+    alike = [line[0][1] for line in lines]  # one of each line's
+    timings, data, made = map(_numbered, zip(*((each.timing, each.data, each.made) for each in alike), strict=True))
     rows = {row.name: row.title for row in report.rows}
     columns = {column.name: column.title for column in report.columns}
     trained = ["trained"] if made else []
     headings = ("row", "run", "column", "seeds", "engine", "durations", "data", *trained, "command")
-    cells: list[tuple[Cell, ...]] = [
-        (
-            _among(found.rows, rows),
-            line.run,
-            _among(found.columns, columns),
-            _seeds(found, report.row(next(iter(found.rows))).runs.get(line.run)),
-            line.engine,
-            timings.get(line.timing, UNKNOWN),
-            data.get(line.data, UNKNOWN),
-            *([made.get(line.made, UNKNOWN)] if made else []),
-            LinkedText(_command(line, found), links(found.origins)),
+    cells: list[tuple[Cell, ...]] = []
+    for line, first in zip(lines, alike, strict=True):
+        runs = [run for _, run in line]
+        cells.append(
+            (
+                _among((cell.row for cell, _ in line), rows),
+                first.name,
+                _among((cell.column for cell, _ in line), columns),
+                _seeds(runs, report.row(line[0][0].row).runs.get(first.name)),
+                first.engine,
+                timings.get(first.timing, UNKNOWN),
+                data.get(first.data, UNKNOWN),
+                *([made.get(first.made, UNKNOWN)] if made else []),
+                LinkedText(_command(runs), links(runs)),
+            )
         )
-        for line, found in lines.items()
-    ]
     table = RenderedTable(headings, cells, left=len(headings), long=True)
     notes = [_list("Durations", timings), _list("Data", data), _list("Trained with", made)]
     return [Heading("How every cell was obtained"), table, *(Text(text) for text in notes if text)]
 
 
-def _lines(evaluated: Evaluated) -> dict[_Line, _Found]:
-    lines: dict[_Line, _Found] = {}
+def _lines(evaluated: Evaluated) -> list[list[tuple[TableCell, Origin]]]:
+    """Return the lines of the table: runs that differ only in row, column and seed share one."""
+    lines = defaultdict(list)
     for cell in evaluated.cells:
-        for each in cell.origins:
-            words = tuple(word for word in each.words if not word.startswith(_SEED))
-            found = lines.setdefault(_Line(each.name, words, each.engine, each.timing, each.data, each.made), _Found())
-            found.rows[cell.row] = found.columns[cell.column] = found.seeds[each.seed] = found.origins[each] = None
-    return lines
+        for run in cell.origins:
+            lines[run.name, _unseeded(run), run.engine, run.timing, run.data, run.made].append((cell, run))
+    return list(lines.values())
 
 
-def _seeds(found: _Found, run: RunReference | None) -> str:
-    """Return the seeds of a line, and how many there should be if they are fewer."""
-    asked = len(run.seeds or ()) if run is not None else 0
-    return ", ".join(f"{seed}" for seed in found.seeds) + (f" of {asked}" if len(found.seeds) < asked else "")
+def _unseeded(run: Origin) -> tuple[str, ...]:
+    return tuple(word for word in run.words if not word.startswith(_SEED))
 
 
-def _among(names: Collection[str], titles: Mapping[str, str]) -> str:
+def _seeds(runs: Sequence[Origin], reference: RunReference | None) -> str:
+    """Return the seeds of a line's runs, and how many there should be if they are fewer."""
+    asked = len(reference.seeds or ()) if reference is not None else 0
+    seeds = _unique_seeds(runs)
+    return ", ".join(seeds) + (f" of {asked}" if len(seeds) < asked else "")
+
+
+def _unique_seeds(runs: Sequence[Origin]) -> list[str]:
+    return list(dict.fromkeys(f"{run.seed}" for run in runs))
+
+
+def _among(names: Iterable[str], titles: Mapping[str, str]) -> str:
     """Return the titles of some rows or columns, abbreviated if many."""
-    if len(names) == len(titles) > 1:
+    unique = dict.fromkeys(names)
+    if len(unique) == len(titles) > 1:
         return "all"
-    return several([titles[name] for name in names])
+    return several([titles[name] for name in unique])
 
 
-def _command(line: _Line, found: _Found) -> str:
-    """Return the command that repeats the runs with all seeds."""
-    given = [word for each in found.origins for word in each.words if word.startswith(_SEED)]
-    seeds = f" --seeds {','.join(f'{seed}' for seed in found.seeds)}" if given else ""
-    words = {word.partition("=")[0]: word for word in line.words}  # a column's in place of the row's
+def _command(runs: Sequence[Origin]) -> str:
+    """Return the command that repeats a line's runs with all seeds."""
+    words = {word.partition("=")[0]: word for word in _unseeded(runs[0])}  # a column's in place of the row's
+    seeded = any(word.startswith(_SEED) for run in runs for word in run.words)
+    seeds = f" --seeds {','.join(_unique_seeds(runs))}" if seeded else ""
     return f"`pipebench run {' '.join(words.values())}{seeds}`"
 
 

@@ -11,11 +11,10 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter
 
-from pipebench.errors import printable
+from pipebench.formats import shortened
 from pipebench.report.definition import Measure, ReferenceLine
 from pipebench.report.evaluated import TableCell
 from pipebench.report.wording import CHOSEN, CONSTRUCTED, FITTED, SUPPOSED, marks
-from pipebench.show.profile_report import shortened
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vP*"
@@ -38,7 +37,7 @@ def marker(index: int) -> str:
 
 def plain(text: str, width: int = _TITLE_WIDTH) -> str:
     """Return text safe from math mode, shortened to `width` characters."""
-    return shortened(printable(text), width).replace("$", r"\$")
+    return shortened(text, width).replace("$", r"\$")
 
 
 def label_of(measure: Measure) -> str:

@@ -19,21 +19,14 @@ from pipebench.report.plot_scatter import scatter_figure
 from pipebench.report.plot_stages import stages_figure
 from pipebench.show.page import Image, Text
 
-_FIGURES: Mapping[str, Callable[[Evaluated, Picture], Figure | None]] = {
-    "bars": bars_figure,
-    "scatter": scatter_figure,
-    "lines": lines_figure,
-    "curves": curves_figure,
-    "stages": stages_figure,
-    "phases": phases_figure,
-}
-_DESCRIPTIONS = {
-    "bars": "every row",
-    "scatter": "reproduced against published",
-    "lines": "along {x}",
-    "curves": "{metric} as it was trained",
-    "stages": "{metric} of every stage",
-    "phases": "{metric} from phase to phase",
+# By kind: what draws a plot, and what a sentence calls it.
+_PLOTS: Mapping[str, tuple[Callable[[Evaluated, Picture], Figure | None], str]] = {
+    "bars": (bars_figure, "every row"),
+    "scatter": (scatter_figure, "reproduced against published"),
+    "lines": (lines_figure, "along {x}"),
+    "curves": (curves_figure, "{metric} as it was trained"),
+    "stages": (stages_figure, "{metric} of every stage"),
+    "phases": (phases_figure, "{metric} from phase to phase"),
 }
 _DOTS_PER_INCH = 100
 _PALETTE = 128
@@ -43,9 +36,8 @@ def draw_plots(evaluated: Evaluated, folder: Path) -> dict[Picture, Image]:
     """Write the plots of a report; return the non-empty ones."""
     drawn: dict[Picture, Image] = {}
     names: set[str] = set()
-    for picture in evaluated.report.pictures:
-        draw = _FIGURES.get(picture.kind)
-        figure = draw(evaluated, picture) if draw is not None else None
+    for picture in _plots(evaluated):
+        figure = _PLOTS[picture.kind][0](evaluated, picture)
         if figure is None:
             continue
         image = Image(_name(picture, names), _description(evaluated, picture))
@@ -57,8 +49,15 @@ def draw_plots(evaluated: Evaluated, folder: Path) -> dict[Picture, Image]:
 
 def undrawn(evaluated: Evaluated, drawn: Mapping[Picture, Image]) -> dict[Picture, Text]:
     """Return a word for every plot that has no value to draw, such as a curve of a metric that no run has."""
-    plots = (picture for picture in evaluated.report.pictures if picture.kind in _FIGURES and picture not in drawn)
-    return {each: Text(f"No picture of {_description(evaluated, each)}: nothing has a value for it.") for each in plots}
+    return {
+        picture: Text(f"No picture of {_description(evaluated, picture)}: nothing has a value for it.")
+        for picture in _plots(evaluated)
+        if picture not in drawn
+    }
+
+
+def _plots(evaluated: Evaluated) -> list[Picture]:
+    return [picture for picture in evaluated.report.pictures if picture.kind in _PLOTS]
 
 
 def _name(picture: Picture, taken: set[str]) -> str:
@@ -71,7 +70,7 @@ def _name(picture: Picture, taken: set[str]) -> str:
 def _description(evaluated: Evaluated, picture: Picture) -> str:
     titles = [evaluated.report.measure(name).title for name in picture.measures]
     where = [evaluated.report.row(picture.row).title] if picture.row else []
-    what = _DESCRIPTIONS[picture.kind].format(x=picture.x, metric=picture.metric)
+    what = _PLOTS[picture.kind][1].format(x=picture.x, metric=picture.metric)
     return f"{', '.join([*titles, *where])}: {what}"
 
 

@@ -13,7 +13,6 @@ import os
 import re
 import secrets
 import shlex
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,7 +20,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pipebench.errors import RecipeError, UserError, nearest
+from pipebench.errors import RecipeError, UserError, nearest, print_notice
 from pipebench.files import read_bytes
 from pipebench.files import replace as replace_file
 from pipebench.formats import listed, num_epochs
@@ -141,12 +140,12 @@ class RunFolder:
         """Print the command that resumes the run if it has a checkpoint; `changes` are its previous overrides."""
         if self.checkpoints.steps():
             command = shlex.join(["pipebench", "run", "--resume", self.run_id, *changes])
-            print(f"pipebench: its checkpoints are kept: {command}", file=sys.stderr, flush=True)
+            print_notice(f"its checkpoints are kept: {command}")
 
     def say_from_where(self, step: int | None) -> None:
         """Tell the user after how many minibatches the run goes on, None for the beginning."""
         where = "the beginning" if step is None else f"minibatch {step}"
-        print(f"pipebench: {self.run_id} goes on from {where}", file=sys.stderr, flush=True)
+        print_notice(f"{self.run_id} goes on from {where}")
 
     def finish(self, result: RunResult, changes: Sequence[str], keep: int, *, tells: bool) -> None:
         """Say how to resume a run that was interrupted, or to export its weights; remove checkpoints to `keep` none."""

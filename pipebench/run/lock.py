@@ -3,14 +3,13 @@
 import errno
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from pipebench.errors import UserError, printable
+from pipebench.errors import UserError, print_notice
 from pipebench.files import NO_LOCKS, FileLock
 
 _NAME = "lock"
@@ -62,4 +61,4 @@ def _lock(path: Path, patience_s: float) -> FileLock | None:
 
 @cache
 def _tell_once(problem: str) -> None:
-    print(f"pipebench: {printable(problem)}", file=sys.stderr, flush=True)
+    print_notice(problem)

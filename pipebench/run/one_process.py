@@ -1,13 +1,12 @@
 """Runs with all workers in this process: simulated, or trained on a virtual clock."""
 
-import sys
 from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
 
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.engine.admission import StopRequest, stopping_on_signals
-from pipebench.errors import UserError, printable
+from pipebench.errors import UserError, print_notice
 from pipebench.model.device import torch_settings
 from pipebench.model.heap import keep_freed_blocks
 from pipebench.recipe.users_code import during
@@ -100,7 +99,7 @@ class _LateFolder:
             if found is None:
                 raise nothing_to_go_on_from(self.made.run_id, remarks)
             for sentence in remarks:
-                print(f"pipebench: {printable(sentence)}", file=sys.stderr)
+                print_notice(sentence)
             self.made.say_from_where(found.step)
             return CheckpointPolicy(checkpoints, found)
         if job.recipe.train.checkpoint_every is None:
@@ -122,7 +121,7 @@ class _LateFolder:
         try:
             made = self._make()
         except UserError as error:
-            print(f"pipebench: no checkpoint is kept: {printable(str(error))}", file=sys.stderr)
+            print_notice(f"no checkpoint is kept: {error}")
             return None
         if self.log is not None:
             self.log.move(made.record_path)

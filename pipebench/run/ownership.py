@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from pipebench.errors import UserError, printable
+from pipebench.errors import UserError, print_notice
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.targets import targets_of
 
@@ -42,7 +42,7 @@ def require_own_code(loaded: LoadedRecipe, *, trusts: bool, tells: bool = True) 
             _require_own(path, f"the code of {key}, {target}")
         if tells:
             where = f"{files[-1]}, of user {_owner(files[-1])}" if files else "Python"
-            print(f"pipebench: {key}: executes {printable(f'{target} from {where}')}", file=sys.stderr, flush=True)
+            print_notice(f"{key}: executes {target} from {where}")
 
 
 def _files_of(target: str, folders: Sequence[Path]) -> list[Path]:

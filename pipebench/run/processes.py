@@ -28,7 +28,7 @@ from pipebench.distributed.slices import ProcessSlices
 from pipebench.distributed.world import World, check_world_size, join, shared_folder_check
 from pipebench.engine.engine import OnLoss, OnUnit
 from pipebench.engine.setup import ranks_of
-from pipebench.errors import WorkersFailedError, printable
+from pipebench.errors import WorkersFailedError, print_notice
 from pipebench.model.device import torch_settings
 from pipebench.profile.choose import is_measured
 from pipebench.profile.model import Profile
@@ -227,7 +227,7 @@ def _remark(world: World, *, restarted: bool) -> None:
     joined = f"rank {world.rank} of {world.size} has joined; rank 0 prints progress and result" if is_other_host else ""
     remark = world.remark if world.rank == 0 else joined
     if remark and not restarted:
-        print(f"pipebench: {remark}", file=sys.stderr, flush=True)
+        print_notice(remark)
 
 
 def _train(
@@ -323,7 +323,7 @@ def _checkpoint_policy(
         if found is None and not restarted:
             raise nothing_to_go_on_from(folder.run_id, remarks)
         for sentence in remarks:
-            print(f"pipebench: {printable(sentence)}", file=sys.stderr, flush=True)
+            print_notice(sentence)
         folder.say_from_where(None if found is None else found.step)
     chosen = world.exchange(None if found is None else [found.step, list(found.state.optimizer)])[0]
     since_s = folder.read().started_at_s

@@ -39,7 +39,7 @@ from pipebench.train.interfaces import OnPoint, ProgressSink
 from pipebench.train.job import Job
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.periods import Periods
-from pipebench.train.prediction import compare, has_constant_stages, prediction_markdown
+from pipebench.train.prediction import compare, prediction_markdown
 from pipebench.train.result import Point, RunResult
 from pipebench.train.simulated import predicted_metrics
 
@@ -126,10 +126,10 @@ class RunRecorder:
         self._kind = engine_kind(job.recipe)
         facts = {**environment(job.setup.device), **hardware()}
         self._device = facts["device"]
-        title = run_title(request, job)
+        title, params = run_title(request, job), logged_params(request.loaded.flat)
         self.log = tracking.start(  # what the run logs
             title,
-            params=logged_params(request.loaded.flat),
+            params=params,
             tags={"called": request.loaded.run_name, **run_tags(job, facts), **identity_tags(request.loaded)},
             parent=request.parent,
             virtual=not self._kind.measures,
@@ -139,7 +139,6 @@ class RunRecorder:
             unique_name=folder.parent.name if folder else f"{title} {datetime.now():%Y-%m-%d %H.%M.%S.%f}",
         )
         collected.move_to(self.log.folder)
-        params = logged_params(request.loaded.flat)
         unique = self.log.unique_name
         described = Described(request.suite.name, title, unique, params, not self._kind.measures, samples_done)
         self._writers = Writers(request.loaded.recipe.tracking, described)
@@ -264,7 +263,8 @@ class RunRecorder:
         job, note = self._job, result.notes.get(PREDICTION, "")
         unpredicted = replace(result, notes={fact: text for fact, text in result.notes.items() if fact != PREDICTION})
         is_measured_here = job.profile.source == "measured" or job.cluster.device in self._device
-        if not (is_measured_here and has_constant_stages(result)):
+        keeps_first_stages = not result.moves and result.search is None  # of which the predicted epoch is
+        if not (is_measured_here and keeps_first_stages):
             return unpredicted
         periods = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch)
         metrics = {**result.metrics}

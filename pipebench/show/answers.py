@@ -1,7 +1,6 @@
 """The answers of `run`, `compare`, `plan`, `profile` and `largest`, each as text, JSON, rows and a figure."""
 
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from pipebench.errors import UserError, printable
+from pipebench.errors import UserError, print_notice, printable
 from pipebench.formats import a_or_an, listed, num_bytes, percent
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import write_profile
@@ -158,7 +157,7 @@ def recorded(references: Sequence[str], folders: Sequence[Path]) -> RunCompariso
     if partly := [run for run in found if run.lacks]:
         names = listed([run.text for run in partly], _NAMED)
         text = f"{names}: compared by what MLflow has, without {LACKS}: result.json can't be read ({partly[0].lacks})"
-        print(f"pipebench: {printable(text)}", file=sys.stderr, flush=True)
+        print_notice(text)
     are_runs = 1 < len(found) == len(references)
     ids = [run.run_id for run in found]
     for index, run_id in enumerate(ids):

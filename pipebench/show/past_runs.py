@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pipebench.errors import printable
-from pipebench.formats import UNKNOWN, number, seconds
+from pipebench.formats import UNKNOWN, number, seconds, shortened
 from pipebench.show.tables import new_table, print_table
 from pipebench.show.terminal import print_plain
 from pipebench.tracking.results import PastRun, short_id
@@ -35,8 +35,8 @@ def print_past_runs(runs: Sequence[PastRun], word: str, most: int | None, consol
         table.add_row(
             short_id(run.ids[0]),
             f"{datetime.fromtimestamp(run.began_ms / 1000):%Y-%m-%d %H:%M}",
-            Text(_short("  " * depth + run.names[0]), style="" if depth else "bold"),
-            Text(_short(run.recipe)),
+            Text(shortened("  " * depth + run.names[0], _NAME_WIDTH), style="" if depth else "bold"),
+            Text(shortened(run.recipe, _NAME_WIDTH)),
             Text(printable(run.outcome)),
             seconds(run.time_to_accuracy_s),
             UNKNOWN if run.throughput_samples_per_s is None else number(run.throughput_samples_per_s),
@@ -54,8 +54,3 @@ def print_past_runs(runs: Sequence[PastRun], word: str, most: int | None, consol
 def _has(run: PastRun, word: str, below: dict[str, list[PastRun]]) -> bool:
     named = word in run.names[0] or word in run.recipe
     return named or any(_has(child, word, below) for child in below.get(run.ids[0], ()))
-
-
-def _short(name: str) -> str:
-    name = printable(name)
-    return name if len(name) <= _NAME_WIDTH else f"{name[: _NAME_WIDTH - 2]}.."

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 
-from pipebench.formats import num_bytes, seconds
+from pipebench.formats import num_bytes, seconds, shortened
 from pipebench.planner.plans import PlanEstimate, StageTime
 from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.show.inline import InlineFigure
 from pipebench.show.plan_answer import PlanFindings, bottleneck_of
 from pipebench.show.profile_picture import finish, plain_text
-from pipebench.show.profile_report import shortened
 
 _STAGE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 _PARTS = (

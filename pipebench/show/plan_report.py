@@ -9,7 +9,7 @@ from rich.text import Text
 
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import printable
-from pipebench.formats import num_bytes, number, percent, ratio, seconds
+from pipebench.formats import num_bytes, number, percent, ratio, seconds, shortened
 from pipebench.model.plan import Plan
 from pipebench.planner.plans import PlanEstimate, StageTime
 from pipebench.planner.searches import MOST_COMPONENTS, searches_levels
@@ -28,7 +28,6 @@ from pipebench.show.plan_answer import (
     quotient,
     ties,
 )
-from pipebench.show.profile_report import shortened
 from pipebench.show.tables import new_table, print_facts, print_table
 from pipebench.show.terminal import print_plain
 from pipebench.simulate.timeline import TRAINING_KINDS

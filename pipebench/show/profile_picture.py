@@ -9,10 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 
 from pipebench.errors import printable
-from pipebench.formats import num_bytes, seconds
+from pipebench.formats import num_bytes, seconds, shortened
 from pipebench.profile.model import LayerProfile, ParameterBytes, Profile
 from pipebench.show.inline import InlineFigure
-from pipebench.show.profile_report import shortened, title
+from pipebench.show.profile_report import title
 
 _FORWARD, _BACKWARD, _ACTIVATION, _SAVED, _PARAMETER = "#56B4E9", "#E69F00", "#0072B2", "#D55E00", "#009E73"
 MADE_BY = "pipebench profile"

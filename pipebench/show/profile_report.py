@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipebench.errors import printable
-from pipebench.formats import UNKNOWN, num_bytes, number, percent, seconds
+from pipebench.formats import UNKNOWN, num_bytes, number, percent, seconds, shortened
 from pipebench.profile.model import LayerProfile, ParameterBytes, Profile
 from pipebench.show.tables import new_table, print_facts, print_table
 from pipebench.show.terminal import print_plain
@@ -75,16 +75,6 @@ def profile_table(rows: Sequence[LayerProfile], shown: Sequence[int]) -> Table:
 def title(name: str, profile: Profile) -> str:
     """Return the profile's name, with its model's if that adds anything."""
     return profile.model if profile.model.startswith(name) else f"{name}: {profile.model}"
-
-
-def shortened(text: str, width: int) -> str:
-    """Return the beginning of a name that is too long.
-
-    >>> shortened("Conv2d(3, 64, kernel_size=(3, 3))", 12), shortened("ReLU", 12)
-    ('Conv2d(3, ..', 'ReLU')
-    """
-    plain = printable(text)
-    return plain if len(plain) <= width else f"{plain[: width - 2]}.."
 
 
 def _facts(profile: Profile, num_samples: int) -> list[tuple[str, str]]:

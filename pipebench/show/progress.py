@@ -162,16 +162,15 @@ class RunProgress:
         return now_s + min(_LATEST_S, max(_SOONEST_S, (now_s - self._started_s) / 2))
 
     def _clocks(self, clock_s: float) -> str:
-        wall = f"  wall {self._wall()}" if self._clock != "wall" else ""
-        return f"{self._clock} time {seconds(clock_s)}{wall}"
+        text = f"{self._clock} time {seconds(clock_s)}"
+        if self._clock == "wall":
+            return text
+        elapsed_s = time.monotonic() - self._started_s
+        return f"{text}  wall {f'{elapsed_s:.1f} s' if elapsed_s < 60 else seconds(elapsed_s)}"
 
     def _position(self, samples: int) -> str:
         epochs, total = samples / self._samples_per_epoch, self._total_samples / self._samples_per_epoch
         return f"epoch {epochs:.1f} of at most {total:g}"
-
-    def _wall(self) -> str:
-        elapsed_s = time.monotonic() - self._started_s
-        return f"{elapsed_s:.1f} s" if elapsed_s < 60 else seconds(elapsed_s)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import logging
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -11,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from pipebench.errors import UserError, nearest, printable
+from pipebench.errors import UserError, nearest, print_notice
 from pipebench.files import FileError
 from pipebench.formats import listed
 from pipebench.garbage import without_collector
@@ -64,32 +63,19 @@ class Recorded:
 
 @dataclass(frozen=True)
 class PastRun:
-    """A run, or a comparison of runs.
+    """A run, or a comparison of runs."""
 
-    Attributes:
-        ids: MLflow's, and its folder's name; of a run that MLflow hasn't, its folder's name first.
-        parent_id: MLflow's, of its comparison; None without one.
-        kind: `run`, or `comparison`, `seeds` or `report`, which have runs.
-        names: MLflow's name and, of a run, its recipe's, and in a sweep what it is called on the console:
-            `small-depth=4`.
-        recipe: the recipe's name; "" of a comparison of several.
-        began_ms: milliseconds since the epoch; of a run that MLflow hasn't, when it last logged something.
-        outcome: `reached`, ...; of a comparison how many of each; without one the status.
-        time_to_accuracy_s: seconds on the run's clock, None without a target reached.
-        throughput_samples_per_s: None where unknown.
-        load: returns the run with its result, None without one.
-    """
-
-    ids: tuple[str, ...]
-    parent_id: str | None
-    kind: str
+    ids: tuple[str, ...]  # MLflow's, and its folder's name; of a run that MLflow hasn't, its folder's name first
+    parent_id: str | None  # MLflow's, of its comparison
+    kind: str  # `run`, or `comparison`, `seeds` or `report`, which have runs
+    # MLflow's name and, of a run, its recipe's, and in a sweep what it is called on the console: `small-depth=4`.
     names: tuple[str, ...]
-    recipe: str
-    began_ms: int
-    outcome: str
-    time_to_accuracy_s: float | None
-    throughput_samples_per_s: float | None
-    load: Callable[[], Recorded | None]
+    recipe: str  # its name; "" of a comparison of several
+    began_ms: int  # since the epoch; of a run that MLflow hasn't, when it last logged something
+    outcome: str  # `reached`, ...; of a comparison how many of each; without one the status
+    time_to_accuracy_s: float | None  # on the run's clock; None without a target reached
+    throughput_samples_per_s: float | None  # None where unknown
+    load: Callable[[], Recorded | None]  # returns the run with its result, None without one
 
     @property
     def text(self) -> str:
@@ -267,7 +253,7 @@ def past_runs(folders: Iterable[Path]) -> list[PastRun]:
     if problem is not None and not local:
         raise problem
     if problem is not None:
-        print(f"pipebench: {printable(f'{problem}; only runs with a record on this disk are found')}", file=sys.stderr)
+        print_notice(f"{problem}; only runs with a record on this disk are found")
     stored = [replace(run, ids=ids[sent[run.ids[0]]][::-1]) if run.ids[0] in sent else run for run in past]
     return sorted([*stored, *local], key=lambda run: -run.began_ms)
 

@@ -7,14 +7,13 @@ every half minute, at the end, and when another process resumes the run.
 import json
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipebench.errors import UserError, printable
+from pipebench.errors import UserError, print_notice
 from pipebench.tracking.connection import default_uri, reason_of, shown_uri
 from pipebench.tracking.entries import DESCRIPTION, description, outcome_status, shown_value, stages_csv
 from pipebench.tracking.following import Followed, Follower
@@ -177,7 +176,7 @@ class Tracking:
             self._warned = True
             where = f"; everything is kept in {_shown(folder)}" if folder else ""
             message = f"MLflow at {shown_uri(self.store.uri)} failed ({reason_of(reason)}){where}. The run goes on."
-            print(f"pipebench: {printable(message)}", file=sys.stderr, flush=True)  # a run's log may go to a file only
+            print_notice(message)  # a run's log may go to a file only
             _log.info(message)
 
     def warn_of_artifact(self, name: str, reason: Exception, folder: Path | None) -> None:
@@ -186,7 +185,7 @@ class Tracking:
             self._warned_of_artifact = True
             where = f"; it is kept in {_shown(folder)}" if folder else ""
             message = f"MLflow at {shown_uri(self.store.uri)} doesn't take {name} ({reason_of(reason)}){where}"
-            print(f"pipebench: {printable(message)}", file=sys.stderr, flush=True)
+            print_notice(message)
             _log.info(message)
 
     def warn_of_unsent(self, run: "RunLog") -> None:
@@ -194,7 +193,7 @@ class Tracking:
         awaited = any(not each._sender.ended for each in list(self._runs))
         if run.folder is not None and not awaited and not run._sender.is_done:
             unsent = f"{_shown(run.folder)} keeps what MLflow hasn't; the next run here, or `pipebench runs`, sends it"
-            print(f"pipebench: {printable(unsent)}", file=sys.stderr, flush=True)
+            print_notice(unsent)
 
     def _send_forever(self) -> None:
         try:
@@ -281,7 +280,7 @@ class RunLog:
                 record = RecordFolder(about)
             except UserError as held:
                 text = f"{', '.join(shown)}: not recorded: {held}"
-                print(f"pipebench: {printable(text)}", file=sys.stderr, flush=True)
+                print_notice(text)
                 return
             record.append(LogEntry(metrics=shown))
             record.release()

@@ -7,13 +7,12 @@ where results are kept.
 import hashlib
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from pipebench.errors import printable
+from pipebench.errors import print_notice
 from pipebench.tracking.entries import logged_metrics, values_of
 from pipebench.tracking.record import LogEntry
 from pipebench.train.result import Point, RunResult
@@ -117,5 +116,5 @@ class Writers:
             write()
         except Exception as error:  # whatever a library, the disk or the network can think of
             self._writers.pop(name, None)
-            text = printable(f"{name} failed ({' '.join(str(error).split())[:160]}); MLflow has the run, which goes on")
-            print(f"pipebench: {text}", file=sys.stderr, flush=True)
+            why = " ".join(str(error).split())[:160]
+            print_notice(f"{name} failed ({why}); MLflow has the run, which goes on")

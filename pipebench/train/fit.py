@@ -4,7 +4,7 @@ No part of a checkpoint is used before all of it fits. One that does not is dama
 either way it is skipped like an incomplete one.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +46,7 @@ def check_fits(state: ModelState, setup: Setup, step: int) -> ModelState:
     for name, change in state.mean_change.items():
         _check_trained(f"the mean change of {name}", own.get(name))
         check_form(f"the mean change of {name}", change, Form.of(own[name]))
-        if has_nan(change) and not _began_with_nan(own[name]):
+        if has_nan(change) and not _began_with(has_nan, own[name]):
             raise CheckpointError(f"the mean change of {name}: found an element that isn't a number (NaN)")
     for name, scale in state.loss_scale.items():
         _check_trained(f"the loss scale of {name}", own.get(name))
@@ -75,10 +75,10 @@ def check_weights(state: ModelState, graph: LayerGraph) -> None:
             raise CheckpointError(f"{what} {name}: is in the model, but not in the checkpoint")
         for name, tensor in found.items():
             check_form(f"{what} {name}", tensor, Form.of(own[name]))
-            if what == "parameter" and has_nan(tensor) and not _began_with_nan(own[name]):
+            if what == "parameter" and has_nan(tensor) and not _began_with(has_nan, own[name]):
                 raise CheckpointError(f"parameter {name}: found an element that isn't a number (NaN)")
             # Training would end in NaN. A diverging run ends at its first such loss, so its last checkpoint is finite.
-            if what == "parameter" and has_infinite(tensor) and not _began_with_infinite(own[name]):
+            if what == "parameter" and has_infinite(tensor) and not _began_with(has_infinite, own[name]):
                 raise CheckpointError(f"parameter {name}: found an infinite element, expected are finite numbers")
     for name in _variances(graph):
         found_least = state.buffers[name].min().item() if name in state.buffers else 0.0
@@ -92,7 +92,7 @@ def _fitting_optimizer(state: ModelState, setup: Setup, own: Mapping[str, torch.
         parameter = own.get(name)
         _check_trained(f"the optimizer's state of {name}", parameter)
         assert parameter is not None
-        if fresh.check(name, found, Form.of(parameter), may_be_nan=_began_with_nan(parameter)):
+        if fresh.check(name, found, Form.of(parameter), may_be_nan=_began_with(has_nan, parameter)):
             taken[name] = found
     return taken
 
@@ -132,14 +132,9 @@ def _variances(graph: LayerGraph) -> Iterator[str]:
             yield own[f"{path}.running_var" if path else "running_var"]
 
 
-def _began_with_infinite(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor initially has infinite elements, as masks do."""
-    return tensor.device.type != "meta" and has_infinite(tensor)
-
-
-def _began_with_nan(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor initially has NaN elements, such as unused rows."""
-    return tensor.device.type != "meta" and has_nan(tensor)
+def _began_with(has: Callable[[torch.Tensor], bool], tensor: torch.Tensor) -> bool:
+    """Return whether a tensor initially has such elements: infinite ones, as masks do, or NaN, as unused rows."""
+    return tensor.device.type != "meta" and has(tensor)
 
 
 def _check_carried(carried: Mapping[str, Any], setup: Setup, step: int) -> None:

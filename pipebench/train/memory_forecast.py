@@ -11,13 +11,11 @@ from functools import cached_property
 
 from pipebench.formats import a_or_an, num_bytes, percent, seconds
 from pipebench.model.allocator import allocator_of
-from pipebench.model.plan import Plan
-from pipebench.profile.model import Profile
 from pipebench.schedule.modes import RECOMPUTE, SWAP
 from pipebench.schedule.orders import ALL_FORWARDS
 from pipebench.schedule.pipeline import SPLIT, Pipeline
 from pipebench.schedule.weights import update_costs
-from pipebench.simulate.costs import Costs, stage_costs
+from pipebench.simulate.costs import stage_costs
 from pipebench.simulate.memory import WHATEVER_SIZE, stage_memories
 from pipebench.simulate.memory_meter import MemoryMeter, MemoryPeak, MemoryTimeline
 from pipebench.simulate.meter import Listener, Meter
@@ -47,11 +45,10 @@ class MemoryForecast:
     moved: Moved | None = None  # None if layers stay
 
     def __init__(self, job: Job) -> None:
-        variant, pipeline = _Variant.of(job), job.setup.pipeline
         self._job = job
         self._num_minibatches = _periods(job).longest_segment
-        self._is_later, self._occupancy = variant.is_later(job, self._num_minibatches), OccupancyMeter(pipeline)
-        self.memory = variant.memory(job, self._num_minibatches, self._occupancy)
+        self._occupancy = OccupancyMeter(job.setup.pipeline)
+        self.memory = _memory(job, self._num_minibatches, self._occupancy)
 
     def occupancy(self, num_parts: int) -> Occupancy:
         """Return the use of the workers' time, in `num_parts` parts."""
@@ -83,7 +80,9 @@ class MemoryForecast:
         fitting = [*_what_would_fit(self._job, limit, self._num_minibatches)]
         help_ = ", or ".join([*_smaller_minibatches(self._job, self.memory.peaks, limit), "more stages"])
         advice = f"would fit: {', or '.join(fitting)}" if fitting else f"would help: {help_}"
-        when = "after the first update" if self._is_later else f"at {seconds(found.time_s)}"
+        when = (
+            "after the first update" if _is_later(self._job, self._num_minibatches) else f"at {seconds(found.time_s)}"
+        )
         return (
             f"out of memory {when}, {found.when}: worker {found.worker} "
             f"({self.memory.worker_names[found.worker]}) needs {num_bytes(found.num_bytes)} of the {num_bytes(limit)} "
@@ -133,65 +132,56 @@ def _with_highest(
     return replace(result, stages=rows, metrics={**result.metrics, f"{name}_max": largest})
 
 
-@dataclass(frozen=True)
-class _Variant:
-    """A job with changes that matter for memory."""
+def _memory(job: Job, num_minibatches: int, *listeners: Listener) -> MemoryTimeline:
+    """Return workers' memory over a simulated segment, and the longest one later where that may take more."""
+    later = _periods(job).longest_later_segment
+    found = _segment_memory(job, num_minibatches, listeners, has_state=_is_later(job, num_minibatches))
+    if _is_short(job, num_minibatches) and 0 < later < num_minibatches:
+        found = found.followed_by(_segment_memory(job, later, (), has_state=True))
+    return found
 
-    plan: Plan
-    pipeline: Pipeline
-    costs: Costs
 
-    @staticmethod
-    def of(job: Job) -> "_Variant":
-        """Return a job unchanged."""
-        return _Variant(job.setup.plan, job.setup.pipeline, job.setup.costs)
+def _is_later(job: Job, num_minibatches: int) -> bool:
+    """Return whether a segment stands for those after it, too, which begin with the optimizer's state: if short.
 
-    def is_later(self, job: Job, num_minibatches: int) -> bool:
-        """Return whether a segment stands for those after it, too, which begin with the optimizer's state: if short.
+    Its own peak, before its first update, is then counted with that state.
+    """
+    return _is_short(job, num_minibatches) and num_minibatches <= _periods(job).longest_later_segment
 
-        Its own peak, before its first update, is then counted with that state.
-        """
-        return self._is_short(num_minibatches) and num_minibatches <= _periods(job).longest_later_segment
 
-    def memory(self, job: Job, num_minibatches: int, *listeners: Listener) -> MemoryTimeline:
-        """Return workers' memory over a simulated segment, and the longest one later where that may take more."""
-        later = _periods(job).longest_later_segment
-        found = self._segment(job, num_minibatches, listeners, has_state=self.is_later(job, num_minibatches))
-        if self._is_short(num_minibatches) and 0 < later < num_minibatches:
-            found = found.followed_by(self._segment(job, later, (), has_state=True))
-        return found
+def _is_short(job: Job, num_minibatches: int) -> bool:
+    """Return whether a segment may end before every stage is full again after its first update."""
+    p = job.setup.pipeline
+    return num_minibatches < 2 * max(map(p.round_size, range(p.num_stages))) + p.depth * p.replicas[0]
 
-    def _is_short(self, num_minibatches: int) -> bool:
-        """Return whether a segment may end before every stage is full again after its first update."""
-        p = self.pipeline
-        return num_minibatches < 2 * max(map(p.round_size, range(p.num_stages))) + p.depth * p.replicas[0]
 
-    def _segment(
-        self, job: Job, num_minibatches: int, listeners: Sequence[Listener], *, has_state: bool
-    ) -> MemoryTimeline:
-        inputs = input_bytes(job.setup.graph, job.setup.dataset, job.profile.by_size)
-        memories = stage_memories(job.profile, self.plan, self.pipeline, inputs)
-        meter = MemoryMeter(self.pipeline, memories, self.costs, job.cluster.memory_bytes)
-        if has_state:
-            meter.have_state()
-        changed = replace(job.setup, plan=self.plan, pipeline=self.pipeline, costs=self.costs)
-        simulate_segment(changed, num_minibatches, Meter(self.pipeline, meter, *listeners))
-        return meter.timeline()
+def _segment_memory(
+    job: Job, num_minibatches: int, listeners: Sequence[Listener], *, has_state: bool
+) -> MemoryTimeline:
+    setup, pipeline = job.setup, job.setup.pipeline
+    inputs = input_bytes(setup.graph, setup.dataset, job.profile.by_size)
+    memories = stage_memories(job.profile, setup.plan, pipeline, inputs)
+    meter = MemoryMeter(pipeline, memories, setup.costs, job.cluster.memory_bytes)
+    if has_state:
+        meter.have_state()
+    simulate_segment(setup, num_minibatches, Meter(pipeline, meter, *listeners))
+    return meter.timeline()
 
-    def with_policy(self, policy: str, profile: Profile) -> "_Variant":
-        """Return the same with one memory policy for all layers, at a profile's costs."""
-        stages = (replace(stage, memory=(policy,) * len(stage.memory)) for stage in self.plan.stages)
-        plan = replace(self.plan, stages=tuple(stages))
-        swaps = tuple(range(self.pipeline.num_stages)) if policy == SWAP else ()
-        return _Variant(
-            plan,
-            replace(self.pipeline, swaps=swaps),
-            stage_costs(profile, plan, update_costs(self.pipeline), sharded=self.pipeline.is_sharded),
-        )
 
-    def at_depth(self, depth: int) -> "_Variant":
-        """Return the same with another depth."""
-        return replace(self, plan=replace(self.plan, depth=depth), pipeline=replace(self.pipeline, depth=depth))
+def _with_policy(job: Job, policy: str) -> Job:
+    """Return a job with one memory policy for all layers."""
+    setup, pipeline = job.setup, job.setup.pipeline
+    stages = (replace(stage, memory=(policy,) * len(stage.memory)) for stage in setup.plan.stages)
+    plan = replace(setup.plan, stages=tuple(stages))
+    costs = stage_costs(job.profile, plan, update_costs(pipeline), sharded=pipeline.is_sharded)
+    swapping = replace(pipeline, swaps=tuple(range(pipeline.num_stages)) if policy == SWAP else ())
+    return replace(job, setup=replace(setup, plan=plan, pipeline=swapping, costs=costs))
+
+
+def _at_depth(job: Job, depth: int) -> Job:
+    setup = job.setup
+    plan, pipeline = replace(setup.plan, depth=depth), replace(setup.pipeline, depth=depth)
+    return replace(job, setup=replace(setup, plan=plan, pipeline=pipeline))
 
 
 def _periods(job: Job) -> Periods:
@@ -200,10 +190,10 @@ def _periods(job: Job) -> Periods:
 
 def what_would_help(job: Job) -> str:
     """Return what would fit where a worker ran out of memory: by the memory model, less than a device or than now."""
-    own, count = _Variant.of(job), min(job.setup.sampler.minibatches_per_epoch, _MOST_MINIBATCHES)
+    count = min(job.setup.sampler.minibatches_per_epoch, _MOST_MINIBATCHES)
     allocator = allocator_of(job.setup.device)
     total = None if allocator is None else allocator.total_bytes
-    now = own.memory(job, count)
+    now = _memory(job, count)
     less = round(_LESS * now.fullest.num_bytes)
     limit = min(size for size in (job.cluster.memory_bytes, total, less) if size is not None)
     fitting = [*_what_would_fit(job, limit, count), *_smaller_minibatches(job, now.peaks, limit)]
@@ -226,21 +216,21 @@ def _smaller_minibatches(job: Job, peaks: Sequence[MemoryPeak], limit: int) -> I
 
 def _what_would_fit(job: Job, limit: int, num_minibatches: int) -> Iterator[str]:
     """Yield changes that fit in memory: recomputation, swapping, and the largest smaller depth."""
-    own, mode = _Variant.of(job), job.recipe.parallelism.row
+    pipeline = job.setup.pipeline
 
-    def fits(variant: _Variant) -> bool:
-        return variant.memory(job, num_minibatches).fullest.num_bytes <= limit
+    def fits(changed: Job) -> bool:
+        return _memory(changed, num_minibatches).fullest.num_bytes <= limit
 
-    policies = {*own.plan.memory}
-    if policies != {RECOMPUTE} and fits(own.with_policy(RECOMPUTE, job.profile)):
+    policies = {*job.setup.plan.memory}
+    if policies != {RECOMPUTE} and fits(_with_policy(job, RECOMPUTE)):
         yield "parallelism.recompute: true"
-    can_swap = job.cluster.pcie_bytes_per_s is not None and own.pipeline.backward != SPLIT
-    if can_swap and policies != {SWAP} and fits(own.with_policy(SWAP, job.profile)):
+    can_swap = job.cluster.pcie_bytes_per_s is not None and pipeline.backward != SPLIT
+    if can_swap and policies != {SWAP} and fits(_with_policy(job, SWAP)):
         yield "parallelism.swap_layers: ['*']"
-    if mode.depth is None and own.pipeline.order != ALL_FORWARDS and own.pipeline.depth > 1:
-        most, least = own.pipeline.depth, 1  # `most` doesn't fit
-        if fits(own.at_depth(least)):
+    if job.recipe.parallelism.row.depth is None and pipeline.order != ALL_FORWARDS and pipeline.depth > 1:
+        most, least = pipeline.depth, 1  # `most` doesn't fit
+        if fits(_at_depth(job, least)):
             while most - least > 1:
                 middle = (most + least) // 2
-                least, most = (middle, most) if fits(own.at_depth(middle)) else (least, middle)
+                least, most = (middle, most) if fits(_at_depth(job, middle)) else (least, middle)
             yield f"parallelism.depth: {least}"

@@ -7,15 +7,9 @@ from collections.abc import Mapping
 
 from pipebench.formats import is_share, measure
 from pipebench.metrics import METRICS, PREDICTED
-from pipebench.train.result import RunResult
 
 # Metrics of both, in the order of the table.
 _COMPARED = tuple(row.name for row in METRICS if PREDICTED in row.shown)
-
-
-def has_constant_stages(result: RunResult) -> bool:
-    """Return whether a run had the same stages throughout: a prediction is of an epoch under the first ones."""
-    return not result.moves and result.search is None
 
 
 def compare(measured: Mapping[str, float], predicted: Mapping[str, float]) -> dict[str, float]:

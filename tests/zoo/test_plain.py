@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from pipebench.zoo.measures import LOSSES, METRICS, Metric, top
+from pipebench.zoo.measures import LOSSES, METRICS, Metric, Top
 from pipebench.zoo.plain import DatasetPair
 from pipebench.zoo.registry import DataError
 
@@ -148,7 +148,7 @@ def test_metrics_are_means_however_they_are_given() -> None:
         lambda output, target: float((output.argmax(1) == target).double().mean()),
     ]
     given = {f"right{i}": Metric(function, "max") for i, function in enumerate(right)}
-    metrics = {"top1": METRICS["top1"], "top2": Metric(top(2), "max"), **given}
+    metrics = {"top1": METRICS["top1"], "top2": Metric(Top(2), "max"), **given}
     data = plain(lambda i: (POINTS[i], LABELS[i]), metrics=metrics)
     output = nn.functional.one_hot(LABELS.roll(3), 3).float() + torch.tensor([0.0, 0.1, 0.0])
     sums = {k: float(v) for k, v in data.score(output, data.fetch("train", range(8), ["target"])).items()}

@@ -3,19 +3,7 @@
 import pytest
 import torch
 
-from pipebench.zoo.text import (
-    BOS,
-    EOS,
-    NUM_SPECIAL,
-    PAD,
-    SPECIAL_TOKENS,
-    UNK,
-    content,
-    lengths,
-    num_tokens,
-    pad_rows,
-    round_up,
-)
+from pipebench.zoo.text import BOS, EOS, NUM_SPECIAL, PAD, SPECIAL_TOKENS, UNK, content, pad_rows, round_up
 
 
 def test_special_ids_are_mlperfs() -> None:
@@ -43,18 +31,9 @@ def test_too_long_a_row_is_refused() -> None:
         pad_rows([[4, 5, 6]], 2)
 
 
-def test_lengths() -> None:
-    assert lengths([[4, 5], [], [6]]).tolist() == [2, 0, 1]
-    assert lengths([]).dtype == torch.int64
-
-
 def test_content_stops_at_the_first_end() -> None:
     assert content([BOS, 7, PAD, UNK, EOS, 9]) == [7, UNK]
     assert content(torch.tensor([7, 8])) == [7, 8]
-
-
-def test_padding_weighs_nothing() -> None:
-    assert num_tokens(torch.tensor([[BOS, 5, PAD], [PAD, PAD, EOS]])).item() == 3
 
 
 @pytest.mark.parametrize(("count", "multiple", "expected"), [(0, 8, 0), (1, 8, 8), (8, 8, 8), (32317, 8, 32320)])
