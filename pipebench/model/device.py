@@ -30,9 +30,10 @@ def torch_settings(engine: EngineRecipe) -> Iterator[None]:
             # torch takes a thread per core of the host, where a container may use few of them.
             torch.set_num_threads(max(1, min(threads, int(usable_cores()))))
         torch.backends.cudnn.benchmark = not engine.deterministic
+        # Without it torch calls cuBLAS's products nondeterministic. It looks once in a process, at the first product,
+        # which may be a run's before that needn't be deterministic.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if engine.deterministic:
-            # cuBLAS reads this when it starts; without it torch calls its matrix products nondeterministic.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             # Some layers have no deterministic backward on CUDA (adaptive pooling): torch warns, the run log has it.
             # Not use_deterministic_algorithms, which imports torch's compiler, for a second, to tell it so, too.
             torch.set_deterministic_debug_mode("warn")

@@ -1,6 +1,7 @@
 """torch's settings for a run: as the recipe says while it lasts, and put back, without torch's compiler."""
 
 import operator
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,6 +48,16 @@ def test_a_container_s_quota_limits_threads_unless_they_are_asked_for(
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_cublas_has_a_workspace_for_deterministic_products_from_the_first_run_on(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch looks at the first product only: runs after one that needn't be deterministic were warned of all others."""
+    monkeypatch.setattr(os, "environ", {})
+    with torch_settings(EngineRecipe(deterministic=deterministic, threads=1)):
+        assert os.environ == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 SWITCHES = ("cuda.matmul", "mkldnn.matmul", "cudnn.conv", "cudnn.rnn")  # of `torch.backends`
