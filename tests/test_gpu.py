@@ -229,6 +229,7 @@ def test_copies_run_beside_passes() -> None:
     assert under_way
 
 
+@pytest.mark.slow
 def test_the_virtual_clock_loads_large_minibatches_as_fast_as_the_wall_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert 0.9 <= statistics.median(epoch_ratios(DEVICE.type, 3)) <= 1.1

@@ -222,11 +222,13 @@ def test_workers_share_a_gpu_by_nccl_where_it_is_told_to(two_by_nccl: Processes)
     assert [(direct, remark) for _, direct, remark in found] == [(True, "")] * 2
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", TWO)
 def test_two_ranks_agree_with_the_virtual_engine(two: Processes, name: str) -> None:
     check(TWO[name], two)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", THREE)
 def test_three_ranks_agree_with_the_virtual_engine(three: Processes, name: str) -> None:
     check(THREE[name], three)
@@ -237,11 +239,13 @@ def test_four_ranks_agree_with_the_virtual_engine(four: Processes, name: str) ->
     check(FOUR[name], four)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", TWO)
 def test_two_ranks_by_nccl(two_by_nccl: Processes, name: str) -> None:
     check(TWO[name], two_by_nccl, "directly")
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", THREE)
 def test_three_ranks_by_nccl(three_by_nccl: Processes, name: str) -> None:
     check(THREE[name], three_by_nccl, "directly")

@@ -13,10 +13,13 @@ from torch.nn import functional
 
 import pipebench
 from pipebench.checkpoint.state import ModelState
+from pipebench.engine.engine import CUDA_LOSS_EVERY
+from pipebench.engine.virtual import VirtualEngine
 from pipebench.model.device import torch_settings
 from pipebench.model.optimizer import make_optimizer
 from pipebench.recipe.catalog import recipes_folder
 from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe
+from pipebench.simulate.network import Network
 from tests.distributed.cases import compare, virtually
 from tests.distributed.test_equality import THREE, THREE_REPLICAS, TWO
 from tests.made_up_gpu import made_up_gpu
@@ -155,3 +158,18 @@ def test_steps_are_counted_where_the_optimizer_counts_them(optimizer: str, devic
         assert {each["step"].device.type for each in states} == {device}
         assert {v.device.type for each in states for key, v in each.items() if key != "step"} == {"cuda"}
         assert engine.train(2, 2) == 2
+
+
+def test_progress_on_it_has_the_loss_that_was_read_last() -> None:
+    """It was told as no number for as long as a run took, as if training had diverged."""
+    setup, told = make_setup(Mlp(), ([], [1])), list[float]()
+    read: list[float] = []
+    with torch_settings(EngineRecipe()), made_up_gpu():
+        network = Network(setup.cluster, setup.devices)
+        engine = VirtualEngine(
+            replace(setup, device=torch.device("cuda")), network,
+            on_loss=lambda loss, n, weight, s: read.append(float(loss) / weight),
+            on_unit=lambda samples, loss, s: told.append(loss),
+        )  # fmt: skip
+        engine.train(0, 60)
+    assert told == [read[0]] * CUDA_LOSS_EVERY + [read[CUDA_LOSS_EVERY]] * (60 - CUDA_LOSS_EVERY)

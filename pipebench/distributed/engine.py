@@ -23,7 +23,7 @@ from pipebench.distributed.transport import ChannelTransport
 from pipebench.distributed.warm_up import needs_warm_up, warm_up
 from pipebench.distributed.world import World
 from pipebench.engine.admission import admitted_program
-from pipebench.engine.engine import Gather, OnLoss, OnUnit, TrainingEngine
+from pipebench.engine.engine import CUDA_LOSS_EVERY, Gather, OnLoss, OnUnit, TrainingEngine
 from pipebench.engine.feed import Feed, training_feed
 from pipebench.engine.protocols import SegmentExtension, UnitLoss
 from pipebench.engine.setup import Setup, ranks_of
@@ -37,8 +37,6 @@ from pipebench.schedule.programs import forward_programs, programs
 from pipebench.simulate.meter import PREDICTION, RunMeasurements
 from pipebench.simulate.simulation import RunPart, TimelineEvent
 from pipebench.simulate.timeline import Transfer
-
-_CUDA_LOSS_EVERY = 50  # reading a loss waits for the GPU
 
 
 class DistributedEngine(TrainingEngine):
@@ -334,7 +332,7 @@ class DistributedEngine(TrainingEngine):
             self._stop = self._stop or str(diverged)
             self._control.request_stop(str(diverged))
         # Every so many of this worker's own losses: its units depend on the number of replicas.
-        if not loss.total.is_cuda or self._num_losses % _CUDA_LOSS_EVERY == 0:
+        if not loss.total.is_cuda or self._num_losses % CUDA_LOSS_EVERY == 0:
             self._transport.latest_loss = float(loss.total) / loss.weight
         self._num_losses += 1
 

@@ -43,6 +43,7 @@ _LOST = (
     *("connection closed", "connection reset", "connection refused", "connection was likely closed", "broken pipe"),
     *("timed out", "timeout", "no route to host", "network is unreachable"),
     *("remote process exited", "communicator was aborted", "ncclremoteerror"),
+    "nccl operation failed",  # all that torch 2.15's groups say at a wait, once their communicator has failed
 )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-from pipebench.distributed import world
+from pipebench.distributed import nccl, world
 from pipebench.distributed.launch_failure import Failure, of_exception, record, report
 from pipebench.distributed.launch_join import RUN
 
@@ -25,6 +25,7 @@ def worker_main(function: Callable[[], object], *, verbose: bool = False) -> int
     which may wait for lost peers.
     """
     _handle_signals()
+    nccl.set_before_cuda(os.environ)  # checks before a run ask for a device
     try:
         function()
     except BaseException as error:

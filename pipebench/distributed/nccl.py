@@ -59,13 +59,20 @@ def sharing_remark(everyone: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def set_before_cuda(environ: MutableMapping[str, str]) -> None:
+    """Set what CUDA reads at its start, as soon as torch is asked for a device; except what the user has set."""
+    for variable, value in _CUDA_SETTINGS.items():
+        environ.setdefault(variable, value)
+
+
 def set_environment(environ: MutableMapping[str, str], rank: int) -> None:
     """Set what CUDA and NCCL read at their start, except what the user has set."""
-    settings = dict(_CUDA_SETTINGS)
+    set_before_cuda(environ)
+    settings: dict[str, str] = {}
     if shares(environ) and torch.cuda.nccl.version()[:2] < _SHARED_SINCE:  # type: ignore[no-untyped-call]
         # Older releases refuse two ranks of one host on one GPU. Each rank as a host of its own reaches the others by
         # sockets: all of NCCL is used but its ways within a host.
-        settings |= {"NCCL_HOSTID": f"pipebench-{rank}", "NCCL_IB_DISABLE": "1"}
+        settings = {"NCCL_HOSTID": f"pipebench-{rank}", "NCCL_IB_DISABLE": "1"}
     for variable, value in settings.items():
         environ.setdefault(variable, value)
 

@@ -33,11 +33,18 @@ class Exchange:
 
     def __init__(self, group: Any, order: Sequence[int], own: int, *, native: bool, host_copy: bool) -> None:
         self.group, self.order, self.own = group, order, own
-        self.native, self.host_copy = native, host_copy
+        self._native, self.host_copy = native, host_copy
+
+    def is_native(self, bucket: Sequence[Sequence[Piece]]) -> bool:
+        """Return whether the backend scatters and gathers a bucket itself: all members have a part of it.
+
+        torch 2.15's takes two empty parts, which have no address, for two names of one buffer, and fails.
+        """
+        return self._native and all(bucket)
 
     def messages(self, bucket: Sequence[Sequence[Piece]], like: Sequence[torch.Tensor]) -> list[list[Pieces]]:
-        """Return the messages that every member's part of a bucket travels in; one, maybe empty, where native."""
-        if self.native:
+        """Return the messages that every member's part of a bucket travels in; one where the backend does it."""
+        if self.is_native(bucket):
             return [[bucket[replica]] for replica in self.order]
         found: list[list[Pieces]] = []
         for replica in self.order:
@@ -72,6 +79,7 @@ class _Scatter:
         self.indices = [*dict.fromkeys(piece.place for part in bucket for piece in part)]
         self._like = {index: like[index] for index in self.indices}
         self._exchange, self._messages = exchange, exchange.messages(bucket, like)
+        self._native = exchange.is_native(bucket)
         self.pieces = bucket[exchange.order[exchange.own]]
         self.num_bytes = sum(tensor.nbytes for tensor in self._like.values())
         self.missing = set(self.indices)
@@ -94,7 +102,7 @@ class _Scatter:
         exchange, own = self._exchange, self._exchange.own
         parts = [[self._values(message) for message in messages] for messages in self._messages]
         self._gradients, self._sent = {}, parts
-        if exchange.native:
+        if self._native:
             self._given = [[torch.empty_like(parts[own][0])]]
             given = [part for (part,) in parts]
             self._work = [dist.reduce_scatter(self._given[0][0], given, group=exchange.group, async_op=True)]
@@ -190,24 +198,29 @@ class WeightGather:
         parameters = self._weights.newest.parameters
         for bucket in self._sharding.buckets:
             like, messages = parameters[next(p for b in bucket for p in b).place], exchange.messages(bucket, parameters)
+            native = exchange.is_native(bucket)
             sent = [exchange.joined([values[piece] for piece in message], like) for message in messages[own]]
             arriving = [] if self._sharding.keeps_all else [*zip(messages[own], sent, strict=True)]
             taken = [
-                [*map(torch.empty_like, sent)] if position == own else [self._place(it, like, arriving) for it in each]
+                [*map(torch.empty_like, sent)]
+                if position == own
+                else [self._place(it, like, arriving, native=native) for it in each]
                 for position, each in enumerate(messages)
             ]
             with peers():
-                if exchange.native:
+                if native:
                     parts = [part for (part,) in taken]
                     work = [dist.all_gather(parts, sent[0], group=exchange.group, async_op=True)]
                 else:
                     work = exchange.between([sent] * len(messages), taken)
             self._work.append((work, sent, arriving))
 
-    def _place(self, message: Pieces, like: torch.Tensor, arriving: list[tuple[Pieces, torch.Tensor]]) -> torch.Tensor:
+    def _place(
+        self, message: Pieces, like: torch.Tensor, arriving: list[tuple[Pieces, torch.Tensor]], *, native: bool
+    ) -> torch.Tensor:
         """Return where a message arrives: in the weights or, of several pieces, in a buffer noted in `arriving`."""
         exchange, parameters = self._exchange, self._weights.newest.parameters
-        if len(message) == 1 and not exchange.native and not exchange.host_copy:
+        if len(message) == 1 and not native and not exchange.host_copy:
             return message[0].of(parameters[message[0].place]).view(-1)
         size = sum(piece.stop - piece.start for piece in message)
         arriving.append((message, like.new_empty(size, device="cpu" if exchange.host_copy else like.device)))

@@ -1,9 +1,10 @@
-"""Warm-up: one minibatch through every stage before the clock starts, on copies that are discarded.
+"""Warm-up: a unit of every size through every stage before the clock starts, on copies that are discarded.
 
-The first forward, backward and update of a stage load the GPU's code, choose algorithms and allocate memory. CUDA may
-delay them until all running work on the device has ended, which would deadlock with an NCCL kernel that waits for a
-peer. So they happen once while nothing is in transfer between GPUs: values go from stage to stage by Gloo, and a copy
-of every stage computes.
+The first forward, backward and update of a stage load the GPU's code, choose algorithms and allocate memory, and so do
+the first ones of every other number of samples: of an epoch's last minibatch, or of uneven microbatches. CUDA may delay
+them until all running work on the device has ended, which would deadlock with an NCCL kernel that waits for a peer. So
+they happen once while nothing is in transfer between GPUs: values go from stage to stage by Gloo, and a copy of every
+stage computes.
 
 Only GPUs need it, but it runs on any device; tests check on a CPU that it leaves no traces. Weights, optimizer, running
 statistics and carried states are copies; random generators are restored.
@@ -28,13 +29,13 @@ from pipebench.engine.scores import Scores
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.worker import Worker
 from pipebench.model.allocator import free_cycles
+from pipebench.model.sampling import Sampler, microbatch_sizes
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import GRADIENT, Op
 from pipebench.schedule.programs import forward_programs, programs
 
 _TAG = 6  # of its messages, on the group of all processes; channels have their own groups
 _TAGS_OF_EDGE = 2
-_UNIT = 0
 _NOTHING = float("nan")
 
 
@@ -44,10 +45,10 @@ def needs_warm_up(setup: Setup) -> bool:
 
 
 def warm_up(setup: Setup, world: World, own: Worker) -> None:
-    """Run the first unit, and an evaluation's, through copies of this worker's stages; all processes call it.
+    """Run units of every size, and an evaluation's, through copies of this worker's stages; all processes call it.
 
-    Every stage has one replica here, computed by all its workers: all run unit 0. The setup's graph still has the
-    model; `own` is this process's worker.
+    Every stage has one replica here, computed by all its workers: all run the same units. The setup's graph still has
+    the model; `own` is this process's worker.
     """
     on_gpu = setup.device.type == "cuda"
     if on_gpu:
@@ -59,8 +60,10 @@ def warm_up(setup: Setup, world: World, own: Worker) -> None:
             for replica in own.replicas.values():
                 without_own.enter_context(replica.weights.set_aside())
             worker = Worker(alone, setup.pipeline.stages_of(own.index)[0])
-            _train(alone, worker, _Neighbours(setup, world, own.index))
-            _evaluate(alone, worker, _Neighbours(setup, world, own.index))
+            for number, each in enumerate(_of_every_size(alone)):
+                _train(alone, worker, _Neighbours(setup, world, own.index), *each, updates=number == 0)
+            for minibatch in _first_of_size(setup.held_out):
+                _evaluate(alone, worker, _Neighbours(setup, world, own.index), minibatch)
             if on_gpu:
                 torch.cuda.synchronize(setup.device)
             del worker
@@ -77,19 +80,33 @@ def _alone(setup: Setup) -> Setup:
     return replace(setup, pipeline=pipeline, evaluation=evaluation, compiled=False)
 
 
+def _first_of_size(sampler: Sampler) -> list[int]:
+    """Return the first minibatch of every size, without a carried state; minibatch 0 comes first."""
+    beginning = (k for k in reversed(range(sampler.minibatches_per_epoch)) if sampler.stream(k).starts)
+    return sorted({sampler.size(k): k for k in beginning}.values())
+
+
+def _of_every_size(setup: Setup) -> Iterator[tuple[int, int]]:
+    """Yield a unit of every number of samples: its minibatch, and its number in a segment that begins with that."""
+    known = {0}
+    for minibatch in _first_of_size(setup.sampler):
+        sizes = microbatch_sizes(setup.sampler.size(minibatch), setup.pipeline.microbatches)
+        for unit, size in zip(setup.pipeline.units(0), sizes, strict=True):
+            if size not in known:
+                yield minibatch, unit
+            known.add(size)
+
+
 def _compile(setup: Setup, world: World, own: Worker) -> None:
-    """Run a minibatch of every size, but no update, through a worker's own stages, which compiles them."""
+    """Run a unit of every size, but no update, through a worker's own stages, which compiles them."""
     alone = _alone(setup)
     worker = Worker(alone, setup.pipeline.stages_of(own.index)[0])
     worker.replicas, worker.running = own.replicas, dict(own.running)
-    sampler = setup.sampler
-    beginning = (k for k in reversed(range(sampler.minibatches_per_epoch)) if sampler.stream(k).starts)
-    first_of_size = {sampler.size(k): k for k in beginning}  # without a carried state
-    for minibatch in sorted(first_of_size.values()):
+    for each in _of_every_size(alone):
         with ExitStack() as stack:
             for replica in own.replicas.values():
                 stack.enter_context(_without_traces(replica))
-            _train(alone, worker, _Neighbours(setup, world, own.index), minibatch, updates=False)
+            _train(alone, worker, _Neighbours(setup, world, own.index), *each, updates=False)
     if setup.device.type == "cuda":
         torch.cuda.synchronize(setup.device)
     del alone, worker
@@ -166,18 +183,18 @@ class _Neighbours:
         return ChannelLink(peer, [None], tag, None, self._setup.device, lambda: 0.0, pins=False)
 
 
-def _train(setup: Setup, worker: Worker, neighbours: _Neighbours, minibatch: int = 0, *, updates: bool = True) -> None:
+def _train(setup: Setup, worker: Worker, neighbours: _Neighbours, minibatch: int, unit: int, *, updates: bool) -> None:
     feed, divisors = training_feed(setup, minibatch, 1)
-    program = (it for it in programs(setup.pipeline, 1)[worker.index] if it.op is Op.UPDATE or it.number == _UNIT)
+    program = programs(setup.pipeline, 1)[worker.index]
     try:
         worker.begin_training(feed, minibatch, 1, divisors)
-        _play((it for it in program if updates or it.op is not Op.UPDATE), worker, neighbours)
+        _play((it for it in program if (updates if it.op is Op.UPDATE else it.number == unit)), worker, neighbours)
     finally:
         feed.close()
 
 
-def _evaluate(setup: Setup, worker: Worker, neighbours: _Neighbours) -> None:
-    feed = Feed(setup, "eval", 0, 1)
+def _evaluate(setup: Setup, worker: Worker, neighbours: _Neighbours, minibatch: int) -> None:
+    feed = Feed(setup, "eval", minibatch, 1)
     try:
         worker.begin_evaluation(feed, Scores(setup.dataset))
         _play(forward_programs(setup.evaluation.pipeline, 1)[worker.index], worker, neighbours)

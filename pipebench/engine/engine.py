@@ -27,6 +27,7 @@ from pipebench.simulate.meter import RunMeasurements
 OnLoss = Callable[[torch.Tensor, int, float, float], None]
 OnUnit = Callable[[int, float, float], None]
 Gather = Callable[[Any], list[Any]]
+CUDA_LOSS_EVERY: Final = 50  # units between reads of the loss, which wait for the GPU
 
 
 class Engine(ABC):

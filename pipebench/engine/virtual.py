@@ -16,7 +16,7 @@ from pipebench.checkpoint.handover import keys_of, pieces, requests_of, retained
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.admission import StopRequest
 from pipebench.engine.collectives import InProcessCollectives
-from pipebench.engine.engine import OnLoss, OnUnit, TrainingEngine
+from pipebench.engine.engine import CUDA_LOSS_EVERY, OnLoss, OnUnit, TrainingEngine
 from pipebench.engine.feed import Feed, training_feed
 from pipebench.engine.replica import Replica
 from pipebench.engine.segment import Segment
@@ -146,6 +146,7 @@ class VirtualEngine(TrainingEngine):
         self._observe = observe
         self.meter = meter or Meter(setup.pipeline)
         self._stop = stop or StopRequest()
+        self._num_losses, self._latest_loss = 0, math.nan
         self._cut_stages(setup)
 
     def _cut_stages(self, setup: Setup) -> None:
@@ -277,8 +278,10 @@ class VirtualEngine(TrainingEngine):
         loss = worker.execute(event.instruction, self._mailbox, self.collectives)
         if loss is not None:
             self._on_loss(*loss, self.now_s)
-            mean = math.nan if loss.total.is_cuda else float(loss.total) / loss.weight
-            self._on_unit(loss.samples, mean, self.now_s)
+            if not loss.total.is_cuda or self._num_losses % CUDA_LOSS_EVERY == 0:
+                self._latest_loss = float(loss.total) / loss.weight
+            self._num_losses += 1
+            self._on_unit(loss.samples, self._latest_loss, self.now_s)
 
     @property
     def _drain(self) -> DrainExchange:

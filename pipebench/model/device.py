@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,8 +20,7 @@ from pipebench.recipe.schema import EngineRecipe
 @contextlib.contextmanager
 def torch_settings(engine: EngineRecipe) -> Iterator[None]:
     """Set threads, TF32 and determinism as the recipe says; restore them afterwards."""
-    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    cudnn_tf32, benchmark = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
+    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
     deterministic = torch.get_deterministic_debug_mode()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     try:
@@ -29,23 +29,52 @@ def torch_settings(engine: EngineRecipe) -> Iterator[None]:
         elif "OMP_NUM_THREADS" not in os.environ:
             # torch takes a thread per core of the host, where a container may use few of them.
             torch.set_num_threads(max(1, min(threads, int(usable_cores()))))
-        torch.set_float32_matmul_precision("high" if engine.tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = engine.tf32
         torch.backends.cudnn.benchmark = not engine.deterministic
+        # Without it torch calls cuBLAS's products nondeterministic. It looks once in a process, at the first product,
+        # which may be a run's before that needn't be deterministic.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if engine.deterministic:
-            # cuBLAS reads this when it starts; without it torch calls its matrix products nondeterministic.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             # Some layers have no deterministic backward on CUDA (adaptive pooling): torch warns, the run log has it.
             # Not use_deterministic_algorithms, which imports torch's compiler, for a second, to tell it so, too.
             torch.set_deterministic_debug_mode("warn")
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        yield
+        with _tf32(engine.tf32):
+            yield
     finally:
         torch.set_num_threads(threads)
-        torch.set_float32_matmul_precision(precision)
-        torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = cudnn_tf32, benchmark
+        torch.backends.cudnn.benchmark = benchmark
         torch.set_deterministic_debug_mode(deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _tf32(enabled: bool) -> Iterator[None]:
+    """Set whether products and convolutions may round to TF32; restore afterwards what was set.
+
+    torch has two sets of switches. Where a user's code has used the new ones (`fp32_precision`), torch refuses to read
+    the old ones, and these don't overrule what the new ones say of all of cuDNN. So both are set.
+    """
+    cudnn: Any = torch.backends.cudnn
+    convolutions = (cudnn.conv, cudnn.rnn)
+    switches: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul, *convolutions]  # type: ignore[attr-defined]
+    before, old = [each.fp32_precision for each in switches], None
+    with contextlib.suppress(RuntimeError):
+        old = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+    _set_old_switches("high" if enabled else "highest", enabled)
+    for each in convolutions:
+        each.fp32_precision = "tf32" if enabled else "ieee"
+    try:
+        yield
+    finally:
+        if old is not None:
+            _set_old_switches(*old)
+        for each, precision in zip(switches, before, strict=True):
+            each.fp32_precision = precision
+
+
+def _set_old_switches(matmul_precision: str, cudnn_tf32: bool) -> None:
+    torch.set_float32_matmul_precision(matmul_precision)
+    torch.backends.cudnn.allow_tf32 = cudnn_tf32
 
 
 def environment(device: torch.device) -> dict[str, str]:

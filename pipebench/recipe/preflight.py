@@ -2,9 +2,11 @@
 
 import os
 import sys
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.util import find_spec
+from pathlib import Path
 from shutil import which
 
 from pipebench.errors import Fault, RecipeError, UserCodeError
@@ -117,18 +119,27 @@ def _compiler(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
     engine = loaded.recipe.engine
     if not engine.compile or not engine_kind(loaded.recipe).trains:
         return
-    if engine.device != "cpu" and torch.cuda.is_available():
-        if find_spec("triton") is None:
-            yield "engine.compile", "got true, which needs the package triton on GPUs; allowed is false"
-        elif not any(map(which, (os.environ.get("CC", "gcc"), "clang"))):
-            yield "engine.compile", "got true, which needs a C compiler on GPUs, and gcc isn't here; allowed is false"
-        return
+    on_gpu = engine.device != "cpu" and torch.cuda.is_available()
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # torch's own choice
-    if which(compiler) is None:
+    if on_gpu and find_spec("triton") is None:
+        yield "engine.compile", "got true, which needs the package triton on GPUs; allowed is false"
+    elif on_gpu and not any(map(which, (os.environ.get("CC", "gcc"), "clang"))):
+        yield "engine.compile", "got true, which needs a C compiler on GPUs, and gcc isn't here; allowed is false"
+    elif not on_gpu and which(compiler) is None:
         yield (
             "engine.compile",
             f"got true, which needs a C++ compiler on CPUs, and {compiler} isn't here; allowed is false",
         )
+    elif not (header := _python_header()).exists():
+        package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+        missing = f"{header} isn't here (on Debian the package {package} has it)"
+        yield "engine.compile", f"got true, which compiles with Python's headers, and {missing}; allowed is false"
+
+
+def _python_header() -> Path:
+    """Return the header that what torch compiles begins with, where torch and triton look for it."""
+    scheme = sysconfig.get_default_scheme()
+    return Path(sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme), "Python.h")
 
 
 def _tracking(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:

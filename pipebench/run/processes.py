@@ -165,6 +165,8 @@ def work(loaded: LoadedRecipe, suite: Suite) -> None:
     # The watchdog ends what hangs, and leaves a worker's own work ten times the limit for instructions.
     operation_s = max(1800.0, 2 * LONGEST_WORK * engine.stall_limit_s)
     with ExitStack() as held:
+        # Before NCCL begins: torch then has it leave out sums in switches (NVLS), which aren't the same at every call.
+        held.enter_context(torch_settings(engine))
 
         def start_heartbeat(world: World) -> None:
             """Hear from the other hosts, also while groups are being made; on one host the system reports failures."""
@@ -198,7 +200,7 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
     facts = folder.read()
     suite = replace(suite, name=facts.suite, verbose=facts.verbose, on_progress=progress_sender())
     request = RunRequest(with_seed(loaded, facts.seed), facts.name, suite, facts.parent_mlflow_run_id)
-    with collected_log(facts.verbose) as collected, torch_settings(loaded.recipe.engine), during(request.name):
+    with collected_log(facts.verbose) as collected, during(request.name):
         job = _prepared(request, world, folder)
         num_processes = job.setup.pipeline.num_workers * job.setup.costs.slices
         check_world_size(world.size, num_processes, str(job.setup.plan))

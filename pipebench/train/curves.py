@@ -6,10 +6,9 @@ from itertools import takewhile
 
 import torch
 
+from pipebench.engine.engine import CUDA_LOSS_EVERY
 from pipebench.recipe.schema import TargetRecipe
 from pipebench.train.result import Point
-
-_CUDA_LOSS_EVERY = 50  # units between reads of the loss, which wait for the GPU
 
 
 class Curves:
@@ -91,7 +90,7 @@ class TrainingLoss:
         self._own_weight += weight
         self._own = self._own + loss
         self._num_units += 1
-        if loss.is_cuda and self._num_units % _CUDA_LOSS_EVERY:
+        if loss.is_cuda and self._num_units % CUDA_LOSS_EVERY:
             return True
         self._own = float(self._own)
         return math.isfinite(self._own)

@@ -18,7 +18,7 @@ import torch
 from pipebench.model.cores import usable_cores
 from tests.bench.processes import machine
 from tests.bench.processes.main import NUM_PAIRS
-from tests.bench.processes.rows import HEAD, SINGLE_ON_GPU, TORCHS_ON_GPU, Row, distances, rows_of
+from tests.bench.processes.rows import HEAD, SHORT_ON_GPU, SINGLE_ON_GPU, TORCHS_ON_GPU, Row, distances, rows_of
 from tests.bench.processes.sides import Given, settings_of
 from tests.bench.processes.subject import SETTINGS, Subject, cut_at
 
@@ -42,11 +42,12 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("gpu-bench: torch sees no CUDA device here, so there is nothing to measure")
     subject = Subject(1.0, options.minibatch_size, image_size=224, device="cuda")
+    rows = (SHORT_ON_GPU if options.short else SINGLE_ON_GPU), TORCHS_ON_GPU
     environment = _SHARED if torch.cuda.device_count() == 1 else {}
     command = " ".join(("nox -s gpu-bench", *(["--", *sys.argv[1:]] if sys.argv[1:] else [])))
     begun = options.out.with_suffix(".part")  # what there is, should it be ended
     with begun.open("w", buffering=1) as page:
-        for line in measured(subject, options.pairs, environment, command):
+        for line in measured(subject, options.pairs, environment, command, rows):
             print(line, flush=True)
             print(line, file=page)
     begun.replace(options.out)
@@ -55,6 +56,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure pipebench on this machine's GPUs.")
     parser.add_argument("--pairs", type=int, default=NUM_PAIRS, help="of every comparison")
+    parser.add_argument("--short", action="store_true", help="leave out most comparisons of one process")
     parser.add_argument("--minibatch-size", type=int, default=64)
     parser.add_argument("--out", type=Path, default=PAGE)
     return parser.parse_args()

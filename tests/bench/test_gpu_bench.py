@@ -2,6 +2,8 @@
 
 import re
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +66,29 @@ def test_noise_and_settings_reach_both_sides() -> None:
         for side in (row.ours, row.theirs):
             assert side.split("+")[0] in known
             assert {*settings_of(side)} <= SETTINGS.keys()
+
+
+@pytest.mark.parametrize(("words", "num_alone"), [([], len(SINGLE_ON_GPU)), (["--short", "--pairs", "1"], 3)])
+def test_a_short_page_leaves_out_what_is_of_one_process(
+    words: list[str], num_alone: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: list[Any] = []
+
+    def measured(*found: Any) -> list[str]:
+        given.extend(found)
+        return ["# a page"]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(gpu, "measured", measured)
+    monkeypatch.setattr(sys, "argv", ["gpu", *words, "--out", str(tmp_path / "gpu.md")])
+    gpu.main()
+    _, pairs, environment, _, (alone, two) = given
+    assert (len(alone), two) == (num_alone, TORCHS_ON_GPU)
+    assert {row.ours for row in alone} <= {row.ours for row in SINGLE_ON_GPU}
+    assert pairs == (1 if words else 7)
+    assert environment
+    assert (tmp_path / "gpu.md").read_text() == "# a page\n"
 
 
 def test_without_a_gpu_there_is_no_page_but_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,9 @@ import torch
 from pipebench.distributed import warm_up
 from pipebench.distributed.channel import _ROOM_FOR_TEXT
 from pipebench.distributed.message import HEADER_BYTES
+from pipebench.distributed.world import World
+from pipebench.engine.worker import Worker
+from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline, chain, noam
 from pipebench.schedule.programs import programs
@@ -25,11 +28,15 @@ from tests.distributed.cases import Case, compare, small_setup, virtually
 from tests.distributed.test_equality import THREE, TWO
 from tests.distributed.zoo_cases import ZooCase
 from tests.processes import Processes
-from tests.support import Mlp, make_setup
+from tests.support import Blobs, Mlp, make_setup
 
 NOT_BY_GLOO = {"zero1, parameters without a gradient"}  # its all-gather takes no pieces of different sizes
 # In fewer processes than at their full depth (1-3-1 takes five), these hang in the same way.
 WAITING = {3: Case("conv", (4,), (1, 2), {"depth": 1}), 4: Case("conv", (4, 7), (1, 2, 1), {"depth": 3})}
+
+
+def parameters_of(worker: Worker) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for each in worker.replicas.values() for name, tensor in each.tensors().items()}
 
 
 def compositions(total: int) -> Iterator[tuple[int, ...]]:
@@ -96,6 +103,43 @@ def test_messages_of_a_rehearsal_between_two_stages_have_tags_of_their_own(monke
     for edge in itertools.combinations(range(4), 2):
         neighbours._link(edge, edge[1], 0)
     assert len({*tags}) == len(tags) == 6
+
+
+@pytest.mark.parametrize(
+    ("minibatch_size", "microbatches", "sizes"), [(8, 1, {8, 6}), (8, 3, {3, 2}), (20, 3, {7, 6, 2}), (23, 1, {23})]
+)
+def test_a_rehearsal_runs_units_of_every_size(
+    minibatch_size: int, microbatches: int, sizes: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """46 samples to train on and 10 held out: cuDNN would search for algorithms at the first short minibatch.
+
+    It frees memory then, for which CUDA waits until all messages are sent, which the receiver's may wait for, too.
+    """
+    setup = make_setup(
+        Mlp(),
+        ([], [1]),
+        dataset=Blobs(num_train=46),
+        minibatch_size=minibatch_size,
+        microbatches=microbatches,
+        weights="one",
+    )
+    ran: list[tuple[bool, int]] = []
+    execute = Worker.execute
+
+    def noted(worker: Worker, it: Instruction, *others: Any) -> Any:
+        if it.op is Op.FORWARD:
+            ran.append((worker.trains, worker.feed.size(it.number)))
+        return execute(worker, it, *others)
+
+    monkeypatch.setattr(Worker, "execute", noted)
+    own, world = Worker(setup, 0), SimpleNamespace(process=lambda rank: rank)
+    before = parameters_of(own)
+    warm_up.warm_up(setup, cast("World", world), own)
+    assert {size for trains, size in ran if trains} == sizes
+    held_out = setup.held_out
+    assert {size for trains, size in ran if not trains} == {*map(held_out.size, range(held_out.minibatches_per_epoch))}
+    assert len(ran) == len({*ran})
+    assert all(torch.equal(value, before[name]) for name, value in parameters_of(own).items())
 
 
 def test_a_first_all_reduce_that_waits_would_hang_plans() -> None:

@@ -88,3 +88,12 @@ def test_a_store_that_is_waiting_holds_nobody_up(
     monkeypatch.setattr(launch_worker, "_ASKING_S", 0.05 if answer is None else 60.0)
     assert launch_worker._is_first_to_report(Failure(0, "silent", "so")) == tells
     over.set()
+
+
+def test_a_worker_s_cuda_has_queues_enough_before_anything_asks_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks of a recipe with `engine.device: cuda` asked torch, which begins CUDA, before the worker had joined."""
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(launch_worker, "_handle_signals", lambda: None)
+    found: list[str | None] = []
+    launch_worker.worker_main(lambda: found.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")))
+    assert found == ["32"]

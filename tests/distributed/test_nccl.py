@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pipebench.distributed import nccl
-from pipebench.distributed.launch_join import HostSlot
+from pipebench.distributed.launch_join import HostSlot, PeerLostError, peers
 from pipebench.distributed.nccl import pair_options, set_environment, shares, sharing_remark, takes
 from pipebench.distributed.world import World
 from pipebench.extensions.asynchronous import processes
@@ -114,3 +114,26 @@ def test_a_pair_s_communicator_is_small_and_comes_first() -> None:
 def test_the_pairs_of_a_worker_leave_room_for_each_other(num_pairs: int, blocks: int) -> None:
     """1-6-1 has twelve on its first worker: six peers, activations and gradients."""
     assert pair_options(timedelta(seconds=7), num_pairs).config.max_ctas == blocks
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        dist.DistBackendError("NCCL communicator was aborted on rank 0."),
+        dist.DistBackendError("NCCL operation failed"),
+        dist.DistBackendError("NCCL operation timed out"),
+        RuntimeError("NCCL communicator was aborted after a previous error"),
+        RuntimeError("NCCL Async Error: remote process exited or there was a network error"),
+    ],
+    ids=str,
+)
+def test_what_torch_says_of_a_peer_that_is_gone_is_no_failure_of_one_s_own(error: Exception) -> None:
+    """The first of torch until 2.14, the others of 2.15, whose groups of NCCL are new."""
+    with pytest.raises(PeerLostError, match=r"^lost a peer: "), peers():
+        raise error
+
+
+@pytest.mark.parametrize("error", ["NCCL Send failed: unhandled cuda error", "NCCL Send failed: invalid argument"])
+def test_what_torch_says_of_one_s_own_mistakes_is_passed_on(error: str) -> None:
+    with pytest.raises(RuntimeError, match=error), peers():
+        raise RuntimeError(error)

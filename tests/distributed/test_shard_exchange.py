@@ -150,3 +150,56 @@ def test_large_weights_arrive_where_they_are_used(monkeypatch: pytest.MonkeyPatc
         assert torch.equal(found, value)
     weights.free()
     assert weights.gathered_bytes == 0
+
+
+class Native(Wire):
+    """One whose backend scatters and gathers: as torch 2.15's for NCCL, which asks where the first two parts are."""
+
+    def reduce_scatter(
+        self, output: torch.Tensor, given: list[torch.Tensor], *, group: Any, async_op: bool
+    ) -> "Native":
+        assert async_op
+        assert [each.numel() for each in given].count(output.numel()) > 0
+        self.scattered = [each.clone() for each in given]
+        output.fill_(7.0)
+        return self
+
+    def all_gather(self, found: list[torch.Tensor], given: torch.Tensor, *, group: Any, async_op: bool) -> "Native":
+        assert async_op
+        if found[0].data_ptr() == found[1].data_ptr():
+            raise RuntimeError("shape '[6]' is invalid for input of size 0")
+        self.gathered = [each.numel() for each in found]
+        return self
+
+
+def test_what_is_too_little_for_a_part_for_everyone_is_not_the_backend_s_to_exchange(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A bucket of few elements is one member's: the others' parts are empty, and empty tensors have no address."""
+    model = nn.Module()
+    for index, size in enumerate(SIZES):
+        model.register_parameter(f"p{index}", nn.Parameter(torch.arange(float(size))))
+    buckets = [tuple(divided(each, SIZES, 3, whole=False)) for each in ([0], [3])]
+    found = Sharding(tuple(buckets), 2, keeps_all=False)
+    assert [[len(part) for part in bucket] for bucket in found.buckets] == [[1, 1, 1], [0, 0, 1]]
+    weights = Weights(model, lambda given: torch.optim.SGD(given, 0.1), divide=lambda _: found)
+    wire = Native(lambda position, place: torch.full_like(place, 10.0 ** (position + 1)))
+    monkeypatch.setattr(shard_exchange, "dist", wire)
+    exchange = Exchange(None, range(3), 2, native=True, host_copy=False)
+    gather = WeightGather(weights, exchange, timer())
+    weights.allocate()
+    gather.start()
+    gather.wait()
+    assert wire.gathered == [512, 512, 176]
+    (sent,) = [[each.tensor.numel() for each in batch] for batch in wire.batches]
+    assert sent == [6, 6]  # to each of the others
+    reducer = ShardReducer(found, [torch.zeros(size) for size in SIZES], exchange, timer())
+    given = {index: torch.randn(SIZES[index]) for index in (0, 3)}
+    for index, gradient in given.items():
+        reducer.add(index, gradient)
+    assert [each.numel() for each in wire.scattered] == [512, 512, 176]
+    first, second = reducer.wait(lambda *_: None)
+    assert first is not None
+    assert second is not None
+    assert first.eq(7.0).all()
+    assert torch.equal(second, torch.full((6,), 110.0) + given[3])

@@ -1,5 +1,10 @@
 """torch's settings for a run: as the recipe says while it lasts, and put back, without torch's compiler."""
 
+import operator
+import os
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 
@@ -43,3 +48,53 @@ def test_a_container_s_quota_limits_threads_unless_they_are_asked_for(
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_cublas_has_a_workspace_for_deterministic_products_from_the_first_run_on(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch looks at the first product only: runs after one that needn't be deterministic were warned of all others."""
+    monkeypatch.setattr(os, "environ", {})
+    with torch_settings(EngineRecipe(deterministic=deterministic, threads=1)):
+        assert os.environ == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+SWITCHES = ("cuda.matmul", "mkldnn.matmul", "cudnn.conv", "cudnn.rnn")  # of `torch.backends`
+USERS = ("", "cudnn", *SWITCHES)  # those that a user's code may have set; "": for everything
+
+
+def switch(name: str) -> Any:
+    return operator.attrgetter(name)(torch.backends) if name else torch.backends
+
+
+@pytest.fixture
+def switches_as_before() -> Iterator[None]:
+    before = {name: switch(name).fp32_precision for name in ("", "cudnn", *SWITCHES)}
+    yield
+    for name, precision in before.items():
+        switch(name).fp32_precision = precision
+
+
+@pytest.mark.usefixtures("switches_as_before")
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+@pytest.mark.parametrize("name", USERS)
+def test_new_switches_of_a_user_s_are_no_hindrance_and_put_back(name: str, precision: str, tf32: bool) -> None:
+    """Torch refused to read the old ones, a traceback; or convolutions rounded although the recipe says no."""
+    switch(name).fp32_precision = precision
+    before = [switch(each).fp32_precision for each in SWITCHES]
+    with torch_settings(EngineRecipe(tf32=tf32)):
+        rounds = {each: switch(each).fp32_precision == "tf32" for each in SWITCHES}
+        assert rounds == dict.fromkeys(SWITCHES, tf32)
+        assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
+        assert torch.backends.cudnn.allow_tf32 is tf32
+    assert [switch(each).fp32_precision for each in SWITCHES] == before
+
+
+@pytest.mark.usefixtures("switches_as_before")
+def test_old_switches_are_put_back() -> None:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    with torch_settings(EngineRecipe(tf32=True)):
+        pass
+    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before

@@ -1,8 +1,11 @@
 """Ways of parallelising that compiled stages or channels last don't go with: the sentence that says so."""
 
 import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
+import torch
 
 from pipebench.errors import PlanError, RecipeError
 from pipebench.model.plan_layers import form_of
@@ -101,3 +104,21 @@ def test_a_missing_compiler_is_told_before_the_run(write: Write, monkeypatch: py
     preflight(loaded, trains=False)
     with pytest.raises(RecipeError, match=r"engine\.compile: got true, .* and no-such-compiler isn't here; allowed is"):
         preflight(loaded)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_missing_headers_of_python_are_told_before_the_run(
+    device: str, write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As of a system's own Python: the compiler's error came from within torch, when a stage was compiled."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
+    for name in ("CC", "CXX"):
+        monkeypatch.setenv(name, sys.executable)
+    loaded = load(str(write()), ["engine.compile=true", f"engine.device={device}"])
+    monkeypatch.setattr(sysconfig, "get_path", lambda name, scheme: {"include": str(tmp_path)}[name])
+    with pytest.raises(
+        RecipeError, match=r"engine\.compile: got true, .*Python\.h isn't here .*-dev has it\); allowed is"
+    ):
+        preflight(loaded)
+    (tmp_path / "Python.h").touch()
+    preflight(loaded)

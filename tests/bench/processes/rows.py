@@ -64,6 +64,7 @@ SINGLE_ON_GPU = (
     *gains(f"{_SINGLE}+free", ("tf32", "bf16", "compile", "channels_last", "unfused", "untried")),
     *gains(f"{_SINGLE}+free+bf16", ("compile", "channels_last", "compile+channels_last")),
 )
+SHORT_ON_GPU = (*SINGLE_ON_GPU[:2], Row(f"{_SINGLE}+free", f"{PLAIN}+free", 0.98))
 TORCHS_ON_GPU = tuple(
     Row(f"{a}+free", f"{b}+free", target)
     for a, b, target in (
