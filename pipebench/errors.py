@@ -130,7 +130,7 @@ class UserCodeError(UserError, RuntimeError):
 
 
 class ScheduleError(PipebenchError, RuntimeError):
-    """Workers wait for each other in a circle; the message draws what each one waits for."""
+    """A wrong order of work: workers wait for each other in a circle, or a unit's pass is missing or there twice."""
 
 
 class DivergedError(PipebenchError, ArithmeticError):

@@ -104,10 +104,10 @@ def percent(fraction: float | None) -> str:
 def ratio(value: float | None) -> str:
     """Return a speed-up with two decimals.
 
-    >>> ratio(2.9612), ratio(0.1123), ratio(None)
-    ('2.96x', '0.11x', '-')
+    >>> ratio(2.9612), ratio(0.1123), ratio(1_997_147.131), ratio(None)
+    ('2.96x', '0.11x', '1,997,147.13x', '-')
     """
-    return UNKNOWN if value is None else f"{value:.2f}x"
+    return UNKNOWN if value is None else f"{value:,.2f}x"
 
 
 def listed(texts: Sequence[str], most: int) -> str:

@@ -24,7 +24,7 @@ from pipebench.recipe.preflight import preflight
 from pipebench.recipe.users_code import as_users
 from pipebench.run import runner
 from pipebench.run.folder import records
-from pipebench.run.preflight_all import preflight_all, same_names
+from pipebench.run.preflight_all import faults_together, preflight_all
 from pipebench.run.suite import Suite, suite_name
 from pipebench.show.answers import ModelProfile, PlanAnswer, Run, RunComparison
 from pipebench.show.answers import recorded as side_by_side
@@ -91,7 +91,7 @@ def compare(
     loaded = [each for recipe in recipes for each in _loaded(recipe, keys, load_all)]
     if not loaded:
         raise UserError('name at least one recipe, for example: pipebench.compare("quickstart/dp", "quickstart/gpipe")')
-    if faults := same_names(loaded):
+    if faults := faults_together(loaded):
         raise RecipeError(faults)
     return _run(loaded, keys, seeds=seeds, on_progress=on_progress)
 

@@ -12,7 +12,7 @@ from pipebench.recipe.cluster_files import LEVELS
 from pipebench.recipe.leaves import full_keys
 from pipebench.recipe.load import LoadedRecipe, load, load_each
 from pipebench.recipe.yaml_file import read_mapping
-from pipebench.run.preflight_all import same_names
+from pipebench.run.preflight_all import faults_together
 
 
 def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -82,7 +82,12 @@ def load_to_plan(words: Sequence[str], *, zipped: bool) -> list[LoadedRecipe]:
     loaded = load_each(path, overrides, zipped=zipped, builds=False)
     if zipped:
         _refuse_zip_alone(loaded)
-    return loaded if len(loaded) == 1 else load_each(path, overrides, zipped=zipped)
+    if len(loaded) == 1:
+        return loaded
+    loaded = load_each(path, overrides, zipped=zipped)
+    if faults := faults_together(loaded):
+        raise RecipeError(faults)
+    return loaded
 
 
 def load_all(references: Sequence[str], overrides: Sequence[str], *, zipped: bool = False) -> list[LoadedRecipe]:
@@ -103,7 +108,7 @@ def load_all(references: Sequence[str], overrides: Sequence[str], *, zipped: boo
                 loaded += load_each(path, overrides, zipped=zipped)
             except RecipeError as error:
                 faults += error.faults
-    faults += same_names(loaded)
+    faults += faults_together(loaded)
     if faults:
         raise RecipeError(dict.fromkeys(faults))
     if zipped:

@@ -183,7 +183,8 @@ class ParallelismRecipe:
     # all of them: 7 for `1-1-1-1` with 2 each. Null cuts where the cost model says
     cuts: list[str] | None = None
     cost_model: str = "overlap"  # what the planner minimises: `overlap`, `sosp19` or `artifact`
-    # Minibatches in flight per input-stage replica; `auto` is NOAM, less where `plan: auto` wouldn't fit
+    # Minibatches in flight per input-stage replica; `auto` is NOAM, and with `plan: auto` one more where that is
+    # faster, or less where it wouldn't fit
     depth: Any = "auto"
     # Microbatches per minibatch (modes that cut one); by default as many as there are stages, or fewer that divide a
     # minibatch, and 1 with `accumulate`

@@ -131,7 +131,8 @@ def _check_picture(picture: Picture, table: Table, key: str, reading: Reading) -
         named.append(("over", picture.over, [*OVER]))
     for name, given, allowed in named:
         if not given or (given == ("",) and "" not in allowed):
-            reading.fault(f"{key}.{name}", f"is missing, needed for {picture.kind}")
+            reading.fault(f"{key}.{name}", f"is missing, needed for {picture.kind}: {', '.join(filter(None, allowed))}")
+            continue
         for each in given:
             if each not in allowed:
                 reading.fault(f"{key}.{name}", choice(each[:60], filter(None, allowed)))

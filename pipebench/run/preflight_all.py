@@ -1,13 +1,16 @@
 """Check all recipes of a command before the first runs: what they use and their targets."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import PurePath
 
 from pipebench.errors import Fault, FileName, RecipeError
+from pipebench.profile.graph_txt import UNKNOWN_DEVICE
+from pipebench.profile.load import load_profile
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.preflight import preflight
 
-_SEED = "train.seed"
+_SEED, _SIZE = "train.seed", "train.minibatch_size"
 
 
 def preflight_all(loaded: Sequence[LoadedRecipe], *, seeds: Sequence[int] | None = None, tries: bool = True) -> None:
@@ -43,7 +46,24 @@ def _own_seeds(loaded: Sequence[LoadedRecipe], seeds: Sequence[int]) -> Iterator
             yield Fault(file or each.source, _SEED, problem)
 
 
-def same_names(loaded: Sequence[LoadedRecipe]) -> list[Fault]:
+def faults_together(loaded: Sequence[LoadedRecipe]) -> list[Fault]:
+    """Return the faults that recipes have only beside each other."""
+    return [*_same_names(loaded), *_other_sizes(loaded)]
+
+
+def _other_sizes(loaded: Sequence[LoadedRecipe]) -> Iterator[Fault]:
+    """Yield a fault per recipe that takes a `graph.txt` for another number of samples than one before it does."""
+    first: dict[str, int] = {}
+    for each in loaded:
+        path, size = each.recipe.model.get("profile"), each.recipe.train.minibatch_size
+        if path is None or first.setdefault(str(path), size) == size or load_profile(path).device != UNKNOWN_DEVICE:
+            continue
+        why = f"{PurePath(path).name} holds one size and doesn't say which: it can't be that of both"
+        mend = "give each size a file of its own, or a profile in JSON"
+        yield Fault(each.origin(_SIZE), _SIZE, f"got {size}, beside {first[str(path)]}, and {why}; {mend}")
+
+
+def _same_names(loaded: Sequence[LoadedRecipe]) -> list[Fault]:
     """Return a fault per recipe with the name of an earlier one."""
     first: dict[str, str] = {}
     faults = []

@@ -12,6 +12,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any, Final
 
+from pipebench.errors import ScheduleError
 from pipebench.schedule.instructions import COPIES, ENDS, Instruction
 from pipebench.schedule.operations import Op
 from pipebench.schedule.orders import order_of
@@ -97,8 +98,11 @@ def _program(p: Pipeline, worker: int, num_minibatches: int) -> Iterator[list[In
                 if program.left == 0 and not p.flushes:
                     yield update_of(p, [program])
         if p.flushes:
+            for program in stages.values():
+                program.check_whole()
             yield update_of(p, [*stages.values()])
     for program in stages.values():  # the last, short round had no unit for this worker
+        program.check_whole(num_minibatches)
         if not p.flushes and program.updates * p.round_size(program.stage) < num_minibatches:
             yield update_of(p, [program])
     yield [gathered for program in stages.values() for gathered in program.gathered()]
@@ -160,6 +164,7 @@ class StageProgram:
         self._policy = WEIGHT_POLICIES[p.weights]
         self._round_size = p.round_size(stage)
         self._units_of_whole = self._own(self._round_size)
+        self._ended = 0  # units that have run backward
         self._used: dict[int, int] = {}  # unit in flight to the version of its forward
         self._bellwether = (-1, 0)  # the last round that has begun here, and the version of its first forward
         self._to_begin = 0  # units of that round that haven't run forward
@@ -219,10 +224,13 @@ class StageProgram:
         if op is Op.BACKWARD and self._pipeline.backward == SPLIT:
             return self.backward(Op.BACKWARD_INPUT, unit) + self.backward(Op.BACKWARD_WEIGHT, unit)
         stage, ends, reduce, made = self.stage, op in ENDS, -1, []
+        if unit not in self._used:
+            raise self._wrong(f"runs {self._pipeline.label(unit)} backward before its forward, or twice")
         version, ahead = self._read_again(self._used[unit])
         if ends:
             del self._used[unit]
             self.left -= 1
+            self._ended += 1
             reduce = self.updates if self.left == 0 and self._replicas > 1 else -1
         if op is not Op.BACKWARD_WEIGHT:
             for target in self._answering:
@@ -232,6 +240,21 @@ class StageProgram:
             for source in self._answered:
                 made.append(_instruction((Op.SEND_GRADIENT, stage, unit, source, -1, -1, 0)))
         return made
+
+    def check_whole(self, num_minibatches: int | None = None) -> None:
+        """Check that each unit of a round that ends in a flush, or of `num_minibatches`, ran forward and backward once.
+
+        Raises:
+            ScheduleError: the order of work left one out, or ran one twice; a file's is checked when it is read.
+        """
+        if self._used:
+            raise self._wrong(f"runs {self._pipeline.label(min(self._used))} forward, and not backward")
+        missing = self.left if num_minibatches is None else self._own(num_minibatches) - self._ended
+        if missing:
+            raise self._wrong(f"leaves out {missing} of its units" if missing > 0 else f"runs {-missing} units twice")
+
+    def _wrong(self, what: str) -> ScheduleError:
+        return ScheduleError(f"order {self._pipeline.order}: stage {self.stage} replica {self._replica} {what}")
 
     def _read_again(self, version: int) -> tuple[int, int]:
         """Return the version that a backward reads after its forward read `version`, and by how much it is moved."""

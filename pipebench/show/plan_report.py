@@ -141,7 +141,7 @@ def _reasons(answer: PlanFindings) -> Iterator[tuple[str, str]]:
         over = quotient(answer.given.minibatch_s, best.minibatch_s)
         config = shortened(str(answer.given.plan), _PLAN_WIDTH)
         text = f"{config}, {_rate(answer, answer.given)}: {_prediction(answer.given)}"
-        yield "recipe's plan", text + (f"; the plan above is {over:.2f}x as fast" if over is not None else "")
+        yield "recipe's plan", text + (f"; the plan above is {ratio(over)} as fast" if over is not None else "")
     yield f"bytes per {answer.unit}", f"{_bytes_text(answer, best)}; data parallel: {_bytes_text(answer, dp)}"
     idle = cluster.num_workers - len(best.plan.devices)
     if idle:
@@ -390,6 +390,18 @@ def _run_table(answers: Sequence[PlanFindings]) -> Table:
             str(bottleneck_of(answer, found)),
         ]
         if named:
-            cells += [shortened(str(best.plan), _PLAN_WIDTH), ratio(_per_s(answer, best) / _per_s(answer, found))]
+            cells += [_best_beside(found, best), ratio(_per_s(answer, best) / _per_s(answer, found))]
         table.add_row(*cells)
     return table
+
+
+def _best_beside(found: PlanEstimate, best: PlanEstimate) -> str:
+    """Return the best plan, and what tells it from the row's own if that is written alike."""
+    text, own, other = shortened(str(best.plan), _PLAN_WIDTH), found.plan, best.plan
+    if str(own) != str(other):
+        return text
+    if own.replicas != other.replicas:  # straight ones
+        return f"{text} ({len(other.positions)} stages)"
+    if own.depth != other.depth:
+        return f"{text}, depth {other.depth}"
+    return text if own.stages == other.stages else f"{text}, cut elsewhere"

@@ -15,6 +15,8 @@ from pipebench.units import quantity
 _RATE = "throughput_samples_per_s"
 NONE = "none"  # stands for a line where none is first
 _SAME = 1e-3  # relative: below, the line that was first stays first
+_EQUAL = 1e-9  # relative: floats' own rounding. Lines that are equal, such as modes with one plan, are first together
+_TOGETHER = " and "
 
 
 class SweepPoint(NamedTuple):
@@ -49,7 +51,8 @@ class Sweep:
     def first_places(self) -> Iterator[tuple[str, str, str]]:
         """Yield the lines that are first, in order of the quantity: name, and the first and last value as written.
 
-        Where no line is, since none reached the target with most of its seeds, the name is `none`.
+        Where no line is, since none reached the target with most of its seeds, the name is `none`; equal lines are
+        named together.
         """
         sign = 1 if self.metric == "time_to_accuracy_s" else -1
         points = sorted(
@@ -62,8 +65,12 @@ class Sweep:
             costs = {each: (cost, text) for _, cost, each, text in here}
             best = next(iter(costs))
             least, text = costs[best]
+            most = least + _EQUAL * abs(least)
+            equal = [each for each in self.lines if each in costs and costs[each][0] <= most]
             if least == math.inf:
                 best = NONE
+            elif len(equal) > 1:
+                best = together(equal)
             elif name in costs and costs[name][0] - least <= _SAME * abs(least):
                 best = name
             if best != name and name:
@@ -71,6 +78,15 @@ class Sweep:
             name, since, until = best, text if best != name else since, text
         if name:
             yield name, since, until
+
+
+def together(names: Sequence[str]) -> str:
+    """Return lines that are first together as one name.
+
+    >>> together(["dp"]), together(["dp", "pipedream", "hybrid"])
+    ('dp', 'dp, pipedream and hybrid')
+    """
+    return _TOGETHER.join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def sweep_of(group: RunGroup) -> Sweep | None:

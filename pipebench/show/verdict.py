@@ -109,7 +109,9 @@ def _crossovers(sweep: Sweep) -> Iterator[str]:
     if [name for name, *_ in places] == [NONE]:
         return
     if len(places) == 1:
-        yield f"{places[0][0]} is {what} at every {sweep.key} of the sweep."
+        name = places[0][0]
+        are = "is" if name in sweep.lines else "are"
+        yield f"{name} {are} {what} at every {sweep.key} of the sweep."
     elif places:
         yield f"Along {sweep.key}, {what}: {', '.join(where)}."
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
+from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
 from pipebench.formats import a_or_an, num_bytes
+from pipebench.profile.choose import has_one_size
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.make import make_dataset
 from pipebench.recipe.microbatches import microbatches_by_default
@@ -42,14 +44,11 @@ def largest_minibatch(loaded: LoadedRecipe, on_trial: Callable[[Trial], None] = 
     The search starts at the recipe's minibatch size; a smaller size than one that fits is assumed to fit, too.
 
     Raises:
-        PlanError: not even the smallest fits, or the cluster has no limit of memory.
+        PlanError: not even the smallest fits, the cluster has no limit of memory, or the profile is of one size.
         UserError: an error in the recipe at any size.
     """
     recipe, cluster = loaded.recipe, loaded.cluster
-    if cluster.memory_bytes is None:
-        raise PlanError(
-            f"cluster.name: got {cluster.name}, whose file gives no memory size; a largest minibatch needs one"
-        )
+    _check_known(recipe, cluster)
     unit = recipe.parallelism.microbatches if _MICROBATCHES in loaded.origins else 1
     known: dict[int, Trial] = {}
 
@@ -63,6 +62,7 @@ def largest_minibatch(loaded: LoadedRecipe, on_trial: Callable[[Trial], None] = 
     low = 1 << max(0, (min(recipe.train.minibatch_size // unit, most)).bit_length() - 1)
     while not tried(low).fits:
         if low == 1:
+            assert cluster.memory_bytes is not None
             raise PlanError(_nothing_fits(known[1], recipe, cluster.device, cluster.memory_bytes))
         low //= 2
     while 2 * low <= most and tried(2 * low).fits:
@@ -76,6 +76,20 @@ def largest_minibatch(loaded: LoadedRecipe, on_trial: Callable[[Trial], None] = 
         else:
             between = between[:middle]
     return known[low]
+
+
+def _check_known(recipe: Recipe, cluster: Cluster) -> None:
+    """Check that the limit and the layers of other sizes are known; raises a PlanError."""
+    if cluster.memory_bytes is None:
+        raise PlanError(
+            f"cluster.name: got {cluster.name}, whose file gives no memory size; a largest minibatch needs one"
+        )
+    if has_one_size(recipe):
+        key = "engine.timing" if recipe.model.get("profile") is None else "model.profile"
+        raise PlanError(
+            f"{key}: got a graph.txt, which holds one size and doesn't say which: nothing is known of others; a "
+            "largest minibatch needs a model, or a profile in JSON of the sizes"
+        )
 
 
 def trial(loaded: LoadedRecipe, minibatch_size: int) -> Trial:

@@ -26,6 +26,7 @@ from pipebench.train.curves import Curves
 from pipebench.train.job import Job
 from pipebench.train.largest import most_of_epoch
 from pipebench.train.learning_rate import lr_scales
+from pipebench.train.periods import Periods
 
 
 def describe(job: Job) -> dict[str, Any]:
@@ -61,14 +62,32 @@ def recipe_notes(job: Job) -> dict[str, str]:
         notes[MEMORY] = _largest_note(job)
     for each in job.extensions.values():
         notes |= each.notes(job.setup)
-    rates = "; ".join(filter(None, (_beyond_epoch(job.setup), loading_note(job))))
+    rates = "; ".join(filter(None, (_short_updates(job), loading_note(job))))
     return notes | ({THROUGHPUT: rates} if rates else {})
 
 
-def _beyond_epoch(setup: Setup) -> str:
-    """Return a sentence if an update takes more samples than an epoch has, else ""."""
-    asked, samples = setup.pipeline.round_size(0) * setup.sampler.minibatch_size, setup.sampler.num_samples
-    return f"an epoch has {samples:,} samples, fewer than an update takes" if asked > samples else ""
+_FULL = 0.9  # of the samples that an update takes; the last of an epoch, and what the data don't fill, cost less
+_SEGMENTS = 1000  # between drains that are looked at, at most
+
+
+def _short_updates(job: Job) -> str:
+    """Return a sentence if updates have fewer samples than they would take, as the run drains within them, else ""."""
+    sampler, update = job.setup.sampler, job.setup.pipeline.round_size(0)
+    if update * sampler.minibatch_size > sampler.num_samples:
+        return f"an epoch has {sampler.num_samples:,} samples, fewer than an update takes"
+    periods = Periods.of(job.recipe.train, sampler.minibatches_per_epoch)
+    done = num_updates = 0
+    for _ in range(_SEGMENTS):
+        drain = periods.next_drain(done)
+        num_updates += math.ceil((drain - done) / update)
+        done = drain
+        if done >= sampler.minibatches_per_epoch:
+            break
+    mean = sampler.samples_before(done) / num_updates
+    if mean >= _FULL * update * sampler.minibatch_size:
+        return ""
+    why = f"an update takes {update} minibatches, and drains before evaluations and checkpoints cut it short"
+    return f"updates have {mean:,.0f} samples on average: {why}"
 
 
 def _largest_note(job: Job) -> str:

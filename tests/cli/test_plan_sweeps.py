@@ -29,6 +29,16 @@ def test_lists_are_planned_side_by_side(few: str) -> None:
     assert float(lines[1][6].removesuffix("x")) == pytest.approx(rates[1] / rates[0], rel=0.01)
 
 
+def test_a_best_plan_that_is_written_as_the_row_s_own_says_what_it_has_of_its_own(few: str) -> None:
+    """`straight` was `1.55x` as fast as `straight`: it has two stages there, and one minibatch more in flight."""
+    words = (few, "cluster.bandwidth=1Gbit/s", "parallelism.plan=straight,1-1")
+    told = invoke(*words).stdout
+    best = json.loads(invoke(*words, "--json").stdout)[0]
+    assert (best["config"], best["replicas"], best["depth"]) == ("straight", [1, 1], 3)
+    assert " straight (2 stages) " in told
+    assert " straight, depth 3 " in told
+
+
 def test_servers_and_sizes_go_together_when_zipped(few: str) -> None:
     words = (few, "model.num_layers=3", "cluster.servers=1,2", "train.minibatch_size=32,16")
     names = [line.split()[0] for line in invoke(*words).stdout.splitlines() if line.strip().startswith("servers=")]

@@ -205,6 +205,13 @@ def test_everything_wrong_comes_out_together(write: Write) -> None:
     ]
 
 
+def test_a_missing_key_of_a_picture_is_told_once_with_what_is_allowed(write: Write) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_report(write(changed(pictures__0={"kind": "schedule", "run": "dp"})))
+    (fault,) = caught.value.faults
+    assert (fault.key, fault.problem) == ("pictures.0.row", "is missing, needed for schedule: first, m8, m16")
+
+
 def test_a_mistake_that_rows_share_is_told_once(write: Write) -> None:
     with pytest.raises(RecipeError) as caught:
         load_report(write(changed(runs={"more": "no-such"})))

@@ -1,9 +1,10 @@
 """A mode nobody has tried, made up in this file: a row and an order of work are all it takes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from pipebench.errors import ScheduleError
 from pipebench.planner.predict import make_pipeline
 from pipebench.schedule import modes, orders
 from pipebench.schedule.modes import Mode
@@ -11,6 +12,7 @@ from pipebench.schedule.operations import Op
 from pipebench.schedule.orders import Order
 from pipebench.schedule.passes import Pass
 from pipebench.schedule.pipeline import Pipeline
+from pipebench.schedule.programs import programs
 from tests.engine.test_modes import sequentially
 from tests.pictures import draw
 from tests.support import Blobs, Mlp, make_engine, make_setup, momentum, parameters_of, unit_profile
@@ -54,3 +56,51 @@ def test_it_is_drawn_simulated_and_trained_on_the_virtual_engine() -> None:
     expected = sequentially(model, dataset, [range(k, k + 1) for k in range(8)], 4, momentum)
     for name, parameter in parameters_of(engine).items():
         assert (parameter - expected[name]).abs().max() < 1e-12
+
+
+def last_left_out(p: Pipeline, worker: int, units: Sequence[int]) -> Iterator[Pass]:
+    """Neither forward nor backward of the last unit."""
+    (stage,) = p.stages_of(worker)
+    return (each for each in in_pairs(p, worker, units) if each.unit != p.own_units(stage, worker, units)[-1])
+
+
+def no_last_backward(p: Pipeline, worker: int, units: Sequence[int]) -> Iterator[Pass]:
+    yield from [*in_pairs(p, worker, units)][:-1]
+
+
+def last_backward_twice(p: Pipeline, worker: int, units: Sequence[int]) -> Iterator[Pass]:
+    passes = [*in_pairs(p, worker, units)]
+    yield from [*passes, passes[-1]]
+
+
+def first_unit_twice(p: Pipeline, worker: int, units: Sequence[int]) -> Iterator[Pass]:
+    (stage,) = p.stages_of(worker)
+    yield from (Pass(stage, op, units[0]) for op in (Op.FORWARD, Op.BACKWARD))
+    yield from in_pairs(p, worker, units)
+
+
+@pytest.mark.parametrize("flush", [True, False])
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        (last_left_out, "leaves out 1 of its units"),
+        (no_last_backward, "runs 3 forward, and not backward"),
+        (last_backward_twice, "runs 3 backward before its forward, or twice"),
+        (first_unit_twice, "runs 1 units twice"),
+    ],
+)
+def test_an_order_that_leaves_out_a_pass_or_repeats_one_is_refused(
+    order: Callable[[Pipeline, int, Sequence[int]], Iterator[Pass]],
+    said: str,
+    flush: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A microbatch without its backward was simulated, faster, and trained on, without its gradient."""
+    monkeypatch.setitem(orders.ORDERS, "in-pairs", Order("wrong", order, needs_flush=flush))
+    weights = "one" if flush else "stash"
+    setup = make_setup(
+        Mlp(), ([2, 4], [1, 1, 1]), order="in-pairs", weights=weights, accumulate=4 if flush else 1,
+        dataset=Blobs(num_train=32), make_optimizer=momentum,
+    )  # fmt: skip
+    with pytest.raises(ScheduleError, match=f"order in-pairs: stage . replica 0 {said}"):
+        [[*each] for each in programs(setup.pipeline, 4)]

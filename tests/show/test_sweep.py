@@ -60,6 +60,19 @@ def test_a_tie_changes_nothing_and_one_line_is_no_crossover() -> None:
     assert verdict(groups(alone)[0])[0].startswith("bandwidth=100 Gbit/s,dp has the highest throughput")
 
 
+def test_equal_lines_are_first_together() -> None:
+    """A plan of pipedream was dp itself, and dp alone was first at every place."""
+    told = []
+    for rates in ({"dp": 5.0, "pipedream": 5.0 * (1 + 1e-12)}, {"dp": 5.0, "pipedream": 5.001}):
+        results = [
+            replace(each, outcome=COMPLETED, metrics={"throughput_samples_per_s": rates[each.mode], "num_workers": 4})
+            for each in RESULTS
+        ]
+        told.append(verdict(groups(results)[0])[0])
+    assert told[0].startswith("dp and pipedream are highest in throughput at every ")
+    assert told[1].startswith("pipedream is highest in throughput at every ")
+
+
 def of_numbers(size: str, servers: str) -> RunResult:
     varied = {"train.minibatch_size": size, "cluster.servers": servers}
     metrics = {"throughput_samples_per_s": float(size) * float(servers), "num_workers": 4}

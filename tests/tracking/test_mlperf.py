@@ -104,6 +104,12 @@ def test_times_are_the_run_s_clock() -> None:
     assert blocks[-1] == {"first_epoch_num": 2, "epoch_count": 0.5}
 
 
+def test_the_clock_of_a_run_that_reached_its_target_stops_before_the_checkpoint_that_follows() -> None:
+    metrics = {**RESULT.metrics, "time_to_accuracy_s": 6.0, "total_time_s": 7.25}
+    for outcome, end_ms in ((REACHED, 6000), (MISSED, 7250)):
+        assert log_of(RESULT.points, outcome=outcome, metrics=metrics)[-1]["time_ms"] - BEGAN_MS == end_ms
+
+
 def test_a_run_that_missed_or_diverged_is_aborted() -> None:
     for outcome in (MISSED, REACHED):
         stop = log_of(RESULT.points, outcome=outcome)[-1]

@@ -1,10 +1,14 @@
 """Runs whose times are a `graph.txt`'s: of whole minibatches only, of a model of the zoo or of the file itself."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from pipebench.errors import ProfileError, RecipeError
+from pipebench.cli.main import cli
+from pipebench.cli.references import load_all
+from pipebench.errors import PlanError, ProfileError, RecipeError
 from pipebench.model.splitting import unsplit
 from pipebench.profile.as_graph import graph_of, work_of
 from pipebench.profile.graph_txt import read_graph_txt, write_graph_txt
@@ -13,6 +17,7 @@ from pipebench.profile.stored import write_profile
 from pipebench.recipe.load import load
 from pipebench.recipe.preflight import preflight
 from pipebench.train.job import Job
+from pipebench.train.largest_minibatch import largest_minibatch
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.prepare import prepare
 from pipebench.train.profile_cache import to_plan
@@ -197,3 +202,25 @@ def test_what_a_profile_cant_be_is_refused(folder: Path, overrides: list[str], m
 def test_microbatches_need_times_of_their_own(folder: Path) -> None:
     with pytest.raises(ProfileError, match=r"has no times for 8 samples, only for 32; .*a graph\.txt holds one size"):
         job_of(folder / "file.yaml", "parallelism={mode: gpipe, plan: straight, microbatches: 4}")
+
+
+def test_a_graph_txt_is_of_one_size_beside_other_recipes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each size of a sweep took the same seconds and bytes: twice the samples had twice the throughput."""
+    monkeypatch.chdir(folder)
+    why = "own.graph.txt holds one size and doesn't say which: it can't be that of both"
+    for command in ("run", "plan"):
+        result = CliRunner().invoke(cli, [command, "file.yaml", "train.minibatch_size=16,32"])
+        assert result.exit_code == 2
+        assert f"train.minibatch_size: got 32, beside 16, and {why}" in " ".join(result.output.split())
+    assert len(load_all(["file.yaml"], ["train.minibatch_size=16", "parallelism.depth=1,2"])) == 2
+    profile = replace(job_of(folder / "file.yaml").profile, device="V100")
+    (folder / "own.graph.txt").write_text(write_profile(profile), encoding="utf-8")
+    assert len(load_all(["file.yaml"], ["train.minibatch_size=16,32"])) == 2, "its sizes are looked up"
+
+
+def test_of_a_graph_txt_no_largest_minibatch_is_known(folder: Path) -> None:
+    """All sizes fitted, since all had the bytes of the file's."""
+    for overrides, key in (([], "model.profile"), ([written(folder)], "engine.timing")):
+        loaded = load(str(folder / ("own.yaml" if overrides else "file.yaml")), overrides)
+        with pytest.raises(PlanError, match=f"{key}: got a graph.txt, which holds one size and doesn't say which"):
+            largest_minibatch(loaded)

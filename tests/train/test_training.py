@@ -98,6 +98,28 @@ def test_a_run_whose_update_is_more_than_an_epoch_says_so(num_train: int, said: 
     assert [note for note in result.notes.values() if "an epoch has" in note] == said
 
 
+@pytest.mark.parametrize(
+    ("evaluate_every", "mean"),
+    [
+        (PeriodRecipe(epochs=1), None),  # 4 and 4 minibatches
+        (PeriodRecipe(minibatches=4), None),
+        (PeriodRecipe(minibatches=2), 8),
+        (PeriodRecipe(minibatches=5), 11),  # 4 and 1, 3
+    ],
+)
+def test_a_run_that_drains_within_its_updates_says_how_many_samples_they_have(
+    evaluate_every: PeriodRecipe, mean: int | None
+) -> None:
+    """Four replicas would take four minibatches of four samples per update, of eight in an epoch."""
+    given = recipe(max_epochs=1)
+    given = replace(given, train=replace(given.train, evaluate_every=evaluate_every))
+    result, _, _ = train(prepared(given, plan=([], [4]), num_train=32))
+    assert result.metrics["samples_per_update"] == 16
+    why = "an update takes 4 minibatches, and drains before evaluations and checkpoints cut it short"
+    said = [] if mean is None else [f"updates have {mean} samples on average: {why}"]
+    assert [note for note in result.notes.values() if "updates have" in note] == said
+
+
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 def test_a_run_whose_stages_clip_alone_says_so(clip_norm: float | None) -> None:
     given = prepared(recipe(max_epochs=1))
