@@ -324,11 +324,14 @@ class _Overlap(CostModel):
             return StageTerms((Term(inner.seconds), *self._ports(grid, level, 0.0)))
         states, own = grid.work.states, self.round(grid, level)
         before, after = grid.cuts(states.sent_bytes + states.returned_bytes)
-        there_and_back = before / level.message_bytes_per_s + np.where(before > 0, 2 * level.latency_s, 0.0)
         # Both ends of the transfers with the stage before, this end of the others
         copies_s = level.copy_s(1) * (2 * before + after)
-        own = replace(own, base=own.base + there_and_back + copies_s)
+        own = replace(own, base=own.base + self._round_trip_s(before, level) + copies_s)
         return StageTerms((*self._load(grid), own, *self._ports(grid, level, self._without_sum_s(grid))))
+
+    def _round_trip_s(self, before: Floats, level: Level) -> Floats:
+        """Return the seconds that `before` bytes travel between a stage and the one before, there and back."""
+        return before / level.message_bytes_per_s + np.where(before > 0, 2 * level.latency_s, 0.0)
 
     def paces(self, grid: StageGrid, level: Level) -> tuple[Term, ...]:
         return (*self._load(grid), *self._ports(grid, level, self._without_sum_s(grid)))
@@ -406,6 +409,17 @@ class _Alone(_Overlap):
         return StageTerms((*self._load(grid), *rounds))
 
 
-ALONE = _Alone()
+class _Hidden(_Overlap):
+    """`overlap` where other units compute during round trips, as in a pipeline that flushes, between fill and drain."""
+
+    name = "hidden"
+    summary = "overlap without round trips"
+
+    def _round_trip_s(self, before: Floats, level: Level) -> Floats:
+        del level
+        return np.zeros_like(before)
+
+
+ALONE, HIDDEN = _Alone(), _Hidden()
 DEFAULT = "overlap"
 COST_MODELS: dict[str, CostModel] = {model.name: model for model in (_Overlap(), _Sosp19(), _Artifact())}

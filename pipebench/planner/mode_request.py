@@ -11,7 +11,7 @@ from pipebench.cluster import Cluster
 from pipebench.errors import PlanError
 from pipebench.model.plan import PARAMETER, as_they_run, shared
 from pipebench.planner.activations import Activations
-from pipebench.planner.cost_models import UnitWork
+from pipebench.planner.cost_models import HIDDEN, CostModel, UnitWork
 from pipebench.planner.memory import MemoryRule, in_flight_interleaved
 from pipebench.planner.plans import Request
 from pipebench.planner.state_graph import antichains, prefixes
@@ -105,6 +105,15 @@ class ModeRequest:
         layers = self.request.profile.layers
         wanted = {self.unit_size, self.request.minibatch_size} & {*layers}
         return replace(self.request.profile, layers={size: layers[size] for size in sorted(wanted)}, lengths=())
+
+    @property
+    def cutting_models(self) -> Sequence[CostModel]:
+        """The cost models by which stages of given widths are cut, for the simulator to choose among: the request's.
+
+        Under `overlap` a pipeline that flushes is cut without round trips, too: more units are in flight than NOAM.
+        """
+        hides = self.mode.flush and self.mode.depth is None and self.request.model.has_ports
+        return (self.request.model, HIDDEN) if hides else (self.request.model,)
 
     @property
     def memory_limit_bytes(self) -> float:

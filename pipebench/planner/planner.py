@@ -36,7 +36,7 @@ _GLIMPSED, _INSTRUCTIONS_OF_A_UNIT = 2000, 6  # of one of them without a flush
 _WORTH_SIMULATING = 0.98  # times the best, of what a glimpse says
 _HOPELESS = 1.5  # times the fastest so far: fill and drain may lengthen the first part of a simulation by half
 _ROUNDING = 1e-9  # relative, of bottlenecks
-_CLEARLY_FASTER = 0.99  # required of a placement other than in order: prediction error
+_CLEARLY_FASTER = 0.99  # required of a placement other than in order, and of other cuts: prediction error
 
 
 class Planner(Estimator):
@@ -109,8 +109,11 @@ class Planner(Estimator):
         if self._together is not None:
             searches.append(Searches(self._together, self._tell))
         found = [each for search in searches for each in search.candidates(self._rule)]
-        others = [each for search in searches for each in search.of_other_lengths(self._rule)]
-        fitting = [each for each in (*found, *others) if self._fits_beyond_noam(each)]
+        others = [
+            [each for search in searches for each in search.of_other_lengths(self._rule, model)]
+            for model in self.cutting_models
+        ]
+        fitting = [each for each in itertools.chain(found, *others) if self._fits_beyond_noam(each)]
         keeping = [each for each in fitting if streams_problem(each.plan.replicas, self.request.streams) is None]
         pipelines = not self.mode.is_one_stage and self.mode.weights_kept != 1
         if not keeping and pipelines and self.request.depth is None and self._rule is not None:
@@ -124,11 +127,7 @@ class Planner(Estimator):
         self._tell("simulating")
         if not self.mode.flush and not self.request.model.has_ports:
             keeping = [min(keeping, key=lambda each: each.bottleneck_s)]
-        known = [each.plan for each in found]
-        others = [each for each in others if each in keeping and each.plan not in known]
-        simulated = [*_simulated(self, [each for each in keeping if each not in others])]
-        best_s = min((each.minibatch_s for each in simulated), default=math.inf)
-        simulated += _faster(self, others, best_s)
+        simulated = _simulated_of(self, keeping, found, others)
         self.predict_s = time.perf_counter() - started - self.search_s
         return simulated
 
@@ -217,24 +216,20 @@ class Planner(Estimator):
         return tuple(SearchStage(a, b, r) for (a, b), r in zip(itertools.pairwise(bounds), replicas, strict=True))
 
     def _cut_best(self, replicas: Sequence[int]) -> tuple[SearchStage, ...]:
-        """Return the cuts that the cost model prefers.
+        """Return the cuts that the cost model prefers, or others that are faster in the simulator.
 
-        If the best part tied parameters and others don't, the faster in the simulator, which charges the copies' sums.
+        Others are those without round trips where a flush hides them, if clearly faster; and, where the best part tied
+        parameters, those that don't, as the simulator charges the copies' sums.
         """
-        devices = places(self.mode.order, replicas, self.mode.chunks)
-        widths = replicas[: len(replicas) // self.mode.chunks]
-        cluster = self.request.cluster.for_stages(len(widths))
-        cut = partial(plan_fixed, cluster=cluster, replicas=replicas, devices=devices)
-        best = cut(self.searched_at(widths), self.request.model)
+        best = _cut_fastest(self, replicas)
         if self._together is None:
             return best
-        theirs = self._together.searched_at(widths)
-        place = {members: i for i, members in enumerate(self.states.members)}
         try:
-            stages = cut(theirs, self.request.model)
+            stages = _cut_fastest(self._together, replicas)
         except PlanError:  # fewer places
             return best
-        own = [place[members] for members in theirs.states.members]
+        place = {members: i for i, members in enumerate(self.states.members)}
+        own = [place[members] for members in self._together.states.members]
         whole = tuple(SearchStage(own[start], own[stop], m) for start, stop, m in stages)
         found = [self.with_prediction(self.estimate("the recipe", each)).minibatch_s for each in (best, whole)]
         return best if found[0] < found[1] else whole
@@ -288,6 +283,44 @@ def _under(of: Planner, **changes: Any) -> Planner:
     return Planner(replace(of.request, **changes), of.name, known=of.known)
 
 
+def _cut_fastest(of: Estimator, replicas: Sequence[int]) -> tuple[SearchStage, ...]:
+    """Return the cuts by the first of `cutting_models`, unless another's are clearly faster."""
+    widths = replicas[: len(replicas) // of.mode.chunks]
+    devices, cluster = places(of.mode.order, replicas, of.mode.chunks), of.request.cluster
+    cut = partial(plan_fixed, cluster=cluster.for_stages(len(widths)), replicas=replicas, devices=devices)
+    best, *others = (cut(of.searched_at(widths), model) for model in of.cutting_models)
+    for other in others:
+        if other != best and _is_better(of, other, best):
+            best = other
+    return best
+
+
+def _is_better(of: Estimator, stages: Sequence[SearchStage], than: Sequence[SearchStage]) -> bool:
+    """Return whether a plan along the devices is clearly faster in the simulator, and fits if the other does."""
+    found, known = (of.estimate("the recipe", each) for each in (stages, than))
+    if found.memory_bytes > max(of.memory_limit_bytes, known.memory_bytes):
+        return False
+    return of.with_prediction(found).minibatch_s < _CLEARLY_FASTER * of.with_prediction(known).minibatch_s
+
+
+def _simulated_of(
+    of: Estimator,
+    keeping: Sequence[PlanEstimate],
+    found: Sequence[PlanEstimate],
+    others: Sequence[Sequence[PlanEstimate]],
+) -> list[PlanEstimate]:
+    """Return plans of `keeping` with predictions: what was found, and faster ones of `others`, by cost model.
+
+    Those that aren't by the request's cost model are clearly faster, as `_cut_fastest` has it.
+    """
+    tried, later = [each.plan for each in found], [*itertools.chain(*others)]
+    simulated = [*_simulated(of, [each for each in keeping if each.plan in tried or each not in later])]
+    for those, required in zip(others, (1.0, _CLEARLY_FASTER), strict=False):
+        best_s = min((each.minibatch_s for each in simulated), default=math.inf)
+        simulated += _faster(of, [each for each in those if each in keeping], required * best_s, tried)
+    return simulated
+
+
 def _simulated(of: Estimator, found: Sequence[PlanEstimate]) -> Iterator[PlanEstimate]:
     """Yield plans with predictions, promising ones first, but for those found far slower than one before.
 
@@ -305,12 +338,13 @@ def _simulated(of: Estimator, found: Sequence[PlanEstimate]) -> Iterator[PlanEst
             yield simulated
 
 
-def _faster(of: Estimator, found: Sequence[PlanEstimate], best_s: float) -> Iterator[PlanEstimate]:
-    """Yield plans faster than `best_s`, of as many promising ones as are simulated in moments."""
+def _faster(of: Estimator, found: Sequence[PlanEstimate], best_s: float, tried: list[Plan]) -> Iterator[PlanEstimate]:
+    """Yield plans faster than `best_s`, of as many promising ones as are simulated in moments; adds to `tried`."""
     left = float(_MOST_TRIED_UNITS)
-    for each in sorted(found, key=of.filled_s):
+    for each in sorted((each for each in found if each.plan not in tried), key=of.filled_s):
         if left <= 0:
             return
+        tried.append(each.plan)
         hopeless_s, is_large = best_s, not of.simulates(each)
         if of.mode.flush and not is_large:  # every flush is like the first
             left -= each.accumulate * math.lcm(*each.plan.replicas) * each.microbatches * len(each.stages)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import PlanError
 from pipebench.planner.coarsening import is_coarsened
-from pipebench.planner.cost_models import StageGrid, UnitWork
+from pipebench.planner.cost_models import CostModel, StageGrid, UnitWork
 from pipebench.planner.estimates import Estimator
 from pipebench.planner.fixed import plan_fixed
 from pipebench.planner.flat import FlatProblem, SearchStage, bottleneck_s, flat_bound_s, plan_flat
@@ -132,13 +132,12 @@ class Searches:
         for width in self._equal_widths:
             most = self._most_positions(width)
             for positions in (most >> times for times in range(most.bit_length())):
-                yield from self._cut_equally(self._of.work, rule, width, positions)
+                yield from self._cut_equally(self._of.work, rule, width, positions, self._of.request.model)
 
-    def of_other_lengths(self, rule: MemoryRule | None) -> Iterator[PlanEstimate]:
-        """Yield plans of equally wide positions, cut best for every number of them, most first, while that is quick.
+    def of_other_lengths(self, rule: MemoryRule | None, model: CostModel) -> Iterator[PlanEstimate]:
+        """Yield plans of equally wide positions, cut best by `model` for every number of them, most first, while quick.
 
-        Bottlenecks charge for round trips that a flushing pipeline hides, and don't weigh how soon it fills; fewer
-        stages have less in flight.
+        Bottlenecks of plans that flush don't weigh how soon these fill; fewer stages have less in flight.
         """
         of = self._of
         if of.mode.depth is not None or not (of.mode.flush or of.mode.shape in ("straight", "equal", "even")):
@@ -150,15 +149,15 @@ class Searches:
                 if left < 0:
                     return
                 work = of.work_at(of.depth_of([width] * positions))
-                yield from self._cut_equally(work, rule, width, positions)
+                yield from self._cut_equally(work, rule, width, positions, model)
 
     def _most_positions(self, width: int) -> int:
         return min(self._of.request.cluster.num_workers // width, (len(self._of.states) - 1) // self._of.mode.chunks)
 
     def _cut_equally(
-        self, work: UnitWork, rule: MemoryRule | None, width: int, positions: int
+        self, work: UnitWork, rule: MemoryRule | None, width: int, positions: int, model: CostModel
     ) -> Iterator[PlanEstimate]:
-        """Yield the best cut plan of equally wide positions, if one is found that fits in memory.
+        """Yield the plan of equally wide positions that `model` cuts best, if one is found that fits in memory.
 
         If the best cuts don't fit where workers have several stages, cuts are tried whose every stage takes at most its
         share of a worker's.
@@ -169,17 +168,13 @@ class Searches:
         replicas, depth = [width] * positions * chunks, of.depth_of([width] * positions)
         several = f"{chunks} stages per worker" if chunks > 1 else f"{positions} stages"
         name = several + (f", stages of {width}" if width > 1 else "")
+        name += "" if model is of.request.model else ", round trips hidden"
         self._tell(name)
         for share in (False, True) if chunks > 1 and rule is not None else (rule is not None,):
             fits = partial(self._fits_its_share, replicas, depth) if share else None
             try:
                 cut = plan_fixed(
-                    work,
-                    of.request.model,
-                    of.cluster,
-                    replicas,
-                    devices=places(of.mode.order, replicas, chunks),
-                    fits=fits,
+                    work, model, of.cluster, replicas, devices=places(of.mode.order, replicas, chunks), fits=fits
                 )
             except PlanError:
                 continue

@@ -37,6 +37,37 @@ def test_no_plan_of_another_length_that_the_cost_model_cuts_is_faster(mode: str)
     assert best.minibatch_s <= min(in_order) * (1 + 1e-9)
 
 
+DISTANT = Cluster("distant", "unit", None, (Level("server", 2, 1e9, 2e-3),))  # a round trip takes as long as two layers
+
+
+@pytest.mark.parametrize("mode", ["gpipe", "pipedream-flush"])
+def test_a_pipeline_that_flushes_is_cut_without_the_round_trips_that_it_hides(mode: str) -> None:
+    """Eight equal layers on two devices were cut 5 to 3: a round trip counted as the later stage's time."""
+    asked = replace(request([1e-3] * 8, 2), cluster=DISTANT, microbatches=1, accumulate=4, row=MODES[mode])
+    of = Planner(asked, mode)
+    times = {cut: of.for_replicas([1, 1], [cut]).minibatch_s for cut in range(1, 8)}
+    assert min(times, key=times.__getitem__) == 4
+    for found in (of.best(), of.for_replicas([1, 1])):
+        assert found.plan.starts == (4,)
+        assert found.minibatch_s == times[4]
+
+
+def test_cuts_for_a_flush_are_taken_only_where_they_fit() -> None:
+    """The faster cut puts all four layers that keep ten times as much into one stage."""
+    made = request([1e-3] * 8, 2)
+    rows = tuple(
+        replace(row, saved_bytes=row.saved_bytes * (10 if 4 <= index < 8 else 1))
+        for index, row in enumerate(made.profile.layers[8])
+    )
+    kept = replace(made, profile=replace(made.profile, layers={8: rows}), cluster=DISTANT, microbatches=1, accumulate=4)
+    asked = replace(kept, row=MODES["gpipe"])
+    faster, slower = (Planner(asked, "gpipe").for_replicas([1, 1], [cut]) for cut in (4, 5))
+    assert faster.memory_bytes > slower.memory_bytes
+    for limit_bytes, start in ((faster.memory_bytes, 4), (slower.memory_bytes, 5)):
+        limited = replace(asked, cluster=replace(DISTANT, memory_bytes=int(limit_bytes)))
+        assert Planner(limited, "gpipe").for_replicas([1, 1]).plan.starts == (start,)
+
+
 def test_more_devices_of_the_same_memory_are_no_slower() -> None:
     """Zero bubble's first stage has as many units in flight as there are stages, whose number is a choice."""
     mode = "zero-bubble"
