@@ -71,7 +71,7 @@ def _description(evaluated: Evaluated, picture: Picture) -> str:
     titles = [evaluated.report.measure(name).title for name in picture.measures]
     where = [evaluated.report.row(picture.row).title] if picture.row else []
     what = _PLOTS[picture.kind][1].format(x=picture.x, metric=picture.metric)
-    return f"{', '.join([*titles, *where])}: {what}"
+    return ": ".join(filter(None, (", ".join([*titles, *where]), what)))
 
 
 def _save(figure: Figure, path: Path) -> None:

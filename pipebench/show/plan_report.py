@@ -162,7 +162,7 @@ def _choices(answer: PlanFindings, best: PlanEstimate) -> str:
         f"{each} {number(answer.size / each.minibatch_s) if each.minibatch_s else 'fits nowhere'}"
         for each in best.choices
     )
-    return f"the fastest of what fits, in {answer.units}/s, has {'; '.join(rates)}"
+    return f"{answer.units}/s of the fastest plan that fits, by choice: {'; '.join(rates)}"
 
 
 def _ties(answer: PlanFindings) -> Iterator[tuple[str, str]]:

@@ -252,6 +252,9 @@ def test_a_curve_that_no_run_has_is_told_on_the_page(tmp_path: Path) -> None:
     told = "No picture of VGG-16, 4x4 (A): top5 as it was trained: nothing has a value for it."
     assert made.undrawn == (told,)
     assert f"## Pictures\n\n{told}\n" in (tmp_path / "report.md").read_text()
+    everywhere = replace(PICTURES[3], metric="top5", row="")  # it said `No picture of : top5`
+    made = render(replace(evaluated(), report=replace(REPORT, pictures=(everywhere,))), tmp_path)
+    assert made.undrawn == ("No picture of top5 as it was trained: nothing has a value for it.",)
 
 
 def test_a_bound_stands_across_every_bar_where_its_own_cell_is() -> None:
