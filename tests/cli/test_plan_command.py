@@ -262,7 +262,7 @@ def test_what_fills_a_stage_s_time_is_told_and_no_mode_is_faster_than_the_fastes
     ("latency", "cause"),
     [
         ("10us", "stage 3's computing: 370 us per minibatch (computing 290 us, transfers 80.4 us)"),
-        ("50us", "stage 1's transfers: 690 us per minibatch (computing 290 us, transfers 400 us)"),
+        ("50us", "stage 1's computing: 811 us per minibatch (computing 410 us, transfers 400 us)"),
     ],
 )
 def test_nothing_comes_back_from_later_stages_to_the_last_one(few: str, latency: str, cause: str) -> None:
