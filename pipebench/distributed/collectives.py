@@ -58,7 +58,8 @@ class ProcessCollectives:
         self.stage_groups: dict[int, Any] = {}  # of replicas, by stage
         self._reducers: dict[int, Reducer | ShardReducer] = {}
         self._gathers: dict[int, WeightGather] = {}  # of sharded stages
-        self._groups_of: dict[tuple[str, ...], Any] = {}  # that several stages share, by purpose and ranks
+        # That several stages share, by purpose and ranks: groups, or files of members that exchange in memory
+        self._groups_of: dict[tuple[str, ...], tuple[Any, SharedFile | None]] = {}
         self._shared: list[SharedFile] = []
         self._norm_group = world.new_group("gloo") if setup.pipeline.shares_norm else None
         self.groups: list[Any] = [] if self._norm_group is None else [self._norm_group]  # to leave
@@ -226,17 +227,29 @@ class ProcessCollectives:
         for purpose in (REDUCE_SCATTER, ALL_GATHER):
             key = (purpose, *map(str, ranks), *map(str, order), "" if in_place else str(stage))
             if key not in self._groups_of:
-                self._groups_of[key] = world.new_group("nccl" if world.direct else "gloo", list(ranks))
-                self.groups.append(self._groups_of[key])
+                self._groups_of[key] = self._make_way(ranks)
             made.append(self._groups_of[key])
         if stage not in self.worker.replicas:
             return
         weights, native = self.worker.replicas[stage].weights, world.direct and pipeline.sums == RING
         host_copy, own = setup.device.type == "cuda" and not world.direct, ring.index(self.worker.index)
-        scatter, gather = (Exchange(group, order, own, native=native, host_copy=host_copy) for group in made)
+        scatter, gather = (
+            Exchange(group, order, own, native=native, host_copy=host_copy, shared=shared) for group, shared in made
+        )
         assert weights.sharding is not None
         self._reducers[stage] = ShardReducer(weights.sharding, weights.newest.parameters, scatter, self.timer)
         self._gathers[stage] = WeightGather(weights, gather, self.timer)
+
+    def _make_way(self, ranks: Sequence[int]) -> tuple[Any, SharedFile | None]:
+        """Make files in memory in which some workers exchange or, where that can't be, a group; all workers call it."""
+        shared = share(self.world, ranks, 0)
+        if shared is not None:
+            self._shared.append(shared)
+        if any(self.world.exchange(shared is not None)):
+            return None, shared
+        group = self.world.new_group("nccl" if self.world.direct else "gloo", list(ranks))
+        self.groups.append(group)
+        return group, None
 
     def _count(self, stage: int, sync: str, kind: str, label: str, num_bytes: int, span: TimeSpan) -> None:
         """Count the bytes that this worker sends of a sum over a stage's replicas; record it in the timeline."""

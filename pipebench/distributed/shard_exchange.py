@@ -5,8 +5,11 @@ in an order that depends on the number of members; here they are added in their 
 (`sums: ring`). Large pieces travel by themselves, from the gradient or the shard that they are of and into the weights
 that they are for, so that no buffer holds them a second time; a bucket's small ones travel together. Gradients stay
 until their bucket's sum.
+
+Processes of one host that compute on its CPUs write them into files in memory, and read each other's, instead.
 """
 
+import ctypes
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,24 +19,79 @@ import torch.distributed as dist
 from pipebench.distributed.instruction_times import HostTimer, Moment
 from pipebench.distributed.launch_join import peers
 from pipebench.distributed.reducer import BucketsInOrder, OnBucket
+from pipebench.distributed.shared_memory import bytes_of, write
+from pipebench.distributed.shared_sum import FULL, PLACE_BYTES, SharedFile, read
 from pipebench.engine.shards import Piece, Sharding
 from pipebench.engine.weights import Weights
 
 # Pieces of so many bytes travel by themselves: to copy one into a buffer and out takes about as long as a message does.
 _LARGE_BYTES = 1 << 18
 Pieces = Sequence[Piece]  # pieces that travel as one tensor
+Parts = Sequence[Sequence[torch.Tensor]]  # messages by position
+
+
+class Room:
+    """Where the members' files have a bucket; the part that is of or for a position has the same place in all."""
+
+    def __init__(self, start: int) -> None:
+        self._start, self._times = start, 0
+
+    def places(self, parts: Parts) -> list[list[int]]:
+        """Return the first byte of every message, by position, of the next exchange.
+
+        Two places in turn: who starts an exchange has read everybody's last one, so all have read the last but one.
+        """
+        self._times += 1
+        at, found = self._start + self._times % 2 * PLACE_BYTES, list[list[int]]()
+        for part in parts:
+            found.append([])
+            for message in part:
+                found[-1].append(at)
+                at += message.nbytes
+        return found
+
+
+class _Reading:
+    """Messages of other members, to be read once these have written exchange number `number`."""
+
+    def __init__(self, shared: SharedFile, number: int, messages: list[tuple[int, torch.Tensor, int]]) -> None:
+        self._shared, self._number, self._messages = shared, number, messages
+
+    def wait(self) -> None:
+        """Read them."""
+        messages, self._messages = self._messages, []
+        for position, into, start in messages:
+            self._shared.hear(position, FULL, self._number)
+            # No NumPy array, whose memory torch would never free again as sharded weights are
+            place = (ctypes.c_char * into.nbytes).from_address(into.data_ptr()) if into.nbytes else b""
+            read(self._shared.files[position], memoryview(place).cast("B"), start)
 
 
 class Exchange:
-    """How a stage's replicas exchange the parts of a bucket in their process group.
+    """How a stage's replicas exchange the parts of a bucket in their process group, or in memory.
 
     `order` has the replica of every member of the group, `own` is this member's position; `native`: whether the backend
-    scatters and gathers itself; `host_copy`: whether tensors go through the host's memory.
+    scatters and gathers itself; `host_copy`: whether tensors go through the host's memory; `shared`: files of members
+    that exchange in memory, of all exchanges of the group. All members start these in one order.
     """
 
-    def __init__(self, group: Any, order: Sequence[int], own: int, *, native: bool, host_copy: bool) -> None:
+    def __init__(
+        self,
+        group: Any,
+        order: Sequence[int],
+        own: int,
+        *,
+        native: bool = False,
+        host_copy: bool = False,
+        shared: SharedFile | None = None,
+    ) -> None:
         self.group, self.order, self.own = group, order, own
-        self._native, self.host_copy = native, host_copy
+        self._native, self.host_copy, self._shared = native, host_copy, shared
+
+    def room(self, bucket: Sequence[Sequence[Piece]], like: Sequence[torch.Tensor]) -> Room:
+        """Return room for a bucket; all members ask in one order."""
+        sizes = ((piece.stop - piece.start) * like[piece.place].itemsize for part in bucket for piece in part)
+        return Room(0 if self._shared is None else self._shared.take(sum(sizes)))
 
     def is_native(self, bucket: Sequence[Sequence[Piece]]) -> bool:
         """Return whether the backend scatters and gathers a bucket itself: all members have a part of it.
@@ -60,16 +118,53 @@ class Exchange:
         found = flat[0] if len(flat) == 1 else torch.cat(flat)
         return found.cpu() if self.host_copy else found
 
-    def between(self, sent: Sequence[Sequence[torch.Tensor]], taken: Sequence[Sequence[torch.Tensor]]) -> list[Any]:
-        """Send every other member its messages and take its own; both are by position.
+    def scatter(self, room: Room, parts: Parts, given: Parts) -> list[Any]:
+        """Send every other member its part, and take what all others have for this one; both are by position."""
+        shared, own = self._shared, self.own
+        if shared is None:
+            return self._between(parts, given)
+        places = room.places(parts)
+        for position in self._others():
+            _write(shared, parts[position], places[position])
+        reads = [
+            (position, into, start)
+            for position in self._others()
+            for into, start in zip(given[position], places[own], strict=True)
+        ]
+        return [_Reading(shared, shared.full(), reads)]
+
+    def gather(self, room: Room, sent: Sequence[torch.Tensor], taken: Parts) -> list[Any]:
+        """Send all other members the own messages, and take theirs, which are by position."""
+        shared, own = self._shared, self.own
+        if shared is None:
+            return self._between([sent] * len(taken), taken)
+        places = room.places(taken)
+        _write(shared, sent, places[own])
+        reads = [
+            (position, into, start)
+            for position in self._others()
+            for into, start in zip(taken[position], places[position], strict=True)
+        ]
+        return [_Reading(shared, shared.full(), reads)]
+
+    def _others(self) -> list[int]:
+        return [position for position in range(len(self.order)) if position != self.own]
+
+    def _between(self, sent: Parts, taken: Parts) -> list[Any]:
+        """Send and take by the group.
 
         In one batch: by NCCL all of it is on one stream, where two members that both sent first would wait for ever.
         """
         operations = list[Any]()
-        for peer in (position for position in range(len(self.order)) if position != self.own):
+        for peer in self._others():
             operations += [dist.P2POp(dist.isend, each, group=self.group, group_peer=peer) for each in sent[peer]]
             operations += [dist.P2POp(dist.irecv, each, group=self.group, group_peer=peer) for each in taken[peer]]
         return dist.batch_isend_irecv(operations) if operations else []
+
+
+def _write(shared: SharedFile, messages: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
+    for message, start in zip(messages, starts, strict=True):
+        write(shared.file, bytes_of(message), start)
 
 
 class _Scatter:
@@ -79,7 +174,7 @@ class _Scatter:
         self.indices = [*dict.fromkeys(piece.place for part in bucket for piece in part)]
         self._like = {index: like[index] for index in self.indices}
         self._exchange, self._messages = exchange, exchange.messages(bucket, like)
-        self._native = exchange.is_native(bucket)
+        self._native, self._room = exchange.is_native(bucket), exchange.room(bucket, like)
         self.pieces = bucket[exchange.order[exchange.own]]
         self.num_bytes = sum(tensor.nbytes for tensor in self._like.values())
         self.missing = set(self.indices)
@@ -108,7 +203,7 @@ class _Scatter:
             self._work = [dist.reduce_scatter(self._given[0][0], given, group=exchange.group, async_op=True)]
         else:
             self._given = [part if part is parts[own] else [*map(torch.empty_like, parts[own])] for part in parts]
-            self._work = exchange.between(parts, self._given)
+            self._work = exchange.scatter(self._room, parts, self._given)
 
     def _values(self, message: Pieces) -> torch.Tensor:
         runs = [piece.of(self._gradients[piece.place]) for piece in message]
@@ -178,6 +273,7 @@ class WeightGather:
         assert weights.sharding is not None
         self._timer = timer
         self._weights, self._exchange, self._sharding = weights, exchange, weights.sharding
+        self._rooms = [exchange.room(bucket, weights.newest.parameters) for bucket in self._sharding.buckets]
         # Per bucket: operations, what they send, and messages that are to be copied with what arrives of them
         self._work: list[tuple[list[Any], list[torch.Tensor], list[tuple[Pieces, torch.Tensor]]]] = []
         self.kind = ""  # as which the bytes of the one under way are counted
@@ -196,7 +292,7 @@ class WeightGather:
         exchange, own = self._exchange, self._exchange.own
         values = dict(zip(self._sharding.own, self._weights.own_pieces(), strict=True))
         parameters = self._weights.newest.parameters
-        for bucket in self._sharding.buckets:
+        for bucket, room in zip(self._sharding.buckets, self._rooms, strict=True):
             like, messages = parameters[next(p for b in bucket for p in b).place], exchange.messages(bucket, parameters)
             native = exchange.is_native(bucket)
             sent = [exchange.joined([values[piece] for piece in message], like) for message in messages[own]]
@@ -212,7 +308,7 @@ class WeightGather:
                     parts = [part for (part,) in taken]
                     work = [dist.all_gather(parts, sent[0], group=exchange.group, async_op=True)]
                 else:
-                    work = exchange.between([sent] * len(messages), taken)
+                    work = exchange.gather(room, sent, taken)
             self._work.append((work, sent, arriving))
 
     def _place(

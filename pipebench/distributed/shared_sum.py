@@ -20,6 +20,7 @@ from pipebench.distributed.shared_memory import bytes_of, mapped, new_file
 from pipebench.distributed.world import World
 
 FULL, _ADDED, _READ = b"fad"  # notifications on the next bucket; all replicas take buckets in one order
+PLACE_BYTES = 1 << 40  # from one place in a file to the other: more than tensors have; the hole takes no memory
 _PIECE_BYTES = 1 << 18  # read and added at once: fits a core's own cache
 _ALIGNED_BYTES = 64
 
@@ -29,6 +30,7 @@ class SharedFile:
 
     def __init__(self, own: int, lines: dict[int, PipePair], num_bytes: int) -> None:
         self.own, self.lines = own, lines
+        self.num_full = 0  # calls of `full`
         self.file, size = new_file(num_bytes)
         self.files: dict[int, int] = {}
         self.piece = torch.empty(_PIECE_BYTES, dtype=torch.uint8)
@@ -38,14 +40,25 @@ class SharedFile:
 
     def room(self, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
         """Return a tensor of `count` numbers in the file, and its start."""
-        start = self._end
-        self._end += room_bytes(count * dtype.itemsize)
+        start = self.take(count * dtype.itemsize)
         return self._bytes[start : start + count * dtype.itemsize].view(dtype), start
+
+    def take(self, num_bytes: int) -> int:
+        """Return the start of the next so many bytes of the file."""
+        start = self._end
+        self._end += room_bytes(num_bytes)
+        return start
 
     def tell(self, what: int) -> None:
         """Notify all others."""
         for line in self.lines.values():
             line.write(bytes([what]))
+
+    def full(self) -> int:
+        """Notify all others that the next values are written; return how many times this has been."""
+        self.num_full += 1
+        self.tell(FULL)
+        return self.num_full
 
     def hear(self, position: int, what: int, times: int) -> None:
         """Wait until another replica has sent a notification `times` times."""

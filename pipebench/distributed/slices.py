@@ -16,13 +16,11 @@ import torch.distributed as dist
 from pipebench.distributed.launch_join import leave, peers
 from pipebench.distributed.reducer import ServerSum
 from pipebench.distributed.shared_memory import bytes_of, write
-from pipebench.distributed.shared_sum import FULL, SharedFile, read, share
+from pipebench.distributed.shared_sum import FULL, PLACE_BYTES, SharedFile, read, share
 from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup
 from pipebench.model.slice_modules import Slices
 from pipebench.simulate.timeline import TENSOR
-
-_PLACE_BYTES = 1 << 40  # from one place in a file to the other: more than a tensor has; the hole takes no memory
 
 
 class ProcessSlices:
@@ -37,7 +35,6 @@ class ProcessSlices:
         self._counts = False
         self._group: Any = None
         self._shared: SharedFile | None = None
-        self._num_shared = 0  # tensors
         self._host_copy = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ProcessSlices":
@@ -111,14 +108,13 @@ class ProcessSlices:
             yield from found
             return
         # Two places in turn: all have read one when they are at the other.
-        start = self._num_shared % 2 * _PLACE_BYTES
-        self._num_shared += 1
+        start = shared.num_full % 2 * PLACE_BYTES
         write(shared.file, bytes_of(given), start)
-        shared.tell(FULL)
+        number = shared.full()
         for position in range(self.size):
             other = given
             if position != self.rank:
-                shared.hear(position, FULL, self._num_shared)
+                shared.hear(position, FULL, number)
                 other = torch.empty_like(given)
                 read(shared.files[position], bytes_of(other), start)
             yield other

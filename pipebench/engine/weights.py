@@ -113,9 +113,11 @@ class Weights:
     @property
     def live_bytes(self) -> int:
         """Bytes of all live versions."""
-        if self._shard is None:
-            return self.num_alive * self.version_bytes
-        return sum(p.nbytes for p in self._shard.parameters)
+        return self.num_alive * self.version_bytes if self._shard is None else self._shard_bytes
+
+    @functools.cached_property
+    def _shard_bytes(self) -> int:
+        return 0 if self._shard is None else sum(p.nbytes for p in self._shard.parameters)
 
     @functools.cached_property
     def master_bytes(self) -> int:

@@ -45,7 +45,10 @@ class Worker(WorkerReplicas):
         self.extensions: dict[str, WorkerExtension] = {}  # those enabled
         # Peaks over all its replicas, also within instructions (docs/memory.md); on the host, of swapped layers
         self.peak_bytes = self.host_peak_bytes = 0
-        self._live: list[int] = []  # bytes by stage and kind at the last note
+        # Bytes of every stage at the last note, by kind and on the host; the stages whose may have changed since
+        self._held: dict[int, tuple[LiveBytes, int]] = {}
+        self._touched, self._stage = {*self.running}, -1  # the latter of the instruction that is executed
+        self._live: list[int] = []  # likewise by stage and kind
         self._most: tuple[list[int], int] = [], 0  # likewise the most within its last instruction, and recomputed bytes
         self.busy_until_s = 0.0  # end of its last instruction, on a virtual clock
         self.note_memory()
@@ -118,6 +121,7 @@ class Worker(WorkerReplicas):
         self.feed = feed
         self.crossing = crossing
         self._scores = scores
+        self._touched.update(self.running)
         self._inputs: dict[tuple[int, int], list[torch.Tensor]] = {}  # by stage and unit
         self._norm: torch.Tensor | None = None
 
@@ -145,6 +149,8 @@ class Worker(WorkerReplicas):
             # In a minibatch with fewer samples than microbatches: nothing to do, but a backward may end a round.
             self._end_round(instruction, collectives)
             return None
+        self._stage = instruction.stage
+        self._touched.add(self._stage)
         try:
             return self.handlers[instruction.op](instruction, transport, collectives)
         except BaseException as error:
@@ -282,6 +288,7 @@ class Worker(WorkerReplicas):
 
     def _wait_tied(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         self.tied[it.peer].take(collectives.tied(it.peer, it.number))
+        self._touched.update(self.running)
 
     def _wait_norm(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         self._norm = collectives.norm(it.number)
@@ -330,17 +337,21 @@ class Worker(WorkerReplicas):
         """Update the peak when another worker has changed what this one holds, maybe while its instruction runs."""
         if now_s >= self.busy_until_s:
             self._most = [], 0
+        self._touched.update(self.running)
         self._note_beside_the_most()
 
     def _note_beside_the_most(self) -> None:
         most, again_bytes = self._most
-        self._live = [each for replica in self.running.values() for each in replica.live_by_kind()]
+        for stage in self._touched & self.running.keys():
+            self._held[stage] = self.running[stage].live_by_kind(), self.running[stage].host_bytes()
+        self._touched = {self._stage}
+        self._live = [each for kinds, _ in self._held.values() for each in kinds]
         most = [*map(max, self._live, most or self._live)]
         self._most, held_bytes = (most, again_bytes), again_bytes + sum(most)
         self.peak_bytes = max(self.peak_bytes, held_bytes)
         for extension in self.extensions.values():
             extension.held(held_bytes)
-        self.host_peak_bytes = max(self.host_peak_bytes, sum(each.host_bytes() for each in self.running.values()))
+        self.host_peak_bytes = max(self.host_peak_bytes, sum(on_host for _, on_host in self._held.values()))
 
 
 def host_peaks(facts: Mapping[str, Any]) -> list[int]:

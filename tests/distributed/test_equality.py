@@ -1,5 +1,6 @@
 """Processes end with the weights of the virtual engine, by the same losses and bytes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -326,6 +327,11 @@ def test_every_optimizer_ends_with_the_virtual_engine_s_weights(two: Processes) 
     found = two.run("tests.distributed.cases:all_distributed", cases)
     for case, outcomes in zip(cases, zip(*found, strict=True), strict=True):
         check(case, list(outcomes))
+
+
+def test_sharded_replicas_exchange_by_sockets_too(two: Processes) -> None:
+    case = replace(TWO["fsdp"], shares_memory=False)
+    check(case, two.run("tests.distributed.cases:distributed", case))
 
 
 @pytest.mark.sampled(5)

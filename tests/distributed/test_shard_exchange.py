@@ -1,7 +1,11 @@
-"""What sharded replicas hold while they exchange; no process is needed."""
+"""What sharded replicas hold while they exchange, and what they get; no process is needed."""
 
 import itertools
+import os
+import random
+import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,9 +14,11 @@ from torch import nn
 
 from pipebench.distributed import shard_exchange
 from pipebench.distributed.instruction_times import HostTimer
+from pipebench.distributed.launch_join import PeerLostError
 from pipebench.distributed.shard_exchange import Exchange, ShardReducer, WeightGather
 from pipebench.engine.shards import Sharding, divided
 from pipebench.engine.weights import Weights
+from tests.distributed.shared_files import replicas, together
 
 SIZES = [1200, 2000, 4, 6, 1]
 SHAPES = [(1200,), (2, 1000), (4,), (2, 3), ()]
@@ -68,7 +74,7 @@ def timer() -> HostTimer:
 def reducer_of(monkeypatch: pytest.MonkeyPatch, replicas: int, own: int) -> tuple[ShardReducer, Wire]:
     wire = Wire(lambda position, place: torch.full_like(place, 10.0 ** (position + 1)))
     monkeypatch.setattr(shard_exchange, "dist", wire)
-    exchange = Exchange(None, range(replicas), own, native=False, host_copy=False)
+    exchange = Exchange(None, range(replicas), own)
     like = [torch.zeros(shape) for shape in SHAPES]
     return ShardReducer(sharding(replicas, own), like, exchange, timer()), wire
 
@@ -116,7 +122,7 @@ def test_a_lazy_conjugate_is_sent_as_its_numbers(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(shard_exchange, "dist", wire)
     weight = torch.zeros(4, dtype=torch.complex64)
     halves = Sharding((tuple(divided([0], [4], 2, whole=True)),), 0)
-    reducer = ShardReducer(halves, [weight], Exchange(None, range(2), 0, native=False, host_copy=False), timer())
+    reducer = ShardReducer(halves, [weight], Exchange(None, range(2), 0), timer())
     reducer.add(0, torch.tensor([1j, 2, 3j, 4]).conj())
     (batch,) = wire.batches
     (sent,) = [torch.view_as_real(each.tensor) for each in batch if each.way == wire.isend]
@@ -134,7 +140,7 @@ def test_large_weights_arrive_where_they_are_used(monkeypatch: pytest.MonkeyPatc
     theirs: list[torch.Tensor] = []
     wire = Wire(lambda position, place: theirs.pop(0))
     monkeypatch.setattr(shard_exchange, "dist", wire)
-    exchange = Exchange(None, range(2), 0, native=False, host_copy=False)
+    exchange = Exchange(None, range(2), 0)
     for bucket in sharding(2, 1).buckets:
         _, messages = exchange.messages(bucket, before)
         theirs += [torch.cat([piece.of(before[piece.place]).reshape(-1) for piece in each]) for each in messages]
@@ -185,7 +191,7 @@ def test_what_is_too_little_for_a_part_for_everyone_is_not_the_backend_s_to_exch
     weights = Weights(model, lambda given: torch.optim.SGD(given, 0.1), divide=lambda _: found)
     wire = Native(lambda position, place: torch.full_like(place, 10.0 ** (position + 1)))
     monkeypatch.setattr(shard_exchange, "dist", wire)
-    exchange = Exchange(None, range(3), 2, native=True, host_copy=False)
+    exchange = Exchange(None, range(3), 2, native=True)
     gather = WeightGather(weights, exchange, timer())
     weights.allocate()
     gather.start()
@@ -203,3 +209,90 @@ def test_what_is_too_little_for_a_part_for_everyone_is_not_the_backend_s_to_exch
     assert second is not None
     assert first.eq(7.0).all()
     assert torch.equal(second, torch.full((6,), 110.0) + given[3])
+
+
+in_memory = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux's memfd_create")
+NUM_ROUNDS = 5
+
+
+@in_memory
+@pytest.mark.parametrize("order", [(0, 1), (2, 0, 1)])
+def test_in_memory_members_of_any_speed_get_their_sums_and_all_weights(order: tuple[int, ...]) -> None:
+    """Of several buckets at once, some of which have no part for somebody, round after round."""
+    scatters, gathers = replicas(len(order), 0), replicas(len(order), 0)
+
+    def given(member: int, round_index: int, place: int) -> torch.Tensor:
+        numbers = torch.arange(float(SIZES[place])) % 13
+        return (numbers / 3 + 10**member + round_index / 7).view(SHAPES[place])
+
+    def member(own: int) -> None:
+        rng, replica = random.Random(own), order[own]
+        found, like = sharding(len(order), replica, keeps_all=False), [torch.zeros(shape) for shape in SHAPES]
+        model = nn.Module()
+        for index, shape in enumerate(SHAPES):
+            model.register_parameter(f"p{index}", nn.Parameter(torch.zeros(shape)))
+        weights = Weights(model, lambda given: torch.optim.SGD(given, 0.1), divide=lambda _: found)
+        reducer = ShardReducer(found, like, Exchange(None, order, own, shared=scatters[own]), timer())
+        gather = WeightGather(weights, Exchange(None, order, own, shared=gathers[own]), timer())
+        reducer.connect()
+        gather.connect()
+        for round_index in range(NUM_ROUNDS):
+            for index in (2, 3, 4, 1, 0):
+                reducer.add(index, given(own, round_index, index))
+                threading.Event().wait(rng.choice([0, 0, 0.002]))
+            for piece, value in zip(found.own, reducer.wait(lambda *_: None), strict=True):
+                parts = [piece.of(given(other, round_index, piece.place)) for other in range(len(order))]
+                total = parts[0].clone()
+                for part in parts[1:]:
+                    total += part
+                assert value is not None
+                assert torch.equal(value, total)
+            with torch.no_grad():
+                for piece, own_piece in zip(found.own, weights.own_pieces(), strict=True):
+                    own_piece.copy_(piece.of(given(0, round_index, piece.place)))
+            for _ in range(2):  # for a forward, and again for its backward
+                weights.allocate()
+                gather.start()
+                gather.wait()
+                for place, parameter in enumerate(weights.newest.parameters):
+                    assert torch.equal(parameter, given(0, round_index, place))
+                weights.free()
+
+    together([partial(member, own) for own in range(len(order))])
+    for shared in (*scatters, *gathers):
+        shared.close()
+
+
+@in_memory
+def test_in_memory_who_runs_ahead_overwrites_nothing_that_is_still_to_be_read() -> None:
+    shared = replicas(2, 0)
+    both = Sharding((tuple(divided([0], [1200], 2, whole=False)),), 0)
+    like = [torch.zeros(1200)]
+    fast, slow = (
+        ShardReducer(both._replace(replica=own), like, Exchange(None, (0, 1), own, shared=each), timer())
+        for own, each in enumerate(shared)
+    )
+    for round_index in range(3):
+        fast.add(0, torch.full((1200,), 10.0 + round_index))
+        if round_index:
+            (late,) = slow.wait(lambda *_: None)
+            assert late is not None
+            assert set(late.tolist()) == {8.0 + 2 * round_index}  # of the round before
+        slow.add(0, torch.full((1200,), float(round_index)))
+        fast.wait(lambda *_: None)
+    for each in shared:
+        each.close()
+
+
+@in_memory
+def test_in_memory_a_lost_member_is_noticed() -> None:
+    first, second = replicas(2, 0)
+    reducer = ShardReducer(
+        sharding(2, 0), [*map(torch.zeros, SHAPES)], Exchange(None, (0, 1), 0, shared=first), timer()
+    )
+    for index in (2, 3, 4, 1, 0):
+        reducer.add(index, torch.ones(SHAPES[index]))
+    second.close()
+    with pytest.raises(PeerLostError, match="lost a peer"):
+        reducer.wait(lambda *_: None)
+    first.close()

@@ -1,54 +1,20 @@
 """Replicas sum buckets in files in memory that all of them read; here they are threads of one process."""
 
-import itertools
 import os
 import random
 import threading
-from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from pipebench.distributed.instruction_times import HostTimer
 from pipebench.distributed.launch_join import PeerLostError
-from pipebench.distributed.pipes import PipePair
 from pipebench.distributed.reducer import Reducer, Summing, shared_bytes
-from pipebench.distributed.shared_sum import SharedFile, SharedSum, room_bytes
+from pipebench.distributed.shared_sum import SharedSum, room_bytes
+from tests.distributed.shared_files import replicas, together
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux's memfd_create")
-
-
-def replicas(count: int, num_bytes: int, limit_s: float = PATIENCE_S) -> list[SharedFile]:
-    """Return replicas that share files, a line between any two of them."""
-    lines: list[dict[int, PipePair]] = [{} for _ in range(count)]
-    for a, b in itertools.combinations(range(count), 2):
-        there, back = os.pipe(), os.pipe()
-        lines[a][b] = PipePair(os.getpid(), back[0], there[1], limit_s)
-        lines[b][a] = PipePair(os.getpid(), there[0], back[1], limit_s)
-    found = [SharedFile(position, own, num_bytes) for position, own in enumerate(lines)]
-    for each in found:
-        each.files = {position: line.open(found[position].file) for position, line in each.lines.items()}
-    return found
-
-
-def together(works: Sequence[Callable[[], object]]) -> None:
-    """Let every replica do its work, at the same time."""
-    faults: list[BaseException] = []
-
-    def guarded(work: Callable[[], object]) -> None:
-        try:
-            work()
-        except BaseException as fault:
-            faults.append(fault)
-            raise
-
-    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not faults
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
