@@ -324,13 +324,15 @@ class WeightGather:
 
     def wait(self) -> Moment:
         """Take the others' pieces; return when the last of them was there."""
-        weights = self._weights
+        parameters = self._weights.newest.parameters
+        arrived, values = list[Piece](), list[torch.Tensor]()
         for work, _, arriving in self._work:
             _wait_for(work)
             for message, part in arriving:
-                values = torch.split(part, [piece.stop - piece.start for piece in message])
-                shapes = (piece.shape(weights.newest.parameters[piece.place]) for piece in message)
-                weights.gathered(message, [v.view(shape) for v, shape in zip(values, shapes, strict=True)])
+                runs = torch.split(part, [piece.stop - piece.start for piece in message])
+                arrived += message
+                values += [r.view(p.shape(parameters[p.place])) for p, r in zip(message, runs, strict=True)]
+        self._weights.gathered(arrived, values)
         end = self._timer.ended(lambda: _wait_for(each for work, *_ in self._work for each in work), self.set_out)
         self._work.clear()
         return end
