@@ -273,7 +273,17 @@ class WeightGather:
         assert weights.sharding is not None
         self._timer = timer
         self._weights, self._exchange, self._sharding = weights, exchange, weights.sharding
-        self._rooms = [exchange.room(bucket, weights.newest.parameters) for bucket in self._sharding.buckets]
+        like = weights.newest.parameters
+        # Per bucket: a parameter's position, messages by position, whether the backend gathers, room
+        self._buckets = [
+            (
+                next(piece for part in bucket for piece in part).place,
+                exchange.messages(bucket, like),
+                exchange.is_native(bucket),
+                exchange.room(bucket, like),
+            )
+            for bucket in self._sharding.buckets
+        ]
         # Per bucket: operations, what they send, and messages that are to be copied with what arrives of them
         self._work: list[tuple[list[Any], list[torch.Tensor], list[tuple[Pieces, torch.Tensor]]]] = []
         self.kind = ""  # as which the bytes of the one under way are counted
@@ -292,9 +302,8 @@ class WeightGather:
         exchange, own = self._exchange, self._exchange.own
         values = dict(zip(self._sharding.own, self._weights.own_pieces(), strict=True))
         parameters = self._weights.newest.parameters
-        for bucket, room in zip(self._sharding.buckets, self._rooms, strict=True):
-            like, messages = parameters[next(p for b in bucket for p in b).place], exchange.messages(bucket, parameters)
-            native = exchange.is_native(bucket)
+        for place, messages, native, room in self._buckets:
+            like = parameters[place]
             sent = [exchange.joined([values[piece] for piece in message], like) for message in messages[own]]
             arriving = [] if self._sharding.keeps_all else [*zip(messages[own], sent, strict=True)]
             taken = [
