@@ -7,7 +7,7 @@ from pipebench import metrics
 from pipebench.errors import nearest
 from pipebench.metrics import MEASURED, METRICS, SIMULATED, TARGET, TRAINED, ZERO, known, names
 from pipebench.recipe.engines import ENGINES
-from pipebench.tracking.summary import summarise_curves
+from pipebench.tracking.summary import least_losses
 from pipebench.train.result import RunResult
 from pipebench.train.seeds import values_of
 
@@ -50,7 +50,7 @@ def metrics_of(result: RunResult) -> Mapping[str, float]:
         for name in STAGE_METRICS
         if name in row
     }
-    return {**sizes, **stages, **summarise_curves(result.points), **result.metrics}
+    return {**sizes, **stages, **least_losses(result.points), **result.metrics}
 
 
 def stage_values(result: RunResult, metric: str) -> list[float]:

@@ -330,7 +330,7 @@ def _checkpoint_policy(
     chosen = world.exchange(None if found is None else [found.step, list(found.state.optimizer)])[0]
     since_s = folder.read().started_at_s
     if chosen is not None:
-        found = found or load_checked(checkpoints.at(chosen[0], check=False), set(chosen[1]))
+        found = found or load_checked(checkpoints.at(chosen[0], check=False), set(chosen[1]), job)
         since_s = max(found.progress.saved_at_s, since_s or 0.0)
     lost_s = max(0.0, time.time() - since_s) if restarted and since_s is not None else 0.0
     return CheckpointPolicy(checkpoints, found, world.exchange(lost_s)[0])

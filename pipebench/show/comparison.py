@@ -38,8 +38,9 @@ _FREE = (
     "engine.silence_limit_s",
     "engine.join_limit_s",
 )
-# Schedules whose rate depends on when training would end; for the others the number of epochs is only patience.
-_ENDING_SCHEDULES = ("cosine", "polynomial")
+# Schedules whose rate depends on when training would end, a target's among them, whose name is null; for the others the
+# number of epochs is only patience.
+_ENDING_SCHEDULES = ("cosine", "polynomial", "null")
 # Keys that say how many devices.
 _COUNTING = ("cluster.name", "cluster.servers", "cluster.count", "parallelism.plan", "parallelism.tensor")
 _Format = Callable[[float], str]

@@ -225,8 +225,12 @@ def parts_of_time(metrics: Mapping[str, float], *, to_target: bool = False) -> d
         ("time_to_accuracy_s", "time_to_accuracy_checkpoint_s") if to_target else ("total_time_s", "checkpoint_time_s")
     )
     names = {"evaluation": "evaluation_time_s", "checkpoints": checkpoints, "lost by restarts": "lost_time_s"}
+    given = {name: metrics.get(key, 0.0) for name, key in names.items()}
+    training_s = metrics.get("time_to_accuracy_without_evaluation_s")
+    if to_target and training_s is not None:  # of a run that went on with an easier target not all evaluations count
+        given["evaluation"] = metrics[whole] - training_s - given["checkpoints"] - given["lost by restarts"]
     least_s = _RESIDUE * metrics.get(whole, 0.0)
-    found = {name: metrics[key] for name, key in names.items() if metrics.get(key, 0.0) > least_s}
+    found = {name: s for name, s in given.items() if s > least_s}
     return {"training": metrics[whole] - sum(found.values()), **found} if whole in metrics else {}
 
 

@@ -7,7 +7,7 @@ from pipebench.tracking.inputs import Inputs
 from pipebench.tracking.record import read_record
 from pipebench.tracking.run_log import RunLog, Tracking
 from pipebench.tracking.store import require_writable
-from pipebench.tracking.summary import count_reached, seed_medians, summarise_curves, summarise_seeds
+from pipebench.tracking.summary import count_reached, least_losses, seed_medians, summarise_seeds
 from pipebench.tracking.ui import open_ui
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "count_reached",
     "default_uri",
     "identity_tags",
+    "least_losses",
     "logged_params",
     "open_ui",
     "read_record",
@@ -24,6 +25,5 @@ __all__ = [
     "require_writable",
     "seed_medians",
     "source_version",
-    "summarise_curves",
     "summarise_seeds",
 ]

@@ -9,7 +9,7 @@ from urllib.parse import quote
 from pipebench.metrics import COLUMN, METRICS, known, ranked
 from pipebench.tracking.limits import MAX_TAG_CHARS
 from pipebench.tracking.record import LogEntry, Status
-from pipebench.tracking.summary import summarise_curves
+from pipebench.tracking.summary import least_losses
 from pipebench.train.result import DIVERGED, INTERRUPTED, RunResult
 
 # What people compare runs by, what decides first: MLflow lists metrics in the order in which it got them. Everything
@@ -60,7 +60,7 @@ def outcome_status(result: RunResult | None) -> Status:
 
 def logged_metrics(result: RunResult) -> dict[str, float]:
     """Return a result's metrics for comparing runs, the deciding ones first, rounded for display."""
-    values = {**result.metrics, **summarise_curves(result.points)}
+    values = {**least_losses(result.points), **result.metrics}
     ordered = dict.fromkeys(name for pattern in _METRICS for name in values if fnmatchcase(name, pattern))
     ordered |= dict.fromkeys(name for name in values if (row := known(name)) is not None and COLUMN in row.shown)
     return ranked({name: shown_value(values[name]) for name in ordered}, result.clock)

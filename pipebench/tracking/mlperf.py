@@ -87,7 +87,10 @@ def _training(result: RunResult, benchmark: _Benchmark | None, num_train: int) -
     yield 0.0, _START, "run_start", None, clock
     began_s, seen = 0.0, 0
     metric = benchmark.metric if benchmark else result.recipe.get("train.target.metric", "")
+    reached_s = result.metrics.get("time_to_accuracy_s", math.inf)  # there are later points if it went on for another
     for point in result.points:
+        if point.clock_s > reached_s:
+            break
         name = metric if metric in point.metrics else next((each for each in point.metrics if "loss" not in each), "")
         if not name:
             continue

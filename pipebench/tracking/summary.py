@@ -15,20 +15,19 @@ from pipebench.train.seeds import median, values_of
 _MEDIAN = tuple(row.name for row in METRICS if row.shown & (MEDIAN | SPREAD))
 _BEST = "best_"
 _NOISE = 1e-9  # relative: values this close differ in the order of additions only
-_LOWER_IS_BETTER = ("loss", "perplexity", "error")
-# Curves that are a clock or a setting: their best value means nothing.
-_NOT_A_SCORE = ("virtual_time_s", "wall_time_s", "epoch", "learning_rate", "lr")
 
 
-def summarise_curves(points: Sequence[Point]) -> dict[str, float]:
-    """Return `best_<metric>` of every curve; non-finite values don't count."""
-    curves: dict[str, list[float]] = {}
+def least_losses(points: Sequence[Point]) -> dict[str, float]:
+    """Return `best_<loss>` of every curve that is a loss; non-finite values don't count.
+
+    Those of scores are in a result's metrics: their data set says which direction is better.
+    """
+    losses: dict[str, list[float]] = {}
     for point in points:
-        for metric, value in point.metrics.items():
-            if metric not in _NOT_A_SCORE and math.isfinite(value):
-                curves.setdefault(metric, []).append(value)
-    best = {metric: min if any(word in metric for word in _LOWER_IS_BETTER) else max for metric in curves}
-    return {f"{_BEST}{metric}": best[metric](values) for metric, values in curves.items()}
+        for name, value in point.metrics.items():
+            if name.endswith("_loss") and math.isfinite(value):
+                losses.setdefault(name, []).append(value)
+    return {f"{_BEST}{name}": min(values) for name, values in losses.items()}
 
 
 def summarise_seeds(results: Sequence[RunResult]) -> dict[str, float]:

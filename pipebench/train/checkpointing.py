@@ -19,7 +19,7 @@ from pipebench.errors import UserError
 from pipebench.model.sampling import Sampler
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.users_code import reason
-from pipebench.train.fit import check_fits
+from pipebench.train.fit import check_fits, fitting_carried
 from pipebench.train.interfaces import ProgressSink
 from pipebench.train.job import Job
 from pipebench.train.metrics import EarlierWorkers, sum_facts
@@ -59,7 +59,7 @@ def resume_point(checkpoint: Checkpoint, job: Job, run: RunIdentity | None = Non
     return ResumePoint(checkpoint.step, state, progress)
 
 
-def load_checked(checkpoint: Checkpoint, optimizer: Collection[str]) -> ResumePoint:
+def load_checked(checkpoint: Checkpoint, optimizer: Collection[str], job: Job) -> ResumePoint:
     """Return the content of a checkpoint that another process has checked, which takes memory and time.
 
     `optimizer` names the parameters whose optimizer state that process restores.
@@ -69,6 +69,7 @@ def load_checked(checkpoint: Checkpoint, optimizer: Collection[str]) -> ResumePo
     """
     state = checkpoint.load()
     state.optimizer = {name: own for name, own in state.optimizer.items() if name in optimizer}
+    state.carried = fitting_carried(state.carried, job.setup, checkpoint.step)
     return ResumePoint(checkpoint.step, state, SavedProgress.from_json(checkpoint.progress))
 
 

@@ -19,8 +19,11 @@ from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.tensors import Form, check_form, has_infinite, has_nan, kind_of
 from pipebench.engine.setup import Setup
 from pipebench.model.graph import LayerGraph, attribute, carries_state, forget_states, run_node
+from pipebench.model.precision import LOW_TYPES, lower
 from pipebench.model.sampling import microbatch_sizes
 from pipebench.profile.shapes import without_data
+
+_PRECISIONS = {torch.float32, *LOW_TYPES.values()}  # types that what is computed has in one precision or another
 
 
 def check_fits(state: ModelState, setup: Setup, step: int) -> ModelState:
@@ -29,7 +32,8 @@ def check_fits(state: ModelState, setup: Setup, step: int) -> ModelState:
     The state is of the whole model, under any plan; the setup's graph holds initial weights, or is on the meta device.
 
     Returns:
-        The state to restore, without that of an optimizer that no longer has any.
+        The state to restore, without that of an optimizer that no longer has any; what modules carry is in the types of
+        the setup's precision.
 
     Raises:
         CheckpointError: names the first tensor that does not fit, found and expected.
@@ -42,7 +46,7 @@ def check_fits(state: ModelState, setup: Setup, step: int) -> ModelState:
         if not replica.isdecimal() or int(replica) < 1 or name not in own or own[name].is_floating_point():
             raise CheckpointError(f"counter {key!r}: found one that the model has not, as REPLICA/BUFFER")
         check_form(f"counter {key}", counter, Form.of(own[name]))
-    _check_carried(state.carried, setup, step)
+    carried = fitting_carried(state.carried, setup, step)
     for name, change in state.mean_change.items():
         _check_trained(f"the mean change of {name}", own.get(name))
         check_form(f"the mean change of {name}", change, Form.of(own[name]))
@@ -55,7 +59,7 @@ def check_fits(state: ModelState, setup: Setup, step: int) -> ModelState:
             raise CheckpointError(
                 f"the loss scale of {name}: found {scale.tolist()}, expected are a scale and two counts"
             )
-    return replace(state, optimizer=optimizer)
+    return replace(state, optimizer=optimizer, carried=carried)
 
 
 def check_weights(state: ModelState, graph: LayerGraph) -> None:
@@ -137,8 +141,8 @@ def _began_with(has: Callable[[torch.Tensor], bool], tensor: torch.Tensor) -> bo
     return tensor.device.type != "meta" and has(tensor)
 
 
-def _check_carried(carried: Mapping[str, Any], setup: Setup, step: int) -> None:
-    """Compare carried states with those after one minibatch of as many samples.
+def fitting_carried(carried: Mapping[str, Any], setup: Setup, step: int) -> dict[str, Any]:
+    """Compare carried states with those after one minibatch of as many samples; return them in the setup's precision.
 
     Every stream that has begun has a state per module and microbatch of its minibatch.
     """
@@ -158,8 +162,10 @@ def _check_carried(carried: Mapping[str, Any], setup: Setup, step: int) -> None:
     for key in sorted(expected.keys() - carried.keys()):
         raise CheckpointError(f"state {key!r}: is carried from minibatch to minibatch, but not in the checkpoint")
     forms = {size: _carried_forms(setup, modules, size) for size, _ in set(expected.values())}
+    fitting = {}
     for key, (size, module) in expected.items():
-        _check_leaves(f"what module {module} carries ({key})", carried[key], forms[size][module])
+        fitting[key] = _fitting_leaves(f"what module {module} carries ({key})", carried[key], forms[size][module])
+    return fitting
 
 
 def _stateful(graph: LayerGraph) -> list[str]:
@@ -176,6 +182,7 @@ def _carried_forms(setup: Setup, modules: Sequence[str], num_samples: int) -> di
     """Return the states after some samples, as tensors without data, by module."""
     graph, dataset = setup.graph, setup.dataset
     root = without_data(graph.root).train()
+    lower([root], graph.rounding)
     forget_states(root)
     fields = dataset.example(num_samples)
     env: dict[Any, Any] = {
@@ -188,8 +195,8 @@ def _carried_forms(setup: Setup, modules: Sequence[str], num_samples: int) -> di
     return {module: root.get_submodule(module).carried_state for module in modules}
 
 
-def _check_leaves(what: str, found: Any, expected: Any) -> None:
-    """Compare two nested lists, tuples and dictionaries, tensor by tensor."""
+def _fitting_leaves(what: str, found: Any, expected: Any) -> Any:
+    """Compare nested lists, tuples and dictionaries, tensor by tensor; return `found` in the expected precision."""
     leaves, structure = pytree.tree_flatten(found)
     wanted, wanted_structure = pytree.tree_flatten(expected)
     if structure != wanted_structure:
@@ -198,6 +205,9 @@ def _check_leaves(what: str, found: Any, expected: Any) -> None:
         )
     for index, (leaf, like) in enumerate(zip(leaves, wanted, strict=True)):
         if isinstance(like, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and {leaf.dtype, like.dtype} <= _PRECISIONS:
+                leaves[index] = leaf = leaf.to(like.dtype)
             check_form(f"{what}, tensor {index}", leaf, Form.of(like))
         elif type(leaf) is not type(like):
             raise CheckpointError(f"{what}, item {index}: found {kind_of(leaf)}, expected is {kind_of(like)}")
+    return pytree.tree_unflatten(leaves, structure)

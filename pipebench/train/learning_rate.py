@@ -10,6 +10,7 @@ to say. A function of the user's own gets the fraction of training that is done.
 
 import math
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from functools import partial
 from typing import Any, Final
 
@@ -100,10 +101,12 @@ def rate_of_samples(train: TrainRecipe, num_train: int) -> Callable[[int], float
     if schedule.name not in KINDS[SCHEDULE].ours:
         played, step_every = Played(schedule, base), schedule.step_every or PeriodRecipe(epochs=1)
         return lambda before: played.rate(steps_before(before, step_every, train.minibatch_size, num_train))
-    every, falls, power = schedule.every_epochs or 1.0, schedule.factor or 1.0, schedule.power or 0.0
+    # As written: 1.1 epochs of 4,000 samples are 4,400 of them, where floats have a little more.
+    every = Fraction(str(schedule.every_epochs or 1.0)) * num_train
+    falls, power = schedule.factor or 1.0, schedule.power or 0.0
     factors: dict[str, Callable[[int], float]] = {
         "constant": lambda before: 1.0,
-        "step": lambda before: falls ** math.floor(before / (every * num_train)),
+        "step": lambda before: falls ** (before // every),
         "cosine": lambda before: 0.5 * (1 + math.cos(math.pi * (before - warmup) / max(1, total - warmup))),
         "polynomial": lambda before: (1 - before / total) ** power,
     }

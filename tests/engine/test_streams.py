@@ -118,10 +118,12 @@ def by_hand(
     return {name: p.detach() for name, p in model.named_parameters()}, losses
 
 
-def text_setup(plan: Any, *, lr: float = 0.1, dropout: float = 0.0, **columns: Any) -> Any:
+def text_setup(
+    plan: Any, *, lr: float = 0.1, dropout: float = 0.0, dtype: torch.dtype = torch.float64, **columns: Any
+) -> Any:
     data = Text()
     return make_setup(
-        LanguageModel(dropout), plan, dataset=data, minibatch_size=ROWS, lr=lambda *_: lr,
+        LanguageModel(dropout).to(dtype), plan, dataset=data, minibatch_size=ROWS, lr=lambda *_: lr,
         sampler=Streams(data.num_train, ROWS, STREAMS), held_out=Streams(data.num_eval, ROWS, STREAMS, covers=True),
         **columns,
     )  # fmt: skip

@@ -6,6 +6,7 @@ A rate is a function of samples: those seen before the update and, in the warm-u
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class Rates:
         if self.name == "constant":
             return self.lr
         if self.name == "step":
-            falls: float = given["factor"] ** math.floor(before / (given["every_epochs"] * self.num_train))
+            falls: float = given["factor"] ** (before // (Fraction(str(given["every_epochs"])) * self.num_train))
             return self.lr * falls
         if self.name == "cosine":
             return self.lr * 0.5 * (1 + math.cos(math.pi * (before - self.warmup) / max(1, self.total - self.warmup)))

@@ -118,6 +118,12 @@ def test_patience_is_no_difference_where_the_rate_does_not_end_with_it() -> None
     assert len(groups([dp(changes=constant), pipedream(changes={**constant, "train.max_epochs": "20"})])) == 1
 
 
+def test_a_schedule_of_one_s_own_ends_with_training() -> None:
+    """It maps the fraction that is done; 0.2.0 compared runs of other lengths, whose rates differ throughout."""
+    own = {"train.schedule.name": "null", "train.schedule.target": "mine:falling"}
+    assert len(groups([dp(changes=own), pipedream(changes={**own, "train.max_epochs": "20"})])) == 2
+
+
 def test_runs_of_other_seeds_are_no_baseline() -> None:
     assert column([dp(seed=0), pipedream(seed=1)], "vs dp")["pipedream"] == "-"
     assert column([dp(seed=1), pipedream(seed=1)], "vs dp")["pipedream"] == "3.00x"

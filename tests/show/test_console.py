@@ -316,3 +316,9 @@ def test_standard_output_of_a_test_is_no_terminal(capsys: pytest.CaptureFixture[
 def test_what_rounding_leaves_is_no_part_of_a_time() -> None:
     metrics = {"time_to_accuracy_s": 0.04, "evaluation_time_s": 0.004, "time_to_accuracy_checkpoint_s": 7e-18}
     assert [*console.parts_of_time(metrics, to_target=True)] == ["training", "evaluation"]
+
+
+def test_evaluations_after_the_target_are_no_part_of_the_time_to_it() -> None:
+    """A run that goes on with an easier target has reached it some evaluations ago: 0.2.0 took all of them off."""
+    metrics = {"time_to_accuracy_s": 4.0, "time_to_accuracy_without_evaluation_s": 3.5, "evaluation_time_s": 2.0}
+    assert console.parts_of_time(metrics, to_target=True) == {"training": 3.5, "evaluation": 0.5}

@@ -93,7 +93,8 @@ def log_of(points: Sequence[Point], **changes: Any) -> list[dict[str, Any]]:
 
 
 def test_times_are_the_run_s_clock() -> None:
-    found = log_of(RESULT.points, recipe=load("quickstart").flat)
+    reached_last = {**RESULT.metrics, "time_to_accuracy_s": 6.0}
+    found = log_of(RESULT.points, metrics=reached_last, recipe=load("quickstart").flat)
     scores = [each for each in found if each["key"] == "eval_accuracy"]
     assert [each["time_ms"] - BEGAN_MS for each in scores] == [1500, 3000, 4500, 6000]
     assert [each["value"] for each in scores] == [0.5, 0.8, 0.96, 0.9]
@@ -108,6 +109,12 @@ def test_the_clock_of_a_run_that_reached_its_target_stops_before_the_checkpoint_
     metrics = {**RESULT.metrics, "time_to_accuracy_s": 6.0, "total_time_s": 7.25}
     for outcome, end_ms in ((REACHED, 6000), (MISSED, 7250)):
         assert log_of(RESULT.points, outcome=outcome, metrics=metrics)[-1]["time_ms"] - BEGAN_MS == end_ms
+
+
+def test_evaluations_after_the_target_are_left_out() -> None:
+    """A run that goes on with an easier target has reached it some evaluations ago; 0.2.0 ended with the last one."""
+    stop = log_of(RESULT.points, metrics={**RESULT.metrics, "time_to_accuracy_s": 4.5})[-1]
+    assert (stop["key"], stop["time_ms"] - BEGAN_MS) == ("run_stop", 4500)
 
 
 def test_a_run_that_missed_or_diverged_is_aborted() -> None:

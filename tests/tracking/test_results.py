@@ -20,11 +20,11 @@ from pipebench.tracking import (
     RunLog,
     Tracking,
     default_uri,
+    least_losses,
     logged_params,
     recipe_hash,
     results,
     source_version,
-    summarise_curves,
 )
 from pipebench.tracking.connection import reason_of
 from pipebench.tracking.record import LogEntry, RecordFolder, RunRecord, Sent, Start, read_record
@@ -128,7 +128,7 @@ def test_a_run_whose_artifacts_are_gone_is_compared_by_what_mlflow_has_of_it(
     assert (whole.lacks, whole.result, gone.run_id) == ("", result, runs[1].run_id)
     assert "result.json" in gone.lacks
     there = ("time_to_accuracy_s", "throughput_samples_per_s", "best_top1", "target_reached")
-    expected = {**result.metrics, **summarise_curves(result.points)}
+    expected = {**least_losses(result.points), **result.metrics}
     assert {name: gone.result.metrics[name] for name in there} == {name: expected[name] for name in there}
     assert gone.result.points == result.points
     assert replace(gone.result, recipe=recipe, sentence="", metrics={}, points=()) == replace(

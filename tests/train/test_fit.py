@@ -127,6 +127,29 @@ def test_what_modules_carry_fits_in_any_microbatches(microbatches: int) -> None:
             check_fits(other, setup, 6)
 
 
+@pytest.mark.parametrize("loaded", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("taken", ["fp32", "bf16"])
+def test_what_modules_carry_fits_in_any_precision(taken: str, loaded: str) -> None:
+    """0.2.0 took the model's own types for those of a run: no 16-bit run of such a model could go on."""
+
+    def setup(precision: str) -> Setup:
+        made: Setup = text_setup(([2], [1, 1]), dtype=torch.float32, precision=precision)
+        return made
+
+    whole = make_engine(setup(loaded))
+    whole.train(0, 6)
+    state = check_fits(trained(setup(taken), 6), setup(loaded), 6)
+    types = {key: [each.dtype for each in pair] for key, pair in captured(whole).carried.items()}
+    assert {key: [each.dtype for each in pair] for key, pair in state.carried.items()} == types
+    again = make_engine(setup(loaded))
+    again.restore(state, None, 0.0)
+    for engine in (whole, again):
+        engine.train(6, 2)
+    if taken == loaded:
+        ours, theirs = captured(again).parameters, captured(whole).parameters
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_a_buffer_that_no_layer_reads_may_be_missing() -> None:
     class Idle(ConvNet):
         def __init__(self) -> None:

@@ -176,6 +176,8 @@ def rate_of(schedule: ScheduleRecipe) -> Any:
 def test_learning_rate_schedules() -> None:
     step = rate_of(ScheduleRecipe("step", every_epochs=3, factor=0.1))
     assert [step(0, before, 10) for before in (0, 299, 300, 599, 600)] == pytest.approx([1, 1, 0.1, 0.1, 0.01])
+    often = rate_of(ScheduleRecipe("step", every_epochs=1.1, factor=0.1))  # 0.2.0 fell one update late: 1.1 * 100 > 110
+    assert [often(0, before, 10) for before in (100, 110, 210, 220)] == pytest.approx([1, 0.1, 0.1, 0.01])
     cosine = rate_of(ScheduleRecipe("cosine", warmup_epochs=1))
     assert [cosine(0, before, 10) for before in (0, 10, 90, 100)] == pytest.approx([0.1, 0.2, 1.0, 1.0])
     assert cosine(0, 550, 10) == pytest.approx(0.5)
