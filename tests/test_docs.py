@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -361,11 +362,18 @@ def test_how_recipes_scale_is_what_sweeps_print(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("rendered")
-def test_the_occupancy_of_its_page_is_what_is_drawn(tmp_path: Path) -> None:
-    drawn = tmp_path / "occupancy.png"
-    done = CliRunner().invoke(cli, ["draw", "quickstart", "--picture", str(drawn), "--of", "occupancy"])
+@pytest.mark.parametrize("name", ["memory", "occupancy", pytest.param("swap", marks=pytest.mark.slow)])
+def test_pictures_of_memory_are_what_is_drawn(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the command beside each, and what that says of too little memory stands there, too."""
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs/memory.md").read_text()
+    (command,) = re.findall(rf"^    pipebench (draw .*--picture {name}\.png.*)$", page, re.MULTILINE)
+    done = CliRunner().invoke(cli, shlex.split(command))
     assert done.exit_code == 0, done.output
-    assert unlike(drawn, ROOT / "docs/occupancy.png") < MOST_UNLIKE
+    again = f"docs/{name}.png is old: `pipebench {command}` draws it again"
+    assert unlike(tmp_path / f"{name}.png", ROOT / f"docs/{name}.png") < MOST_UNLIKE, again
+    told = " ".join(line for line in done.output.splitlines() if line.startswith("out of memory"))
+    assert told in " ".join(page.split())
 
 
 def unlike(one: Path, other: Path) -> float:

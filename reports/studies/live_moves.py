@@ -193,19 +193,25 @@ def subject() -> Setup:
     return prepare(recipe, cluster, trains=False).setup
 
 
+def begun(setup: Setup, title: str) -> tuple[Sequence[Course], str]:
+    """Return the courses from one beginning, and what is told of them."""
+    num_layers, shares = len(setup.graph.layers), BEGINNINGS[title]
+    ends = itertools.accumulate(shares[:-1])
+    before, after = tuple(round(num_layers * end / sum(shares)) for end in ends), balanced(setup)
+    path = steps(before, after, num_layers)
+    stages = [[sum(start <= layer for start in cuts) for layer in range(num_layers)] for cuts in (before, after)]
+    moved = sum(a != b for a, b in zip(*stages, strict=True))
+    made = courses(setup, before, path)
+    return made, section(title, made, moved, num_layers, len(path), setup.pipeline.depth)
+
+
 def main() -> None:
     """Print the page, and draw its picture."""
-    setup = moving(subject())
-    num_layers, after, text = len(setup.graph.layers), balanced(setup), HEAD
+    setup, text = moving(subject()), HEAD
     made: dict[str, Sequence[Course]] = {}
-    for title, shares in BEGINNINGS.items():
-        ends = itertools.accumulate(shares[:-1])
-        before = tuple(round(num_layers * end / sum(shares)) for end in ends)
-        path = steps(before, after, num_layers)
-        stages = [[sum(start <= layer for start in cuts) for layer in range(num_layers)] for cuts in (before, after)]
-        moved = sum(a != b for a, b in zip(*stages, strict=True))
-        made[title] = courses(setup, before, path)
-        text += section(title, made[title], moved, num_layers, len(path), setup.pipeline.depth)
+    for title in BEGINNINGS:
+        made[title], told = begun(setup, title)
+        text += told
     draw(made, _PAGE.with_suffix(".png"))
     print(text + "\n![samples per second over time](live_moves.png)")
 

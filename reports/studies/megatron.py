@@ -6,7 +6,7 @@ Narayanan et al. (SC'21) on cluster `selene`: table 1, of which words name rows;
 
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +75,12 @@ def against_zero3(published: Mapping[str, Any]) -> None:
     head = ("GPUs", "billions", "way", "samples at a time", "memory of a GPU", "Tflop/s per GPU, computed", "published")
     print("| " + " | ".join((*head, "ratio", "as DeepSpeed gathered", "ratio")) + " |\n" + "| --- " * 10 + "|")
     for shape, name in ((LARGE, "against_zero3"), (LARGER, "against_zero3_larger")):
-        for cells in _compared(shape, published[name]):
-            print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+        for cells in compared(shape, published[name]):
+            print(table_line(cells), flush=True)
 
 
-def _compared(shape: Mapping[str, int], published: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
+def compared(shape: Mapping[str, int], published: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
+    """Yield the cells of a model's rows of table 2."""
     for row in published["zero3"]:
         of = {**shape, "batch": row.get("batch", shape["batch"])}
         gpus, samples = row["gpus"], row["microbatch"]
@@ -137,6 +138,19 @@ def planned(row: Mapping[str, int], samples: int) -> tuple[float, float]:
     return flops(row, 1) * told["samples_per_s"] / row["gpus"] / 1e12, told["memory_bytes"]
 
 
+def scaled(row: Mapping[str, Any], samples: int) -> tuple[object, ...]:
+    """Return the cells of a row of table 1."""
+    rate, memory = planned(row, samples)
+    shape = ", ".join(str(row[name]) for name in ("tensor", "pipeline", "gpus"))
+    cells = (row["billions"], shape, samples, f"{memory / 1e9:.0f} GB", f"{rate:.0f}", row["tflops"])
+    return (*cells, f"{rate / row['tflops']:.2f}")
+
+
+def table_line(cells: Iterable[object]) -> str:
+    """Return a line of a Markdown table."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
 def split(published: Mapping[str, Any]) -> None:
     """Print figure 13's ways to divide 64 GPUs between slices and stages, one sample at a time."""
     print(
@@ -172,10 +186,7 @@ def main() -> None:
         for samples in (1, 2, 4):
             if row["batch"] * row["tensor"] * row["pipeline"] % (row["gpus"] * samples):
                 continue
-            rate, memory = planned(row, samples)
-            shape = ", ".join(str(row[name]) for name in ("tensor", "pipeline", "gpus"))
-            cells = (row["billions"], shape, samples, f"{memory / 1e9:.0f} GB", f"{rate:.0f}", row["tflops"])
-            print("| " + " | ".join(map(str, (*cells, f"{rate / row['tflops']:.2f}"))) + " |", flush=True)
+            print(table_line(scaled(row, samples)), flush=True)
 
 
 if __name__ == "__main__":

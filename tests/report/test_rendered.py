@@ -10,7 +10,14 @@ from click.testing import CliRunner
 from PIL import Image, ImageChops, ImageStat
 
 from pipebench.cli.main import cli
+from pipebench.report.catalog import find_report
+from pipebench.report.evaluate import CellOutcome, evaluate_report
+from pipebench.report.evaluated import Origin
+from pipebench.report.load import load_report
 from pipebench.report.values import VALUES, read_values
+from pipebench.train.engines import simulate
+from pipebench.train.memory_forecast import MemoryForecast
+from pipebench.train.prepare import prepare
 from reports.studies.coverage import NAME, write_coverage
 from tests.report.pages import differences
 
@@ -21,6 +28,14 @@ OWN = ROOT / "docs/example/report/rendered/four_modes/report.md"
 
 # Of a few runs, or of runs that are kept; the others are made again with what is slow.
 QUICK = {NAME, "four_modes", "quickstart", "figure13"}
+# Of reports that take long, a row that is simulated in a second or less.
+QUICK_ROWS = {
+    "figure1": "vgg16-4", "figure14a": "vgg16", "figure14b": "vgg16", "figure15": "plan-16", "figure16": "gnmt8",
+    "figure17": "gnmt8", "figure18": "depth-2", "ours": "vgg16-hybrid-planned", "preprint2018": "s2vt-4",
+    "table1": "awd-lm-1x4-a-per-gpu", "theory": "interleaved-n2-m4-v2", "vpipe_calibration": "gnmt-pipedream",
+    "vpipe_figure1": "gnmt", "vpipe_figure9": "gnmt-gpipe",
+    "vpipe_figure15a": "gnmt", "vpipe_table2": "gnmt", "vpipe_table3": "gnmt-pipedream",
+}  # fmt: skip
 DRAWN_ALIKE = matplotlib.__version_info__ >= (3, 11)  # which drew them; older ones place labels elsewhere
 ALIKE = 3.0  # mean difference of two pictures' pixels, of 255: another font, not another number
 
@@ -76,6 +91,29 @@ def test_a_page_says_when_from_which_tree_and_by_which_command_it_was_made(kept:
     values = read_values(kept.parent / VALUES)
     assert last == f"Made {values.made}, by {first}."
     assert values.report == kept.parent.name
+
+
+@pytest.mark.parametrize(("name", "row"), QUICK_ROWS.items(), ids=QUICK_ROWS)
+def test_a_quick_row_has_the_values_of_today_s_simulator(name: str, row: str) -> None:
+    """The whole page is made again with what is slow only, and was old until then."""
+    report, asked = load_report(find_report(name), [row])
+    outcomes: dict[tuple[str, str, str], list[CellOutcome]] = {}
+    played: dict[tuple[str, ...], CellOutcome] = {}
+    for each in asked:
+        if each.words not in played:
+            job = prepare(each.loaded.recipe, each.loaded.cluster, trains=False)
+            result, _ = simulate(job, MemoryForecast(job))
+            origin = Origin(each.run, each.words, result.engine, "", "", 0)
+            played[each.words] = CellOutcome(origin, result)
+        outcomes.setdefault((each.row, each.run, each.column), []).append(played[each.words])
+    now = {(cell.measure, cell.column): cell.value for cell in evaluate_report(report, outcomes, command="").cells}
+    cells = read_values(ROOT / "reports/rendered" / name / VALUES).cells
+    kept = {(cell.measure, cell.column): cell.value for cell in cells if cell.row == row}
+    assert kept
+    again = f"reports/rendered/{name} is old: `nox -s reports -- {name}` makes it again"
+    assert {key: now[key] for key in kept} == {
+        key: value if isinstance(value, str) else pytest.approx(value, rel=1e-3) for key, value in kept.items()
+    }, again
 
 
 def _differ(one: Path, other: Path) -> bool:

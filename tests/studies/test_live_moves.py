@@ -5,9 +5,11 @@ import random
 
 import pytest
 
+from pipebench.extensions.moves.engine import moving
 from pipebench.extensions.moves.repartition_plan import CutLayout, Repartition, layout_problems
 from pipebench.schedule.modes import KEEP
-from reports.studies.live_moves import balanced, steps
+from reports.studies.live_moves import BEGINNINGS, HEAD, balanced, begun, steps, subject
+from tests.studies.again import stands
 from tests.support import Mlp, make_setup
 
 
@@ -32,3 +34,10 @@ def test_every_step_moves_layers_by_one_stage() -> None:
         assert path[-1] == after
         for one, other in itertools.pairwise(path):
             assert not [*layout_problems(CutLayout(one, (KEEP,) * num_layers), Repartition(0, other))]
+
+
+@pytest.mark.slow
+def test_the_first_beginning_comes_out_again() -> None:
+    """Of the page; BERT-large's profile and four courses take some 7 s."""
+    _, told = begun(moving(subject()), next(iter(BEGINNINGS)))
+    stands([*HEAD.splitlines(), *told.splitlines()], "live_moves.md", "nox -s studies")

@@ -1,4 +1,4 @@
-"""The page of Megatron-LM's tables: published values and ratios are those of the file of published values."""
+"""Megatron-LM's tables: the quickest rows are today's planner's, published values and ratios those of the file."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,21 @@ from pathlib import Path
 import pytest
 import yaml
 
-from reports.studies.megatron import GATHERED_BYTES_PER_S, LARGE, LARGER, SENT_BYTES, flops, parameters
+from pipebench.planner import estimates, planner
+from reports.studies.megatron import (
+    GATHERED_BYTES_PER_S,
+    LARGE,
+    LARGER,
+    MOST_WORKERS,
+    SENT_BYTES,
+    compared,
+    flops,
+    parameters,
+    planned,
+    scaled,
+    table_line,
+)
+from tests.studies.again import stands
 
 REPORTS = Path(__file__).parents[2] / "reports"
 PUBLISHED = yaml.safe_load((REPORTS / "published" / "sharding.yaml").read_text())["megatron"]
@@ -62,3 +76,21 @@ def test_what_zero_3_exchanges_at_the_measured_rate_lasts_less_than_its_publishe
             tokens_days = 300e9 / (batch * 2048) * update_s / 86_400
             assert tokens_days == pytest.approx(row["days_for_300B_tokens"], rel=0.03)
             assert 0.4 * update_s < exchange_s < update_s
+
+
+def test_a_quick_row_of_weak_scaling_comes_out_again() -> None:
+    """Of the smallest model, with the fewest passes per update."""
+    stands([table_line(scaled(PUBLISHED["weak_scaling"][0], 4))], "megatron.md", "python -m reports.studies.megatron")
+
+
+@pytest.mark.slow
+def test_a_row_of_zero_3_and_a_cell_of_slices_and_stages_come_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Profiles of models as large take longer than their plans; as the script does, 384 workers are simulated."""
+    for module in (estimates, planner):
+        monkeypatch.setattr(module, "MOST_SIMULATED", MOST_WORKERS)
+    told = table_line(next(compared(LARGE, PUBLISHED["against_zero3"])))
+    stands([told], "megatron.md", "python -m reports.studies.megatron zero3")
+    published = {key: PUBLISHED["split"][key] for key in ("heads", "hidden", "layers", "gpus")}
+    rate, _ = planned({**published, "batch": 32, "tensor": 4, "pipeline": 16}, 1)
+    (cells,) = (cells for cells in rows("tensor, pipeline") if cells[0] == "4, 16")
+    assert cells[1] == f"{rate:.0f}", "reports/megatron.md is old: see `python -m reports.studies.megatron split`"

@@ -11,9 +11,20 @@ from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Request
 from pipebench.report.catalog import find_report
 from pipebench.report.load import load_report
-from reports.studies import effects, planner_regret, planner_seconds, planner_vs_simulator, search_growth, table1_plans
-from reports.studies.planned_models import TableRow, analytic, cluster, published_rows, recipe
+from reports.studies import (
+    analytic_profile,
+    effects,
+    gpu_efficiencies,
+    planner_regret,
+    planner_seconds,
+    planner_vs_simulator,
+    search_growth,
+    table1_plans,
+)
+from reports.studies.planned_models import TableRow, analytic, cluster, published_rows, recipe, table
 from tests.bench.planning import CASES, chain, seconds
+from tests.profile.judging import VGG_FILE, vgg
+from tests.studies.again import stands
 
 LONELY = TableRow("t1-alexnet-1x4A", "alexnet", "cluster-a", 1, 4, (3, 1), "3-1", 1.0)
 
@@ -28,6 +39,12 @@ def test_planner_vs_simulator(capsys: pytest.CaptureFixture[str]) -> None:
         "| alexnet | cluster-a | 2-1-1 (shape",
     ):
         assert text in page
+
+
+def test_plans_of_a_model_stand_on_the_page_with_today_s_seconds() -> None:
+    """The planner's and the simulator's, of AWD LM on cluster B."""
+    rows = planner_vs_simulator.judge(analytic("awd lm"), cluster("cluster-b", 2), COST_MODELS["overlap"])
+    stands(planner_vs_simulator._plans(rows).splitlines(), "planner_vs_simulator.md", "nox -s studies")
 
 
 @pytest.mark.parametrize("larger", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -54,11 +71,36 @@ def test_the_page_of_regrets_is_of_this_script() -> None:
     assert all(row in documented for row in rows)
 
 
+@pytest.mark.parametrize(("kind", "seed"), [("RNN-like", 200124), ("random", 200178), ("CNN-like", 200042)])
+def test_a_large_regret_is_today_s(kind: str, seed: int) -> None:
+    judged = planner_regret.judge(planner_regret.instance(kind, seed))
+    row = f"| {kind} {seed} | {judged.chosen} | {judged.best} | {100 * judged.regret:.1f} % |"
+    stands([row], "planner_regret.md")
+
+
 def test_table1_plans(capsys: pytest.CaptureFixture[str]) -> None:
     table1_plans.main([LONELY], [COST_MODELS["artifact"]])
     page = capsys.readouterr().out
     assert "| alexnet-1x4A | analytic, 256 | 3-1 | 1.00 |" in page
     assert "| `artifact` | 0 of 1 | - |" in page or "| `artifact` | 1 of 1 | - |" in page
+
+
+@pytest.mark.parametrize("name", ["t1-gnmt-8-1x4A", "t1-s2vt-4x1C"])
+def test_quick_rows_of_table_1_are_planned_as_the_page_says(name: str) -> None:
+    """In how many seconds doesn't matter: the page of these has the same plans."""
+    (row,) = (each for each in published_rows() if each.name == name)
+    where, subject = cluster(row.cluster, row.servers, limited=True), analytic(row.model)
+    made = []
+    for model in COST_MODELS.values():
+        case = table1_plans.Case(row, subject, where, model, table1_plans.choose(subject, where, model, row))
+        made.append(table1_plans._line(case))
+    stands(table([], made).splitlines()[2:], "table1_plans.md", "nox -s studies")
+    text, _ = planner_seconds.lines([row], [*COST_MODELS.values()])
+    first, *own = text.splitlines()[-1].split(" | ")
+    page = (Path(planner_seconds.__file__).parents[1] / "planner_seconds.md").read_text()
+    (kept,) = (line.split(" | ")[1:] for line in page.splitlines() if line.startswith(f"{first} | "))
+    again = "planner_seconds.md is old: `python -m reports.studies.planner_seconds` makes it again"
+    assert kept[1::2] == own[1::2], again
 
 
 def test_a_straight_plan_that_leaves_workers_idle_is_not_the_papers() -> None:
@@ -135,6 +177,21 @@ def test_the_page_of_the_planner_s_seconds_is_of_this_script() -> None:
     text, said = planner_seconds.lines([LONELY], [COST_MODELS["artifact"]])
     assert "| alexnet, 4 workers of cluster-a | " in text
     assert " s under `artifact`: less than the paper's 8 s." in said
+
+
+def test_growth_of_the_transformer_is_today_s() -> None:
+    name = next(iter(search_growth.MODELS))
+    rows = search_growth.rows(name, search_growth.trace_of(search_growth.MODELS[name]))
+    stands(table([], rows).splitlines()[2:], "search_growth.md")
+
+
+@pytest.mark.skipif(not VGG_FILE.exists(), reason="needs the PipeDream artifact's profiles in ../shared/profiles")
+def test_computed_times_of_vgg_s_layers_are_today_s() -> None:
+    stands(analytic_profile._layers(vgg()).splitlines(), "analytic_profile.md", "nox -s studies")
+
+
+def test_how_far_alexnet_s_computed_layers_are_off_is_today_s() -> None:
+    stands(table([], [gpu_efficiencies._row("alexnet")]).splitlines()[2:], "gpu_efficiencies.md", "nox -s studies")
 
 
 def test_growth_that_slows_a_stage() -> None:
