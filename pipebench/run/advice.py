@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 
 from pipebench.errors import RecipeError
 from pipebench.formats import percent
@@ -53,7 +54,7 @@ def _steps(recipe: Recipe, result: RunResult) -> Iterator[_Step]:
         yield "It diverged: halve the learning rate.", [f"train.optimizer.lr={train.optimizer.lr / 2:g}"]
     if result.outcome == COMPLETED and (scored := _scored(result)):
         metric, best = scored
-        target = f"train.target={{metric: {metric}, value: {best:.3g}}}"
+        target = f"train.target={{metric: {metric}, value: {best}}}"
         yield "Without a target there is no time to accuracy: give one, such as this run's best.", [target]
     if result.outcome == REACHED:
         yield "One seed is one draw: a median and a range of three.", ["--seeds", "0,1,2"]
@@ -91,7 +92,14 @@ def _replanned(recipe: Recipe) -> list[str]:
 
 
 def _scored(result: RunResult) -> tuple[str, float] | None:
-    """Return the first score with a curve and its best value; None without one."""
+    """Return the first score with a curve, and its best value in three digits, rounded so that this run reaches it."""
     scores = (name for point in result.points for name in point.metrics if f"best_{name}" in result.metrics)
     metric = next((name for name in scores if "loss" not in name), None)
-    return None if metric is None else (metric, result.metrics[f"best_{metric}"])
+    if metric is None:
+        return None
+    best = float(result.metrics[f"best_{metric}"])
+    others = [value for point in result.points if (value := point.metrics.get(metric, best)) != best]
+    if not others:  # nothing says which direction is better
+        return metric, best
+    rounds = Context(prec=3, rounding=ROUND_CEILING if others[0] > best else ROUND_FLOOR)
+    return metric, float(rounds.create_decimal(repr(best)))

@@ -1,5 +1,6 @@
 """The page that a run's artifacts begin with, and what it says to try next."""
 
+import math
 import shlex
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -21,7 +22,7 @@ from pipebench.run.suite import Suite
 from pipebench.show.answers import Run
 from pipebench.show.plan_picture import plan_figure
 from pipebench.tracking import RunLog
-from pipebench.train.result import COMPLETED, DIVERGED, MISSED, REACHED
+from pipebench.train.result import COMPLETED, DIVERGED, MISSED, REACHED, Point
 from tests.tracking.records import RESULT
 
 
@@ -142,6 +143,27 @@ def test_what_to_try_is_a_command_that_the_recipe_takes(
     assert lines[-1] == ["pipebench", "plan", "quickstart/gpipe", *overrides]
     for words in lines:
         assert load_each(loaded.path, [word for word in words[3:] if "=" in word])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "metric", "values", "advised"),
+    [
+        ("quickstart/gpipe", "top1", (0.5, 0.9625, 0.9), 0.962),
+        ("quickstart/gpipe", "top1", (0.961, 0.5), 0.961),
+        ("small/gpt2/gpipe", "perplexity", (91.0, 12.3456), 12.4),
+        ("small/gpt2/gpipe", "perplexity", (2345.6, math.inf), 2350.0),
+        ("small/gpt2/gpipe", "perplexity", (12.3456,), 12.3456),  # lower or higher: nothing says
+    ],
+)
+def test_a_target_that_is_advised_is_one_that_the_run_reached(
+    recipe: str, metric: str, values: tuple[float, ...], advised: float
+) -> None:
+    best = max(values) if metric == "top1" else min(values)
+    points = tuple(Point(k, float(k), {metric: value}) for k, value in enumerate(values))
+    result = replace(RESULT, outcome=COMPLETED, metrics={f"best_{metric}": best}, points=points)
+    loaded = load(recipe)
+    found = [line for _, line in advice(loaded, loaded.recipe, result, []) if "train.target" in line]
+    assert found == [f"pipebench run {recipe} 'train.target={{metric: {metric}, value: {advised}}}'"]
 
 
 def test_a_key_that_is_advised_replaces_the_command_s() -> None:
