@@ -126,12 +126,7 @@ class Exchange:
         places = room.places(parts)
         for position in self._others():
             _write(shared, parts[position], places[position])
-        reads = [
-            (position, into, start)
-            for position in self._others()
-            for into, start in zip(given[position], places[own], strict=True)
-        ]
-        return [_Reading(shared, shared.full(), reads)]
+        return self._written(shared, given, [places[own]] * len(parts))
 
     def gather(self, room: Room, sent: Sequence[torch.Tensor], taken: Parts) -> list[Any]:
         """Send all other members the own messages, and take theirs, which are by position."""
@@ -140,15 +135,19 @@ class Exchange:
             return self._between([sent] * len(taken), taken)
         places = room.places(taken)
         _write(shared, sent, places[own])
+        return self._written(shared, taken, places)
+
+    def _others(self) -> list[int]:
+        return [position for position in range(len(self.order)) if position != self.own]
+
+    def _written(self, shared: SharedFile, taken: Parts, places: Sequence[Sequence[int]]) -> list[Any]:
+        """Notify the others of what is written; return what reads theirs, by position, from these places."""
         reads = [
             (position, into, start)
             for position in self._others()
             for into, start in zip(taken[position], places[position], strict=True)
         ]
         return [_Reading(shared, shared.full(), reads)]
-
-    def _others(self) -> list[int]:
-        return [position for position in range(len(self.order)) if position != self.own]
 
     def _between(self, sent: Parts, taken: Parts) -> list[Any]:
         """Send and take by the group.
