@@ -67,7 +67,7 @@ def profile_in_situ(
     """Run training on copies of the model; return seconds per instruction of every setup.
 
     Each is the median over segments of the mean within a segment, since a run's time is a sum. After an untimed one,
-    there are as many as `rule` wants of every setup in all processes.
+    unless it is long, there are as many as `rule` wants of every setup in all processes.
 
     Args:
         setups: run in turns, every stage by its first replica.
@@ -81,17 +81,20 @@ def profile_in_situ(
     with torch.random.fork_rng([]):
         workers = [_ListPlayer(_keeping(setup)) for setup in setups]
         for segment in count():
-            enough = segment > 1 and all(
-                rule.is_met([*seconds.values()], spent) for seconds, spent in zip(taken, spent_s, strict=True)
+            enough = all(
+                seconds and rule.is_met([*seconds.values()], spent)
+                for seconds, spent in zip(taken, spent_s, strict=True)
             )
             for index, worker in enumerate(workers):
                 if agree(enough) and index == 0:
                     return [{key: statistics.median(each) for key, each in seconds.items()} for seconds in taken]
                 start_s = time.perf_counter()
                 found = worker.play(now)
-                for key, each in found.items() if segment > 0 else ():
-                    taken[index][key].append(each)
-                spent_s[index] += time.perf_counter() - start_s if segment > 0 else 0.0
+                took_s = time.perf_counter() - start_s
+                if segment > 0 or took_s >= rule.long_s:
+                    spent_s[index] += took_s
+                    for key, each in found.items():
+                        taken[index][key].append(each)
     raise AssertionError("segments go on until all processes have enough")
 
 

@@ -30,12 +30,18 @@ class StopRule:
     most: int = 15  # repetitions, at most
     least_s: float = 0.0  # seconds, at least, unless there are `most` repetitions
     most_s: float = 10.0  # seconds after which nothing more is begun, with `few` repetitions at least
-    few: int = 3  # repetitions that a median needs at least, however long they take
+    few: int = 3  # repetitions that a median needs at least, until `long_s`
+
+    @property
+    def long_s(self) -> float:
+        """Seconds after which a single repetition is enough: in one so long, what disturbs short ones averages out."""
+        return self.few * self.most_s
 
     def is_met(self, series: Sequence[Sequence[float]], elapsed_s: float) -> bool:
         """Return whether no more is needed of quantities measured together, a series each, after some seconds."""
         count = min((len(each) for each in series), default=self.most)
-        if count >= self.most or (count >= self.few and elapsed_s >= self.most_s):
+        needed = self.few if elapsed_s < self.long_s else 1
+        if count >= self.most or (count >= needed and elapsed_s >= self.most_s):
             return True
         return count >= self.least and elapsed_s >= self.least_s and uncertainty(series) <= self.within
 

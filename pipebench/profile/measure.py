@@ -37,8 +37,8 @@ from pipebench.profile.walk import idle_backward_s, walk
 from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe
 from pipebench.zoo.registry import Dataset
 
-# The first passes meet cold caches, CUDA's start-up and cuDNN's search for algorithms.
 _FAR = 2.0  # times larger or smaller than a whole step: a sum over layers that says little
+# The first passes meet cold caches, CUDA's start-up and cuDNN's search for algorithms, which are little of a long one.
 _WARM_UPS = 2
 _RULE = StopRule()
 _TELL_EVERY_S = 0.1  # so that telling takes no time from small layers
@@ -95,7 +95,7 @@ def _measured(passes: "_Passes", request: ProfileRequest) -> Profile:
         device=local_device_name(device),
         source="measured",
         # When: the cache gives the same profile again.
-        note=f"medians of {_counted(found)} after {_WARM_UPS} passes of warm-up, torch {torch.__version__}, "
+        note=f"medians of {_counted(found)} after warm-up, torch {torch.__version__}, "
         f"on {datetime.now(UTC):%Y-%m-%d at %H:%M} UTC",
         layers={size: each.layers(entry_s) for size, each in found.items()},
         update_s_per_byte=update_s_per_byte,
@@ -159,7 +159,8 @@ class _AtSize:
     counted: tuple[LayerProfile, ...] = ()  # bytes, of the first pass
     passes: list[tuple[LayerProfile, ...]] = field(default_factory=list)
     steps_s: list[float] = field(default_factory=list)  # of whole steps
-    spent_s: float = 0.0  # after the warm-up
+    warm_up_s: float = 0.0  # spent on warm-up
+    spent_s: float = 0.0  # spent after it
 
     @property
     def series(self) -> list[list[float]]:
@@ -183,7 +184,8 @@ def _counted(found: Mapping[int, _AtSize]) -> str:
     for size, each in found.items():
         share = uncertainty(each.series)
         known = f"+-{share:.1%}" if math.isfinite(share) else "too few to say how precise"
-        parts.append(f"{len(each.passes)} passes at {size} samples ({known})")
+        count = len(each.passes)
+        parts.append(f"{count} pass{'es' * (count > 1)} at {size} samples ({known})")
     return ", ".join(parts)
 
 
@@ -238,10 +240,13 @@ class _Passes:
             beside = walk(self.graph, self.root, self.dataset, samples, allocator.beside, tell)
             found.counted = tuple(map(_with_workspace, found.counted, beside))
         step_s = [self._whole_step(samples)()] if self.whole_steps else []
-        if k >= _WARM_UPS:
+        spent_s = time.perf_counter() - start_s
+        if k == 0 or (k < _WARM_UPS and found.warm_up_s < self.rule.most_s):
+            found.warm_up_s += spent_s
+        else:
             found.passes.append(timed)
             found.steps_s += step_s
-            found.spent_s += time.perf_counter() - start_s
+            found.spent_s += spent_s
 
     def _reporter(self, size: int) -> Callable[[int], None]:
         """Return a function that reports which layer is measured, by its index, now and then."""

@@ -84,6 +84,18 @@ def test_setups_take_turns_and_wait_for_others_every_time() -> None:
     assert [{key.num_samples for key in each if key.op is Op.FORWARD} for each in found] == [{4}, {2}]
 
 
+def test_one_segment_is_enough_where_it_is_long() -> None:
+    asked: list[bool] = []
+
+    def agree(enough: bool) -> bool:
+        asked.append(enough)
+        return enough
+
+    found = profile_in_situ([setup_of("zero-bubble")], agree, ticks(), StopRule(most_s=0.0))
+    assert asked == [False, True]
+    assert {*found[0].values()} == {1}
+
+
 def test_parts_of_a_split_backward_are_told_apart() -> None:
     setup = setup_of("zero-bubble")
     profile = unit_profile(setup.graph, setup.dataset, [2])

@@ -87,10 +87,12 @@ def test_outliers_do_not_keep_it_from_ending() -> None:
     assert repetitions(StopRule(), lambda k: 100.0 if k % 5 == 4 else 1.0 + 0.01 * (k % 2)) < 12
 
 
-def test_time_ends_it_but_for_a_few() -> None:
+def test_time_ends_it_but_for_a_few_or_a_long_one() -> None:
     varies = lambda k: 2.0 ** (k % 9)  # noqa: E731
     assert repetitions(StopRule(most_s=10.0), varies, 1.0) == 10
-    assert repetitions(StopRule(most_s=10.0), varies, 60.0) == 3
+    assert repetitions(StopRule(most_s=10.0), varies, 6.0) == 3
+    assert repetitions(StopRule(most_s=10.0), varies, 15.0) == 2
+    assert repetitions(StopRule(most_s=10.0), varies, 60.0) == 1
     assert repetitions(StopRule(least_s=1.2), lambda _: 3.0, 0.1) == 12
     assert repetitions(StopRule(least_s=2.0, most=9), lambda _: 3.0, 0.1) == 9
 

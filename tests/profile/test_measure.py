@@ -168,6 +168,16 @@ def test_progress_names_layers_and_sizes_which_take_turns(monkeypatch: pytest.Mo
     assert told == [*first, *one, *one]
 
 
+def test_a_long_pass_is_measured_once_after_one_of_warm_up() -> None:
+    told: list[str] = []
+    profile = measured_profile(
+        ProfileRequest(trace(nn.Linear(6, 4, dtype=torch.float64)), Blobs(), [2], SGD, "linear"),
+        CPU, StopRule(most_s=0.0), told.append, engine=ENGINE,
+    )  # fmt: skip
+    assert told.count("measuring layer 1 of 2 at 2 samples") == 2  # each pass says that it begins
+    assert profile.note.startswith("medians of 1 pass at 2 samples (too few to say how precise) after warm-up")
+
+
 def test_a_model_without_parameters() -> None:
     graph = trace(nn.Tanh())
     profile = measured_profile(
