@@ -22,7 +22,7 @@ from pipebench.distributed.world import World
 from pipebench.engine.in_situ import InSituTimes, profile_in_situ
 from pipebench.engine.setup import Setup
 from pipebench.errors import is_out_of_memory
-from pipebench.model.allocator import free_cycles
+from pipebench.model.allocator import release_copies
 from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts, SharedProcessors
 
 _SMALL_BYTES, _LARGE_BYTES, _RING_BYTES = 1 << 14, 1 << 20, 1 << 22
@@ -78,9 +78,12 @@ def in_situ(
     but with the others' effect on caches. GPUs have no such clock, so those who share one take turns; where all stages
     together don't fit on one, nothing is returned.
     """
+    model = setups[0].graph.root
     if world.device.type == "cpu":
         now = time.perf_counter if _shared(world) is None else time.thread_time
-        return measure(setups, lambda enough: all(world.exchange(enough)), now)
+        found = measure(setups, lambda enough: all(world.exchange(enough)), now)
+        release_copies(world.device, model)
+        return found
 
     def mine() -> list[InSituTimes]:
         try:
@@ -90,8 +93,7 @@ def in_situ(
                 raise
             return []
         finally:
-            free_cycles(world.device)
-            torch.cuda.empty_cache()  # the others' turn; nothing without a GPU
+            release_copies(world.device, model)  # the others' turn
 
     return in_turns(world, mine)
 

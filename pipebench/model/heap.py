@@ -6,6 +6,7 @@ activations and gradients come and go at every minibatch. Training on CPUs is up
 
 import ctypes
 import os
+from collections.abc import Callable
 
 _MOST_BYTES = 1 << 30
 # glibc's variables of the environment, and the numbers of the same settings in its malloc.h.
@@ -15,8 +16,20 @@ HEAP = {name: str(_MOST_BYTES) for name in _SETTINGS}  # for a process that is t
 
 def keep_freed_blocks() -> None:
     """Let this process keep freed blocks, unless the user has set either variable or there is no glibc."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    mallopt = _of_libc("mallopt")
     if mallopt is None or any(name in os.environ for name in _SETTINGS):
         return
     for number in _SETTINGS.values():
         mallopt(number, _MOST_BYTES)
+
+
+def return_freed_blocks() -> None:
+    """Return what is freed to the system once, where there is glibc: after work that needs more than what follows."""
+    trim = _of_libc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def _of_libc(name: str) -> Callable[..., int] | None:
+    found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None) if os.name == "posix" else None
+    return found

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipebench.model.allocator import allocator_of, free_cycles
+from pipebench.model.allocator import allocator_of, release_copies
 from pipebench.model.device import torch_settings
 from pipebench.model.graph import LayerGraph, copied
 from pipebench.model.heap import keep_freed_blocks
@@ -57,8 +57,8 @@ def measured_profile(
 ) -> Profile:
     """Time every layer on a device of this machine, with the settings (threads, TF32, determinism) of `engine`.
 
-    The model is copied: its parameters, buffers and gradients stay as they are, and so does the random state. GPU
-    memory is released afterwards. Passes at each size go on until `rule` is met there; the note says
+    The model is copied: its parameters, buffers and gradients stay as they are, and so does the random state. The
+    copy's memory is released afterwards. Passes at each size go on until `rule` is met there; the note says
     how many there were and how well a pass is known. `on_progress` gets what is measured, in words.
     `whole_steps`: time whole steps as well, to compare the sum over the layers with.
 
@@ -76,9 +76,7 @@ def measured_profile(
         with torch_settings(engine):
             return measured()
     finally:
-        if device.type == "cuda":  # what the copy of the model held, too
-            free_cycles(device)
-            torch.cuda.empty_cache()
+        release_copies(device, request.graph.root)
 
 
 def _measured(passes: "_Passes", request: ProfileRequest) -> Profile:

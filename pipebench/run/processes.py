@@ -29,6 +29,7 @@ from pipebench.distributed.world import World, check_world_size, join, shared_fo
 from pipebench.engine.engine import OnLoss, OnUnit
 from pipebench.engine.setup import ranks_of
 from pipebench.errors import WorkersFailedError, print_notice
+from pipebench.model.allocator import release_copies
 from pipebench.model.device import torch_settings
 from pipebench.profile.choose import is_measured
 from pipebench.profile.model import Profile
@@ -83,7 +84,8 @@ def run_distributed(request: RunRequest, tracking: Tracking) -> Run:
 
 def _launch(request: RunRequest, job: Job, folder: RunFolder, log: RunLog, ready: Mapping[str, int]) -> Run:
     """Start the workers of a run whose folder exists; see `run_distributed`."""
-    suite = request.suite
+    suite, setup = request.suite, job.setup
+    release_copies(setup.device, setup.graph.root)  # this process has measured, and trains nothing
     if stored_decision(folder, suite.changes) is None:
         store_decision(folder, decision_of(job), suite.changes)
     if suite.resumed is not None:
@@ -94,7 +96,7 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder, log: RunLog, ready
     with receiving_progress(suite.on_progress) as passed:
         code = run_workers(
             start,
-            job.setup.pipeline.num_workers * job.setup.costs.slices,
+            setup.pipeline.num_workers * setup.costs.slices,
             folder.path,
             max_restarts=job.recipe.engine.max_restarts,
             verbose=suite.verbose,
