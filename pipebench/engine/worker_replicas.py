@@ -9,7 +9,7 @@ from functools import partial, reduce
 import torch
 
 from pipebench.checkpoint.handover import StateClaim
-from pipebench.checkpoint.share import Share, own_cuts, trained_names
+from pipebench.checkpoint.share import Share, own_cuts, own_names, trained_names
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.clipping import squared_norms
 from pipebench.engine.protocols import StageRunner
@@ -50,12 +50,13 @@ def make_replica(setup: Setup, stage: int, cut: Stage, replica: int = 0) -> Repl
 
 def _sharding(setup: Setup, stage: int, replica: int, named: Mapping[str, torch.Tensor]) -> Sharding:
     """Return how the replicas of a stage divide its parameters, bucket by bucket."""
-    names, like, count = [*named], [*named.values()], setup.pipeline.replicas[stage]
+    own, like, count = own_names(setup.graph), [*named.values()], setup.pipeline.replicas[stage]
+    place = {own[name]: index for index, name in enumerate(named)}  # of a shared one a stage may know another name
     sizes = [parameter.numel() for parameter in like]
     buckets = (
         tuple(divided(indices, sizes, count, whole=setup.steps_on_whole))
         for bucket in setup.costs.stages[stage].buckets
-        for indices in of_one_type([names.index(name) for name in bucket.parameters], like)
+        for indices in of_one_type([place[own[name]] for name in bucket.parameters], like)
     )
     return Sharding(tuple(buckets), replica, keeps_all=not setup.pipeline.gathers)
 

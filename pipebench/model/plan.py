@@ -305,7 +305,10 @@ def tied_parameters(layers: Sequence[_Layer], plan: Plan) -> dict[tuple[int, ...
 def _tied(layers: Sequence[_Layer], kind: str, name: str, users: Sequence[int]) -> str:
     sharing = ", ".join(layers[index].name for index in users)
     # Copies stay equal only where all stages' updates are of the same minibatches; see docs/modes.md.
-    where = ", except under modes whose stages update together: those with a flush, and pipedream-2bw"
+    where = (
+        ", except under modes whose stages update together (those with a flush, and pipedream-2bw), where no layers "
+        "move and no replicas are sharded"
+    )
     return (
         f"{kind} {name} is tied: layers {sharing} share it and must stay in one stage"
         f"{where if kind == PARAMETER else ''}"

@@ -1,5 +1,6 @@
 """What to try after a run, from its result: a reason and the command that does it."""
 
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -98,7 +99,8 @@ def _scored(result: RunResult) -> tuple[str, float] | None:
     if metric is None:
         return None
     best = float(result.metrics[f"best_{metric}"])
-    others = [value for point in result.points if (value := point.metrics.get(metric, best)) != best]
+    values = (point.metrics.get(metric, best) for point in result.points)
+    others = [value for value in values if value != best and not math.isnan(value)]
     if not others:  # nothing says which direction is better
         return metric, best
     rounds = Context(prec=3, rounding=ROUND_CEILING if others[0] > best else ROUND_FLOOR)

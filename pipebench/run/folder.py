@@ -62,6 +62,7 @@ class RunFacts:
     # Where targets' modules are found first; relative to the run's folder if below the working directory, so that a
     # copy of it all is self-contained. Empty in older runs
     code_folders: tuple[str, ...] = ()
+    silent: bool = False  # workers that its launcher starts print no result
 
 
 @dataclass(frozen=True)

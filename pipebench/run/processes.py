@@ -71,7 +71,8 @@ def run_distributed(request: RunRequest, tracking: Tracking) -> Run:
     This process holds the run's folder for all of them, and sends to MLflow by `tracking` what rank 0 records there.
     Raises a WorkersFailedError if there is no result.
     """
-    job = prepare_job(request.loaded, tells=True, trains=False, decision=request.decision)
+    silent, decision = request.suite.is_quiet, request.decision
+    job = prepare_job(request.loaded, tells=True, silent=silent, trains=False, decision=decision)
     parent_id = request.parent.wait_for_id() if isinstance(request.parent, RunLog) else request.parent
     folder = request.suite.resumed or request.make_folder(parent_mlflow_run_id=parent_id)
     with (
@@ -90,7 +91,7 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder, log: RunLog, ready
         store_decision(folder, decision_of(job), suite.changes)
     if suite.resumed is not None:
         folder.result()  # raises now what would be unreadable at the end
-        folder.update(verbose=suite.verbose)
+        folder.update(verbose=suite.verbose, silent=suite.silent)
     resume = ["--resume", str(folder.path)] if suite.resumed else []
     start = _start(suite, ["run", *resume, *request.words], choose_device(job.recipe.engine.device).type)
     with receiving_progress(suite.on_progress) as passed:
@@ -200,7 +201,8 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
     """Do one process's part of a run whose folder exists."""
     shared_folder_check(world, folder.path)
     facts = folder.read()
-    suite = replace(suite, name=facts.suite, verbose=facts.verbose, on_progress=progress_sender())
+    silent = facts.silent and launched_by_us()
+    suite = replace(suite, name=facts.suite, verbose=facts.verbose, silent=silent, on_progress=progress_sender())
     request = RunRequest(with_seed(loaded, facts.seed), facts.name, suite, facts.parent_mlflow_run_id)
     with collected_log(facts.verbose) as collected, during(request.name):
         job = _prepared(request, world, folder)

@@ -46,6 +46,7 @@ class RunRequest:
             verbose=self.suite.verbose,
             started_at_s=None,
             code_folders=tuple(map(str, self.loaded.folders)),
+            silent=self.suite.silent,
         )
         return run_folder.create(facts, recipe_yaml(self.loaded))
 

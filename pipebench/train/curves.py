@@ -7,8 +7,14 @@ from itertools import takewhile
 import torch
 
 from pipebench.engine.engine import CUDA_LOSS_EVERY
+from pipebench.recipe.rules_zoo import EVAL_LOSS
 from pipebench.recipe.schema import TargetRecipe
 from pipebench.train.result import Point
+
+
+def _counted(point: Point, metric: str) -> float:
+    """Return a metric of an evaluation, NaN where its loss is: NaN outputs have accuracies, too, those of a class."""
+    return math.nan if math.isnan(point.metrics.get(EVAL_LOSS, 0.0)) else point.metrics[metric]
 
 
 class Curves:
@@ -31,11 +37,16 @@ class Curves:
         self.training_s_at.append(training_s)
         if self._is_best(point):
             self.best_point = point
-        if self._target is not None and self.reached is None:
-            value, goal = point.metrics[self._target.metric], self._target.value
-            if value >= goal if self._metrics[self._target.metric] == "max" else value <= goal:
-                self.reached = point
-                self.reached_training_s, self.reached_checkpoint_s = training_s, checkpoint_s
+        if self._target is not None and self.reached is None and self.reaches(_counted(point, self._target.metric)):
+            self.reached = point
+            self.reached_training_s, self.reached_checkpoint_s = training_s, checkpoint_s
+
+    def reaches(self, value: float) -> bool:
+        """Return whether a value of the target's metric is at the target; requires a target."""
+        assert self._target is not None
+        return (
+            value >= self._target.value if self._metrics[self._target.metric] == "max" else value <= self._target.value
+        )
 
     def has_point_at(self, samples: int) -> bool:
         """Return whether there was an evaluation after `samples`."""
@@ -43,23 +54,23 @@ class Curves:
 
     def best(self, metric: str) -> float:
         """Return the best value of a metric, NaN only if no evaluation gave a number; requires an evaluation."""
-        known = [point for point in self.points if not math.isnan(point.metrics[metric])] or self.points
-        values = [point.metrics[metric] for point in known]
+        counted = [_counted(point, metric) for point in self.points]
+        values = [value for value in counted if not math.isnan(value)] or counted
         return max(values) if self._metrics[metric] == "max" else min(values)
 
     def no_numbers(self) -> Iterator[tuple[str, Point]]:
         """Yield metrics that are NaN at the end, each with the first point from which on it is."""
-        for name in self._metrics:
-            count = len([*takewhile(math.isnan, (point.metrics[name] for point in reversed(self.points)))])
+        for name in (EVAL_LOSS, *self._metrics):
+            count = len([*takewhile(math.isnan, (point.metrics.get(name, 0.0) for point in reversed(self.points)))])
             if count:
                 yield name, self.points[-count]
 
     def _is_best(self, point: Point) -> bool:
         """Return whether a point is better than all before; any number is better than NaN."""
-        name = self._target.metric if self._target is not None else next(iter(self._metrics), "eval_loss")
+        name = self._target.metric if self._target is not None else next(iter(self._metrics), EVAL_LOSS)
         if self.best_point is None:
             return True
-        value, best = point.metrics[name], self.best_point.metrics[name]
+        value, best = _counted(point, name), _counted(self.best_point, name)
         better = value > best if self._metrics.get(name) == "max" else value < best
         return better or math.isnan(best) > math.isnan(value)
 

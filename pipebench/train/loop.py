@@ -16,6 +16,7 @@ from pipebench.checkpoint.progress import CurvePoint, Facts, SavedProgress
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.errors import DivergedError, OutOfMemoryError
 from pipebench.formats import num_epochs
+from pipebench.recipe.rules_zoo import EVAL_LOSS
 from pipebench.recipe.users_code import during
 from pipebench.simulate.timeline import Timeline
 from pipebench.train.checkpointing import (
@@ -280,14 +281,19 @@ class TrainingLoop:
         goal = f"{target.metric} {target.value:g}"
         if reached is None:
             best = self._curves.best(target.metric)
-            return MISSED, f"missed {goal}: the best in {num_epochs(epochs)} was {target.metric} {best:.4g}"
+            short = f"{best:.4g}"
+            said = repr(best) if self._curves.reaches(float(short)) else short  # rounded, it may be at the target
+            return MISSED, f"missed {goal}: the best in {num_epochs(epochs)} was {target.metric} {said}"
         value, after = reached.metrics[target.metric], self._epochs(reached.samples)
         return REACHED, f"reached {goal} ({target.metric} {value:.4g}) after {num_epochs(after)}"
 
     def _no_numbers(self) -> str:
         """Return since which evaluation metrics are NaN, as the end of a sentence; "" without any."""
-        since = ((name, num_epochs(self._epochs(point.samples))) for name, point in self._curves.no_numbers())
-        return "".join(f"; {name} is not a number from the evaluation after {epochs} on" for name, epochs in since)
+        since = {name: num_epochs(self._epochs(point.samples)) for name, point in self._curves.no_numbers()}
+        said = "".join(
+            f"; {name} is not a number from the evaluation after {epochs} on" for name, epochs in since.items()
+        )
+        return f"{said}; without a loss no score counts" if EVAL_LOSS in since else said
 
     def _divergence(self, loss: float) -> str:
         train, first = self._job.recipe.train, self._sampler.size(0)

@@ -193,6 +193,13 @@ def test_mistakes_with_objects() -> None:
     assert "can't make the model: KeyError: 'no weights'" in mistake(pipebench.run, SMALL, model=fails)
 
 
+@pytest.mark.slow
+def test_processes_print_no_result_that_the_caller_is_given(capfd: pytest.CaptureFixture[str]) -> None:
+    keys = {"train.max_epochs": 1, "engine.kind": "distributed", "cluster.count": 2, "parallelism.plan": "1-1"}
+    assert pipebench.run("small.yaml", on_progress=silent, **keys).to_dict()["engine"] == "distributed"
+    assert capfd.readouterr().out == ""
+
+
 def test_json_is_all_that_is_printed_on_standard_output() -> None:
     """By processes of the run, too."""
     assert json.loads(invoke("run", "small.yaml", "engine.kind=simulated", "--json").stdout)["outcome"] == "completed"

@@ -20,6 +20,7 @@ from pipebench.simulate.memory import MASTERS, STATE, WEIGHTS, stage_memories
 from pipebench.simulate.memory_meter import MemoryMeter
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.steady import simulate_all
+from tests.models import TiedEnds
 from tests.oracles import sharding
 from tests.support import Blobs, make_engine, make_setup
 
@@ -119,6 +120,35 @@ def test_shards_change_no_bit_of_data_parallelism(replicas: int, reshards: bool)
         assert_equal(state_of(engine), state_of(plain))
         assert engine.evaluate() == plain.evaluate()
         assert engine.num_bytes == engine.network.num_bytes
+
+
+class TiedInside(TiedEnds):
+    """The first layer is in a module: a stage knows its weight by the last layer's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = nn.Sequential(self.words)
+        del self.words
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [n, 6] to [n, 4]."""
+        hidden = self.norm(torch.tanh(self.one(torch.tanh(self.ends(x)))))
+        return self.classifier(torch.tanh(self.three(torch.tanh(self.two(hidden)))))
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_tied_weights_are_sharded_under_whatever_name(shard: str) -> None:
+    """0.2.0 looked for the model's first name of it: the Transformer with one embedding was a traceback."""
+    plain = engine_of("none", 3, model=TiedInside(), make_optimizer=adamw)
+    columns: dict[str, Any] = {"weights": "one", "depth": 1, "sums": "ordered", "order": "sequential", "chunks": 1}
+    engine = make_engine(
+        make_setup(
+            TiedInside(), ([], [3]), shard=shard, make_optimizer=adamw, dataset=Blobs(56), lr=lambda *_: 0.01, **columns
+        )
+    )
+    for each in (plain, engine):
+        each.train(0, 13)
+    assert_equal(state_of(engine), state_of(plain))
 
 
 @pytest.mark.parametrize("shard", SHARDS)

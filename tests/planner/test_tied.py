@@ -95,6 +95,14 @@ def test_modes_that_do_not_update_together_refuse_to_part_a_tie(mode: str) -> No
         job_of(*overrides)
 
 
+def test_a_refusal_says_that_sharded_copies_can_not_be_parted_either() -> None:
+    overrides = ["parallelism.mode=pipedream-flush", "parallelism.plan=2-2", "parallelism.shard=optimizer"]
+    with pytest.raises(
+        PlanError, match=r"\(those with a flush, .*\), where no layers move and no replicas are sharded$"
+    ):
+        job_of("train.streams=4", *overrides)
+
+
 def test_without_a_flush_fp16_refuses_a_tie() -> None:
     with pytest.raises(PlanError, match=r"stages 0 and 3 share a weight, and without a flush train.precision fp16"):
         job_of(

@@ -37,7 +37,7 @@ def test_a_folder_says_who_the_run_is() -> None:
     assert json.loads((folder.path / "run.json").read_text()) == {
         "run_id": folder.run_id, "name": "small-seed3", "suite": "study", "seed": 3,
         "words": ["small.yaml", "train.seed=3"], "parent_mlflow_run_id": "p1", "verbose": True,
-            "code_folders": [], "started_at_s": None,
+            "code_folders": [], "silent": False, "started_at_s": None,
     }  # fmt: skip
     assert folder.recipe_path.read_text() == "name: small\n"
     assert folder.read().words == ("small.yaml", "train.seed=3")

@@ -152,13 +152,15 @@ def test_what_to_try_is_a_command_that_the_recipe_takes(
         ("quickstart/gpipe", "top1", (0.961, 0.5), 0.961),
         ("small/gpt2/gpipe", "perplexity", (91.0, 12.3456), 12.4),
         ("small/gpt2/gpipe", "perplexity", (2345.6, math.inf), 2350.0),
+        ("small/gpt2/gpipe", "perplexity", (math.nan, 12.3456, 91.0), 12.4),
         ("small/gpt2/gpipe", "perplexity", (12.3456,), 12.3456),  # lower or higher: nothing says
     ],
 )
 def test_a_target_that_is_advised_is_one_that_the_run_reached(
     recipe: str, metric: str, values: tuple[float, ...], advised: float
 ) -> None:
-    best = max(values) if metric == "top1" else min(values)
+    numbers = [value for value in values if not math.isnan(value)]
+    best = max(numbers) if metric == "top1" else min(numbers)
     points = tuple(Point(k, float(k), {metric: value}) for k, value in enumerate(values))
     result = replace(RESULT, outcome=COMPLETED, metrics={f"best_{metric}": best}, points=points)
     loaded = load(recipe)

@@ -138,6 +138,24 @@ def test_a_metric_that_turns_nan_says_since_when_and_its_best_is_a_number(monkey
     assert result.metrics["best_top1"] == 0.5
 
 
+def test_an_evaluation_without_a_loss_neither_reaches_a_target_nor_is_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest of outputs that are all NaN is the first, so 0.2.0 scored the share of the first class."""
+    scores = iter([(1.0, 0.5), (math.nan, 0.9), (math.nan, 0.9)])
+    values = ({"eval_loss": loss, "top1": top1} for loss, top1 in scores)
+    monkeypatch.setattr(TrainingEngine, "evaluate", lambda engine: next(values))
+    result, _, _ = train(prepared(recipe(target=TargetRecipe("top1", 0.9))))
+    since = "eval_loss is not a number from the evaluation after 2 epochs on; without a loss no score counts"
+    assert result.sentence == f"missed top1 0.9: the best in 3 epochs was top1 0.5; {since}"
+    assert result.metrics["best_top1"] == 0.5
+
+
+def test_a_best_value_that_was_nearly_the_target_is_told_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate = TrainingEngine.evaluate
+    monkeypatch.setattr(TrainingEngine, "evaluate", lambda engine: evaluate(engine) | {"top1": 0.94996})
+    result, _, _ = train(prepared(recipe(target=TargetRecipe("top1", 0.95), max_epochs=1)))
+    assert result.sentence == "missed top1 0.95: the best in 1 epoch was top1 0.94996"
+
+
 def test_a_point_without_a_number_is_not_the_best() -> None:
     curves = Curves(TargetRecipe("top1", 2.0), {"top1": "max"})
     for samples, top1 in enumerate((math.nan, 0.25, 0.5, 0.25)):
