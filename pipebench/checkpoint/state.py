@@ -80,6 +80,11 @@ class ModelState:
                 getattr(merged, section.name).update(getattr(state, section.name))
         return merged
 
+    def clear(self) -> None:
+        """Drop all tensors."""
+        for section in fields(self):
+            getattr(self, section.name).clear()
+
     def of_slice(self, cuts: Mapping[str, Cut]) -> "ModelState":
         """Return the state of a device that has these parts of the whole's tensors, by name; views."""
 

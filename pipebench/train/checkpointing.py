@@ -35,7 +35,7 @@ class ResumePoint:
     """A checkpoint that fits a run."""
 
     step: int  # minibatches done
-    state: ModelState  # of the whole model
+    state: ModelState  # of the whole model; emptied by the run that goes on from it
     progress: SavedProgress  # of the training loop
 
 

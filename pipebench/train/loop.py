@@ -16,6 +16,7 @@ from pipebench.checkpoint.progress import CurvePoint, Facts, SavedProgress
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.errors import DivergedError, OutOfMemoryError
 from pipebench.formats import num_epochs
+from pipebench.model.allocator import release_copies
 from pipebench.recipe.rules_zoo import EVAL_LOSS
 from pipebench.recipe.users_code import during
 from pipebench.simulate.timeline import Timeline
@@ -135,6 +136,8 @@ class TrainingLoop:
         plans = (extension.restored_plan(saved) for extension in self._extensions if same_workers)
         plan = next((plan for plan in plans if plan is not None), None)
         self._engine.restore(found.state, facts, self._policy.lost_s + saved.clock_s, plan)
+        found.state.clear()  # engines have copied what they need of the whole model
+        release_copies(self._job.setup.device, self._job.setup.graph.root)
         self._done = found.step
         self._samples = self._seen = self._reported = saved.samples
         self._loss = TrainingLoss(saved.loss_sum, saved.weight)

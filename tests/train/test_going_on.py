@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pipebench.checkpoint.progress import SavedProgress
+from pipebench.checkpoint.state import ModelState
 from pipebench.checkpoint.store import Checkpoint, CheckpointFile, Checkpoints
 from pipebench.engine.admission import StopRequest
 from pipebench.engine.engine import TrainingEngine
@@ -244,6 +245,16 @@ def test_totals_add_up_over_plans_and_rates_are_of_the_last(tmp_path: Path) -> N
         assert metrics.get("workers_counted_from_samples", 0) == 46 * index
         assert [f"since epoch {index}" in note for note in result.notes.values()] == [True] * (index > 0)
     assert "lost_time_s" not in metrics
+
+
+def test_a_run_that_goes_on_keeps_nothing_of_the_checkpoint(tmp_path: Path) -> None:
+    """In 0.2.0 every process kept the whole model's state, of sharded replicas in memory, until its end."""
+    store = Checkpoints(tmp_path)
+    kept(checkpointed(1), store)
+    found = resume_point(store.at(12), given := checkpointed(2))
+    assert {*found.state.optimizer} <= {*found.state.parameters} != set()
+    TrainingLoop(given, on_virtual_clock(given), Silent(), lambda point: None, CheckpointPolicy(store, found)).run()
+    assert found.state == ModelState()
 
 
 def test_lost_time_adds_up(tmp_path: Path) -> None:
