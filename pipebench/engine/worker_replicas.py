@@ -9,7 +9,7 @@ from functools import partial, reduce
 import torch
 
 from pipebench.checkpoint.handover import StateClaim
-from pipebench.checkpoint.share import Share, own_cuts, trained_names
+from pipebench.checkpoint.share import Share, own_cuts, own_names, trained_names
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.clipping import squared_norms
 from pipebench.engine.protocols import StageRunner
@@ -50,12 +50,12 @@ def make_replica(setup: Setup, stage: int, cut: Stage, replica: int = 0) -> Repl
 
 def _sharding(setup: Setup, stage: int, replica: int, named: Mapping[str, torch.Tensor]) -> Sharding:
     """Return how the replicas of a stage divide its parameters, bucket by bucket."""
-    names, like, count = [*named], [*named.values()], setup.pipeline.replicas[stage]
+    own, like, count = own_names(setup.graph), [*named.values()], setup.pipeline.replicas[stage]
     sizes = [parameter.numel() for parameter in like]
     buckets = (
         tuple(divided(indices, sizes, count, whole=setup.steps_on_whole))
         for bucket in setup.costs.stages[stage].buckets
-        for indices in of_one_type([names.index(name) for name in bucket.parameters], like)
+        for indices in of_one_type(positions_of(bucket.parameters, [*named], own), like)
     )
     return Sharding(tuple(buckets), replica, keeps_all=not setup.pipeline.gathers)
 
@@ -73,7 +73,7 @@ class TiedCopies:
         tie = group - setup.pipeline.num_stages
         names = setup.costs.ties[tie].parameters
         self._copies = [
-            (replicas[stage], positions_of(names, replicas[stage], shares[stage]))
+            (replicas[stage], positions_of(names, replicas[stage].weights.names, shares[stage].names))
             for stage in setup.pipeline.ties[tie]
             if stage in replicas
         ]
@@ -111,10 +111,10 @@ def tied_copies(setup: Setup, replicas: Mapping[int, Replica], shares: Mapping[i
     return {group: TiedCopies(setup, group, replicas, shares) for group in mine}
 
 
-def positions_of(names: Sequence[str], replica: Replica, share: Share) -> list[int]:
-    """Return where a replica's parameters have some of the graph's names: of a shared one a stage may know another."""
-    place = {share.names[name]: index for index, name in enumerate(replica.weights.names)}
-    return [place[share.names[name]] for name in names]
+def positions_of(names: Sequence[str], held: Sequence[str], own: Mapping[str, str]) -> list[int]:
+    """Return where a stage's parameters, `held`, have some of the graph's names: of a tied one it may know another."""
+    place = {own[name]: index for index, name in enumerate(held)}
+    return [place[own[name]] for name in names]
 
 
 def _sum(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -170,7 +170,8 @@ class WorkerReplicas:
             return like, of_one_type(range(len(like)), like)
         replica, share = self.replicas[group], self.shares[group]
         like = replica.weights.newest.parameters
-        named = (positions_of(bucket.parameters, replica, share) for bucket in costs.stages[group].buckets)
+        buckets = costs.stages[group].buckets
+        named = (positions_of(bucket.parameters, replica.weights.names, share.names) for bucket in buckets)
         return like, [part for bucket in named for part in of_one_type(bucket, like)]
 
     def squared_norms(self) -> torch.Tensor:

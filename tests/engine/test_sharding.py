@@ -44,6 +44,23 @@ class Wide(nn.Module):
         return self.d(torch.tanh(self.c(hidden)))
 
 
+class Headed(nn.Module):
+    """A head that shares its weight with a layer of the model under it, as in Hugging Face's models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(5)
+        below = nn.Linear(6, 4, bias=False)
+        self.model = nn.Sequential(below, nn.Tanh(), nn.Linear(4, 6), nn.Tanh())
+        self.head = nn.Linear(6, 4, bias=False)
+        self.head.weight = below.weight
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [samples, 6] to [samples, 4]."""
+        return self.head(self.model(x))
+
+
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, 0.01, fused=True)
 
@@ -119,6 +136,17 @@ def test_shards_change_no_bit_of_data_parallelism(replicas: int, reshards: bool)
         assert_equal(state_of(engine), state_of(plain))
         assert engine.evaluate() == plain.evaluate()
         assert engine.num_bytes == engine.network.num_bytes
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_a_tied_weight_is_found_whichever_of_its_names_a_stage_has_first(shard: str) -> None:
+    """0.2.0: sharding a model under its head, which shares a weight with it, ended in a traceback."""
+    columns: dict[str, Any] = {"weights": "one", "depth": 1, "sums": "ordered", "make_optimizer": adamw}
+    plain = make_engine(make_setup(Headed(), ([], [3]), **columns))
+    engine = make_engine(make_setup(Headed(), ([], [3]), order="sequential", shard=shard, **columns))
+    for each in (plain, engine):
+        each.train(0, 6)
+    assert_equal(state_of(engine), state_of(plain))
 
 
 @pytest.mark.parametrize("shard", SHARDS)
