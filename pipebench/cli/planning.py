@@ -16,7 +16,6 @@ from pipebench.cli.json_output import print_json
 from pipebench.cli.outputs import PNG, Output, is_picture_by, refuse_to_overwrite
 from pipebench.cluster import Cluster, coarser
 from pipebench.errors import PlanError, RecipeError, UserError
-from pipebench.files import replace as replace_file
 from pipebench.model.plan import make_plan, starts_of_cuts
 from pipebench.model.plan_layers import form_of
 from pipebench.planner.compare import compare, with_others
@@ -107,7 +106,7 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
     if not options.as_json:
         print_plan(answer, standard_output())
     form = form_of(answer.comparison.best.plan, answer.layer_names)
-    out.write(lambda path: replace_file(path, form.text().encode()), _progress(options))
+    out.write(lambda path: path.write_text(form.text(), encoding="utf-8"), _progress(options))
     picture.write(lambda path: _pictures().plan_figure(answer).write(path), _progress(options))
     everything = _with_others(answer, options, known)
     everything = replace(everything, total_s=time.perf_counter() - began_s)
