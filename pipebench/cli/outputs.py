@@ -1,5 +1,6 @@
 """What a command prints, and the files that it writes: new, or replacing one of the same kind, lest data be lost."""
 
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from rich.console import Console
 
 from pipebench.cli.json_output import print_json
 from pipebench.errors import UserError
+from pipebench.files import rename
 from pipebench.show.console import print_written
 from pipebench.show.shown import Shown
 from pipebench.show.terminal import standard_output
@@ -34,13 +36,22 @@ class Output:
     suffixes: tuple[str, ...] = ()  # one of which its name has; () for any
 
     def write(self, write: Callable[[Path], object], console: Console | None = None) -> None:
-        """Write it, unless `path` is None, and print its path."""
+        """Write it beside its place and rename it, unless `path` is None, and print its path.
+
+        Raises:
+            UserError: it can't be written; what was there stays.
+        """
         if self.path is None:
             return
+        target = self.path.resolve()
+        beside = target.with_name(f".{secrets.token_hex(4)}{target.suffix}")
         try:
-            write(self.path)
+            write(beside)
+            rename(beside, target)
         except OSError as error:
             raise UserError(f"{self.option}: {self.path} can't be written: {error.strerror or error}") from error
+        finally:
+            beside.unlink(missing_ok=True)
         print_written(str(self.path), console)
 
 

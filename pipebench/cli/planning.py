@@ -16,7 +16,6 @@ from pipebench.cli.json_output import print_json
 from pipebench.cli.outputs import PNG, Output, is_picture_by, refuse_to_overwrite
 from pipebench.cluster import Cluster, coarser
 from pipebench.errors import PlanError, RecipeError, UserError
-from pipebench.files import replace as replace_file
 from pipebench.model.plan import make_plan, starts_of_cuts
 from pipebench.model.plan_layers import form_of
 from pipebench.planner.compare import compare, with_others
@@ -107,7 +106,7 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
     if not options.as_json:
         print_plan(answer, standard_output())
     form = form_of(answer.comparison.best.plan, answer.layer_names)
-    out.write(lambda path: replace_file(path, form.text().encode()), _progress(options))
+    out.write(lambda path: path.write_text(form.text(), encoding="utf-8"), _progress(options))
     picture.write(lambda path: _pictures().plan_figure(answer).write(path), _progress(options))
     everything = _with_others(answer, options, known)
     everything = replace(everything, total_s=time.perf_counter() - began_s)
@@ -201,20 +200,21 @@ def _with_slices(loaded: LoadedRecipe, options: PlanOptions, mode: str) -> Loade
 
 def _given(parallelism: ParallelismRecipe, known: ToPlan, request: Request, mode: str) -> PlanEstimate | None:
     """Return the recipe's own plan, None if it has none or one for another number of workers."""
-    planner = Planner(request, mode)
+    planner, cluster = Planner(request, mode), request.cluster
     if is_plan_file(parallelism.plan):
         from pipebench.train.plan import plan_of_file  # late: imports torch
 
         assert known.graph is not None
-        num_workers = request.cluster.num_workers
-        plan = plan_of_file(parallelism, num_workers, known.graph, request.streams, ties=planner.ties)
+        plan = plan_of_file(parallelism, cluster.num_workers, known.graph, request.streams, ties=planner.ties)
         return planner.estimate_of(plan)
-    one_stage = planner.mode.is_one_stage  # only its cuts can differ from the planner's
-    if parallelism.cuts is None and (one_stage or parallelism.plan == AUTO):
+    if parallelism.cuts is None and parallelism.plan == AUTO:
         return None
     try:
-        replicas = parse_plan(parallelism.plan, planner.mode, request.cluster.num_workers)
+        replicas = parse_plan(parallelism.plan, planner.mode, cluster.num_workers)
     except PlanError:  # --cluster and --levels may have changed it
+        return None
+    one_stage = planner.mode.is_one_stage  # only its cuts and its number of workers can differ from the planner's
+    if one_stage and parallelism.cuts is None and replicas == parse_plan(AUTO, planner.mode, cluster.num_workers):
         return None
     starts = None
     if parallelism.cuts is not None:

@@ -3,8 +3,9 @@
 A profile times layers one by one, and optimizer steps back to back. In use there is the engine's own Python, gradient
 accumulation and a stage's graph, several minibatches are in flight, and caches are cold: on CPUs an update takes twice
 as long as consecutive steps. So workers run their own lists for a few minibatches, one after the other, without
-waiting: messages from others are copies of what their own list sent, gradients are zeros. Measured instruction times
-are the sums for a stage's layers; the profile divides them among its layers.
+waiting: messages from others are copies of what their own list sent, gradients are zeros. Samples may differ in length,
+so units get samples by rows: a row has a unit of every replica, and all of them the samples that the messages were of.
+Measured instruction times are the sums for a stage's layers; the profile divides them among its layers.
 
 Workers compute on copies, which are discarded.
 """
@@ -21,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from pipebench.engine.feed import Feed, training_feed
-from pipebench.engine.setup import Setup
+from pipebench.engine.feed import Feed
+from pipebench.engine.setup import Setup, loss_divisors
 from pipebench.engine.worker import Worker
 from pipebench.model.values import differentiable
 from pipebench.profile.clocks import Reading, device_clock
@@ -195,7 +196,7 @@ class _ListPlayer:
         A worker runs its list to the end, except in the first pass, where it may have to wait for a message to copy.
         """
         count, others = self._num_minibatches, self._others
-        feed, divisors = training_feed(self._setup, 0, count)
+        feed, divisors = _InRows(self._setup, "train", 0, count), loss_divisors(self._setup, 0, count)
         others.feed = feed
         lists = programs(self._setup.pipeline, count)
         playing = {worker: deque(lists[index]) for index, worker in zip(self._indices, self._workers, strict=True)}
@@ -216,6 +217,19 @@ class _ListPlayer:
         finally:
             feed.close()
         return {key: statistics.fmean(read() for read in each) for key, each in found.items()}
+
+
+class _InRows(Feed):
+    """A segment's data, with the samples of a row's first unit for all of a row, and of few rows in turn."""
+
+    def row(self, unit: int) -> int:
+        """Return whose samples a unit has."""
+        pipeline = self._pipeline
+        return unit // pipeline.block % ((_PERIODS + pipeline.depth) * pipeline.microbatches)
+
+    def indices(self, unit: int) -> Sequence[int]:
+        """Return a unit's samples."""
+        return super().indices(self.row(unit) * self._pipeline.block)
 
 
 class AloneCollectives:
@@ -254,31 +268,31 @@ class AloneCollectives:
 
 
 class _Others(AloneCollectives):
-    """Stand-in for other workers: the activations sent last, zero gradients, the worker's own sums."""
+    """Stand-in for other workers: the activations of a row that were sent first, zero gradients, its own sums."""
 
-    feed: Feed  # for the sizes of units
+    feed: _InRows  # for units' sizes and rows
 
     def __init__(self) -> None:
         super().__init__()
-        self._sent: dict[tuple[int, int, int], Any] = {}
+        self._sent: dict[tuple[int, int, int], Any] = {}  # by stages and row
 
     def can_hear(self, it: Instruction) -> bool:
         """Return whether a message for a receive instruction can be copied."""
         size = self.feed.size(it.number) if it.op is Op.RECEIVE_ACTIVATION else 0
-        return size == 0 or (it.peer, it.stage, size) in self._sent
+        return size == 0 or (it.peer, it.stage, self.feed.row(it.number)) in self._sent
 
     def send(self, kind: str, unit: int, source: int, target: int, values: Any) -> None:
         """Store a copy of activations; gradients are ignored."""
-        key = (source, target, self.feed.size(unit))
+        key = (source, target, self.feed.row(unit))
         if kind != GRADIENT and key not in self._sent:
             self._sent[key] = pytree.tree_map(_copied, values)
 
     def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
         """Return the activations that the other stage sent, or zero gradients for this one's."""
-        size = self.feed.size(unit)
+        row = self.feed.row(unit)
         if kind != GRADIENT:
-            return pytree.tree_map(_copied, self._sent[source, target, size])
-        return zero_gradients(self._sent[target, source, size])
+            return pytree.tree_map(_copied, self._sent[source, target, row])
+        return zero_gradients(self._sent[target, source, row])
 
     def copied(self, kind: str, num_bytes: int) -> None:
         """Nothing is swapped."""

@@ -145,10 +145,11 @@ def check_sizes(profile: Profile, path: str, sizes: Sequence[int]) -> None:
     """Check that a profile has all of `sizes`, in samples; raises a ProfileError that names the missing ones."""
     missing = sorted(set(sizes) - set(profile.layers))
     if missing:
+        one = "a graph.txt holds one size, taken to be train.minibatch_size; if a mode would cut it"
         raise ProfileError(
             f"profile {path} has no times for {', '.join(map(str, missing))} samples, only for "
             f"{', '.join(map(str, sorted(profile.layers)))}; nothing is scaled, so profile those sizes too"
-            + ("" if _says_samples(profile) else " (a graph.txt holds one size, taken to be train.minibatch_size)")
+            + ("" if _says_samples(profile) else f" ({one}, name parallelism.accumulate)")
         )
 
 

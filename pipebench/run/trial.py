@@ -31,7 +31,7 @@ from pipebench.recipe.make import make_dataset
 from pipebench.recipe.named import KINDS, SCHEDULE
 from pipebench.recipe.schema import OptimizerRecipe, Recipe
 from pipebench.recipe.users_code import users_code
-from pipebench.run.trial_measures import refuse_no_mean, refuse_untrained, refuse_what_changes
+from pipebench.run.trial_measures import Summed, refuse_no_mean, refuse_untrained, refuse_what_changes, some
 from pipebench.train.learning_rate import rate_of_samples
 from pipebench.train.profiled_model import initial_model
 from pipebench.zoo.registry import Dataset
@@ -111,7 +111,8 @@ def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> 
         refuse_what_changes("the loss", dataset.loss, output, targets, loss_key)
         if "loss" in recipe.dataset and recipe.parallelism.microbatches > 1:
             why = "which microbatches would make another loss: return one number per sample, or cut nothing"
-            refuse_no_mean("the loss", dataset.loss, output, targets, loss_key, f"{why} (parallelism.microbatches: 1)")
+            measure, parts = (_loss_of(model, dataset), fields) if model_loss else (dataset.loss, output)
+            refuse_no_mean("the loss", measure, parts, targets, loss_key, f"{why} (parallelism.microbatches: 1)")
         total.backward()  # type: ignore[no-untyped-call]
     sparse = next((name for name, p in model.named_parameters() if p.grad is not None and p.grad.is_sparse), None)
     if sparse is not None:
@@ -120,6 +121,16 @@ def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> 
         )
     with users_code(f"a metric of {data_name} doesn't suit the output of {model_name}", metrics_key):
         _try_metrics(dataset, output, targets, metrics_key)
+
+
+def _loss_of(model: nn.Module, dataset: Dataset) -> Summed:
+    """Return the loss of samples that a model computes, as it evaluates: without draws and a minibatch's statistics."""
+
+    def measure(fields: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        positional, named = dataset.arguments(fields)
+        return dataset.loss(model.eval()(*positional, **named), targets)
+
+    return measure
 
 
 def _try_metrics(dataset: Dataset, output: Any, targets: Mapping[str, torch.Tensor], given: str) -> None:
@@ -210,12 +221,10 @@ def _check_sum(
     """Refuse a sum over samples where a mean is required: it would count the number of samples twice."""
     count = next(iter(targets.values())).shape[0]
 
-    def sample(value: Any, index: int) -> Any:
-        return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[index : index + 1], value)
-
     try:
         with torch.no_grad():
-            singles = sum(float(measure(sample(output, i), sample(dict(targets), i))) for i in range(count))
+            parts = ((some(output, i, i + 1), some(dict(targets), i, i + 1)) for i in range(count))
+            singles = sum(float(measure(*part)) for part in parts)
     except Exception:  # not every loss accepts a single sample
         return
     whole = float(total.detach())

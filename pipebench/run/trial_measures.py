@@ -69,15 +69,12 @@ def _measured(
     count = next(iter(targets.values())).shape[0]
 
     def of(start: int, stop: int) -> float:
-        def part(value: Any) -> Any:
-            return pytree.tree_map_only(torch.Tensor, lambda t: t[start:stop].detach().clone(), value)
-
-        return float(measure(part(output), part(dict(targets))))
+        return float(measure(some(output, start, stop), some(dict(targets), start, stop)))
 
     with torch.no_grad():
         try:
             first = of(0, count)
-        except Exception:  # outputs without samples, as of a model that computes its loss
+        except Exception:  # outputs without samples
             return math.nan, (math.nan, math.nan), math.nan
         parts = (math.nan, math.nan)
         try:
@@ -87,3 +84,8 @@ def _measured(
         except Exception:  # not every measure accepts fewer samples
             again = of(0, count)
         return first, parts, again
+
+
+def some(value: Any, start: int, stop: int) -> Any:
+    """Return samples of an output or of targets; a number that a model returns, such as its loss, stays whole."""
+    return pytree.tree_map_only(torch.Tensor, lambda t: (t[start:stop] if t.dim() else t).detach().clone(), value)

@@ -219,6 +219,8 @@ def test_the_plan_that_a_recipe_names_stands_beside_the_best(few: str) -> None:
         printed = " ".join(invoke(few, *overrides, "--no-others").stdout.split())
         assert f"recipe's plan {named['config']}, " in printed
     assert answer(few, "parallelism.plan=2-2", "--mode", "gpipe")["recipe_plan"] is None
+    assert answer(few, "parallelism.mode=dp", "parallelism.plan=2")["recipe_plan"]["replicas"] == [2]
+    assert answer(few, "parallelism.mode=dp", "parallelism.plan=4")["recipe_plan"] is None  # the planner's
     assert answer(few, "parallelism.plan=3-1", "--cluster", "cluster-b", "--servers", "1")["recipe_plan"]
     wrong = invoke(few, "parallelism.plan=2-2", "parallelism.cuts=[layer1.2]")
     assert wrong.exit_code == 2

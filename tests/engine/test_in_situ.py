@@ -1,4 +1,5 @@
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -61,6 +62,29 @@ def test_every_instruction_of_every_stage_is_timed(mode: str) -> None:
     assert set(found.values()) == {1}
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(before[name], p) for name, p in setup.graph.root.named_parameters())
+
+
+class Lengths(Blobs):
+    """Samples of many tokens, labels too: the first sample of a unit sets its length."""
+
+    def fetch(
+        self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
+    ) -> dict[str, torch.Tensor]:
+        found = super().fetch(split, indices, fields, draw)
+        return {name: torch.stack([value] * (1 + indices[0] % 5), 1) for name, value in found.items()}
+
+    def loss(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return super().loss(output.flatten(0, 1), {"label": targets["label"].flatten()})
+
+
+@pytest.mark.parametrize("mode", [*MODES, "two-ways"])
+def test_units_of_many_lengths_practise(mode: str) -> None:
+    """0.2.0: stand-ins had the length of the first unit, so that runs of wmt16 in processes ended in a traceback."""
+    two_ways = ([2, 4, 6], [2] * 4), {"weights": "one", "order": "dualpipe", "backward": "split", "chunks": 2}
+    plan, columns = {**MODES, "two-ways": two_ways}[mode]
+    setup = make_setup(Mlp(), plan, dataset=Lengths(), **columns)
+    (found,) = profile_in_situ([setup], nobody_else, ticks(), StopRule(most=2))
+    assert {key.stage for key in found if key.op is Op.FORWARD} == {*range(len(setup.plan.stages))}
 
 
 def test_models_that_carry_states_and_running_statistics_practise() -> None:

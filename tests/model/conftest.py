@@ -190,6 +190,12 @@ def weighted(output, target):
     return nn.functional.cross_entropy(output, target, weight=torch.tensor([1.0, 5.0, 1.0]))
 
 
+class Judging(Net):
+    def forward(self, x, y):
+        output = super().forward(x)
+        return {"loss": weighted(output, y), "output": output}
+
+
 def accumulated(output, target):
     SEEN.extend((output.argmax(1) == target).float().tolist())
     return sum(SEEN) / len(SEEN)

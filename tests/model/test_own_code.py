@@ -17,6 +17,7 @@ from tests.patience import without_phases
 EXAMPLE = Path(__file__).parents[2] / "docs" / "example"
 _OPTIMIZER = ("train.optimizer.name=null", "train.optimizer.target=torch.optim:AdamW")
 _SCHEDULE = ("train.schedule.name=null",)
+_JUDGING = ("model.target=OWN:Judging", "dataset.loss=model")  # its forward returns the loss
 
 REFUSED: list[tuple[Sequence[str], str]] = [
     (
@@ -153,6 +154,14 @@ REFUSED: list[tuple[Sequence[str], str]] = [
         "dataset.loss: the loss of some samples isn't the mean of what it is of each half of them, which microbatches",
     ),
     (
+        [*_JUDGING, "parallelism={mode: gpipe, plan: 1-1, microbatches: 2}"],
+        "dataset.loss: the loss of some samples isn't the mean of what it is of each half of them, which microbatches",
+    ),
+    (
+        [*_JUDGING, "dataset.metrics={right: {target: 'OWN:num_right', best: max}}"],
+        "dataset.metrics.right: right of 10 samples is the sum of each one's, needed is their mean",
+    ),
+    (
         ["dataset.metrics={right: {target: 'OWN:endless', best: max}}"],
         "dataset.metrics.right: right of 10 samples is nan, needed is a number",
     ),
@@ -215,6 +224,7 @@ def test_refused_in_one_sentence(overrides: Sequence[str], message: str) -> None
         ["dataset.loss=torch.nn.functional:cross_entropy"],
         ["dataset.loss={target: 'torch.nn.functional:cross_entropy', label_smoothing: 0.1}"],
         ["dataset.loss=OWN:weighted"],
+        [*_JUDGING],
         [*_OPTIMIZER, "train.optimizer.amsgrad=true", "train.optimizer.weight_decay=0.1"],
         ["train.optimizer.name=adamw", *_SCHEDULE, f"train.schedule.target={OWN}:falling", "train.schedule.power=2"],
         [

@@ -1,0 +1,35 @@
+"""Files that commands write."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from pipebench.cli.outputs import Output
+from pipebench.errors import UserError
+
+
+@pytest.mark.parametrize("before", ["old", None])
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, before: str | None) -> None:
+    """0.2.0: it left an empty file, which the next command took for another's and left alone."""
+    path = tmp_path / "a.profile.json"
+    if before is not None:
+        path.write_text(before)
+
+    def write(path: Path) -> None:
+        path.write_text("half of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(UserError, match="json can't be written: No space left on device"):
+        Output("--out", path, "a profile", lambda path: True).write(write)
+    assert {each.name: each.read_text() for each in tmp_path.iterdir()} == (
+        {} if before is None else {path.name: before}
+    )
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    there, link = tmp_path / "there.json", tmp_path / "link.json"
+    link.symlink_to(there)
+    Output("--out", link, "a profile", lambda path: True).write(lambda path: path.write_text("all"))
+    assert link.is_symlink()
+    assert there.read_text() == "all"
