@@ -51,12 +51,11 @@ def make_replica(setup: Setup, stage: int, cut: Stage, replica: int = 0) -> Repl
 def _sharding(setup: Setup, stage: int, replica: int, named: Mapping[str, torch.Tensor]) -> Sharding:
     """Return how the replicas of a stage divide its parameters, bucket by bucket."""
     own, like, count = own_names(setup.graph), [*named.values()], setup.pipeline.replicas[stage]
-    place = {own[name]: index for index, name in enumerate(named)}  # of a shared one a stage may know another name
     sizes = [parameter.numel() for parameter in like]
     buckets = (
         tuple(divided(indices, sizes, count, whole=setup.steps_on_whole))
         for bucket in setup.costs.stages[stage].buckets
-        for indices in of_one_type([place[own[name]] for name in bucket.parameters], like)
+        for indices in of_one_type(positions_of(bucket.parameters, [*named], own), like)
     )
     return Sharding(tuple(buckets), replica, keeps_all=not setup.pipeline.gathers)
 
@@ -74,7 +73,7 @@ class TiedCopies:
         tie = group - setup.pipeline.num_stages
         names = setup.costs.ties[tie].parameters
         self._copies = [
-            (replicas[stage], positions_of(names, replicas[stage], shares[stage]))
+            (replicas[stage], positions_of(names, replicas[stage].weights.names, shares[stage].names))
             for stage in setup.pipeline.ties[tie]
             if stage in replicas
         ]
@@ -112,10 +111,13 @@ def tied_copies(setup: Setup, replicas: Mapping[int, Replica], shares: Mapping[i
     return {group: TiedCopies(setup, group, replicas, shares) for group in mine}
 
 
-def positions_of(names: Sequence[str], replica: Replica, share: Share) -> list[int]:
-    """Return where a replica's parameters have some of the graph's names: of a shared one a stage may know another."""
-    place = {share.names[name]: index for index, name in enumerate(replica.weights.names)}
-    return [place[share.names[name]] for name in names]
+def positions_of(names: Sequence[str], held: Sequence[str], own: Mapping[str, str]) -> list[int]:
+    """Return where a stage's parameters `held` have some of the graph's names: of a shared one it may know another.
+
+    `own` has the model's name of every parameter.
+    """
+    place = {own[name]: index for index, name in enumerate(held)}
+    return [place[own[name]] for name in names]
 
 
 def _sum(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -169,9 +171,9 @@ class WorkerReplicas:
         if group >= num_stages:
             like = self.tied[group].like
             return like, of_one_type(range(len(like)), like)
-        replica, share = self.replicas[group], self.shares[group]
-        like = replica.weights.newest.parameters
-        named = (positions_of(bucket.parameters, replica, share) for bucket in costs.stages[group].buckets)
+        weights, own = self.replicas[group].weights, self.shares[group].names
+        like = weights.newest.parameters
+        named = (positions_of(bucket.parameters, weights.names, own) for bucket in costs.stages[group].buckets)
         return like, [part for bucket in named for part in of_one_type(bucket, like)]
 
     def squared_norms(self) -> torch.Tensor:
