@@ -78,6 +78,13 @@ class HostCosts:
         """Return the seconds of a sum on each replica."""
         return self.ring_byte_s * num_bytes * 2 * (replicas - 1) / replicas
 
+    def exchange(self, num_bytes: int, replicas: int) -> float:
+        """Return the seconds of a scatter or a gather on each replica: half a sum, by messages to and from all others.
+
+        Nothing is exchanged without bytes.
+        """
+        return self.all_reduce(num_bytes, replicas) / 2 + 2 * (replicas - 1) * self.message_s * (num_bytes > 0)
+
 
 NO_HOST_COSTS = HostCosts()
 

@@ -27,8 +27,7 @@ from pipebench.simulate.reductions import Wait
 from pipebench.simulate.sharing import Flow, Resource, Uses
 from pipebench.simulate.simulation import LATER, Simulation, TimelineEvent
 
-# What waits for a sum, and its share of an all-reduce's work.
-_SUMS = {Op.WAIT_ALL_REDUCE: 1.0, Op.WAIT_SCATTER: 0.5, Op.WAIT_GATHER: 0.5}
+_EXCHANGES = (Op.WAIT_SCATTER, Op.WAIT_GATHER)
 _ALONE = 1.0  # the rate of work that has its processor to itself
 
 
@@ -122,9 +121,10 @@ class Crowded(Simulation):
             return costs.update_s
         if op is Op.LOAD_INPUT:
             return costs.load_s[self.size_of(number)] if self._host.fetches else 0.0
-        if op in _SUMS:
+        if op is Op.WAIT_ALL_REDUCE or op in _EXCHANGES:
             num_bytes = sum(bucket.num_bytes for bucket in costs.buckets)
-            return self._host.all_reduce(num_bytes, self.pipeline.replicas[stage]) * _SUMS[op]
+            cost = self._host.exchange if op in _EXCHANGES else self._host.all_reduce
+            return cost(num_bytes, self.pipeline.replicas[stage])
         if op is Op.WAIT_TIED:
             num_bytes = self.costs.ties[peer - self.pipeline.num_stages].num_bytes
             return self._host.all_reduce(num_bytes, len(self.pipeline.members(peer)))

@@ -56,7 +56,7 @@ class Reductions:
         self._groups = {EVERY_STAGE: _PendingReduction((squares,), range(pipeline.num_workers), ALL_REDUCE, CONTROL)}
         for stage, each in enumerate(costs.stages):
             num_bytes, workers = sum(bucket.num_bytes for bucket in each.buckets), pipeline.places[stage]
-            host_s = costs.host.all_reduce(num_bytes, len(workers)) / (1 + pipeline.is_sharded)
+            host_s = (costs.host.exchange if pipeline.is_sharded else costs.host.all_reduce)(num_bytes, len(workers))
             kind, overlaps = pipeline.sum_kind, sync.overlaps
             self._groups[stage] = _PendingReduction(each.buckets, workers, pipeline.way, kind, host_s, overlaps)
             if pipeline.is_sharded:

@@ -23,6 +23,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "pipedream": ((1, 1, 1), {"order": "1f1b", "depth": 3}),
     "replicated": ((2, 1), {"order": "1f1b", "depth": 2}),
     "dp": ((3,), {"order": "1f1b"}),
+    "fsdp": ((3,), {"order": "sequential", "shard": "parameters", "sums": "ordered"}),
     "zero-bubble": ((1, 1, 1), {"order": "zero-bubble", "microbatches": 3, "backward": "split"}),
     "interleaved": ((1, 1, 1, 1), {"order": "interleaved", "chunks": 2, "microbatches": 2}),
 }
@@ -95,6 +96,8 @@ def test_one_core_does_all_the_work_there_is_one_after_the_other(shape: str) -> 
             total_s += 0.25
         elif op is Op.WAIT_ALL_REDUCE:
             total_s += HOST.all_reduce(8, pipeline.replicas[stage])
+        elif op in (Op.WAIT_SCATTER, Op.WAIT_GATHER):
+            total_s += 8 * 2 / 3 * 0.03 + 4 * 0.05
         elif "SEND" in op.name or "RECEIVE" in op.name:
             total_s += 0.05 + 20 * 0.01
     crowded = Crowded(

@@ -193,3 +193,15 @@ def test_an_all_reduce_takes_its_members_own_time_where_it_does(early: float) ->
     waits = [event.end_s for event in events if event.instruction.op is Op.WAIT_ALL_REDUCE]
     link_s = 2 * (8 / 2 / 100 + 0.5)
     assert waits == [pytest.approx(3 + link_s + 4)] * 2
+
+
+def test_a_scatter_takes_half_of_a_sums_own_time_and_messages_to_and_from_all_others() -> None:
+    """8 bytes over 4 replicas: each sends 6 at 0.5 s per byte, three messages and takes three, 0.1 s each."""
+    pipeline = Pipeline((4,), (), "sequential", True, 1, weights="one", sums="ordered", shard="gradients")
+    cluster = Cluster("one", "unit", None, (Level("server", 4, 100.0, 0.0),))
+    stages = (stage(1.0, 2.0, 0.0, 0.0, SimulatedBucket(8, 1.0)),)
+    costs = Costs(stages, {}, {}, HostCosts(message_s=0.1, ring_byte_s=0.5))
+    events = list(Simulation(pipeline, programs(pipeline, 4), costs, Network(cluster), lambda _: 1))
+    own_s = 6 * 0.5 + 6 * 0.1
+    (scattered_s,) = {event.end_s - event.start_s for event in events if event.instruction.op is Op.WAIT_SCATTER}
+    assert scattered_s == pytest.approx(8 * 3 / 4 / 100 + own_s)
