@@ -4,7 +4,7 @@ Squares are float64, which holds the square of any fp32 number, and are added in
 distributed over stages and processes changes no bit of the sum.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -53,10 +53,23 @@ def gradient_norm(
     return norm_of((own if divided is None else divided.whole(own)) / scale**2)
 
 
-def clipped(gradients: Sequence[torch.Tensor | None], norm: torch.Tensor, largest: float) -> list[torch.Tensor | None]:
-    """Scale gradients down to a norm, by the factor torch.nn.utils.clip_grad_norm_ uses."""
+def clip(gradients: list[torch.Tensor | None], indices: Iterable[int], norm: torch.Tensor, largest: float) -> None:
+    """Scale some gradients down to a norm, by the factor torch.nn.utils.clip_grad_norm_ uses; see `replace_each`."""
     factor = (largest / (norm + 1e-6)).clamp(max=1.0)
-    return [None if gradient is None else gradient * factor.to(gradient.dtype) for gradient in gradients]
+    replace_each(gradients, indices, lambda gradient: gradient * factor.to(gradient.dtype))
+
+
+def replace_each(
+    gradients: list[torch.Tensor | None], indices: Iterable[int], change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Replace some gradients in their list, one after the other: others may have a gradient, so none is changed.
+
+    All of them at once would take as much memory again.
+    """
+    for index in indices:
+        gradient = gradients[index]
+        if gradient is not None:
+            gradients[index] = change(gradient)
 
 
 def _parts(gradient: torch.Tensor | None) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pipebench.engine.clipping import clipped, gradient_norm
+from pipebench.engine.clipping import clip, gradient_norm, replace_each
 from pipebench.engine.prediction import AS_IT_IS, Displacement
 from pipebench.engine.protocols import StageRunner
 from pipebench.engine.setup import Setup, minibatch_weight
@@ -17,7 +17,7 @@ from pipebench.model.slice_modules import Divided
 from pipebench.model.stage import LossFunction
 from pipebench.schedule.instructions import Instruction
 
-_Gradients = Sequence[torch.Tensor | None]
+_Gradients = list[torch.Tensor | None]
 
 
 class Updates:
@@ -58,8 +58,8 @@ class Updates:
     ) -> None:
         """Apply a round's update, or skip it if scaled gradients overflowed.
 
-        `gradients` are summed over replicas, in the stage's order; `shared_norm` is of all stages' gradients, if they
-        clip or skip together; `keep_from` is the oldest version of the weights still needed.
+        `gradients` are summed over replicas, in the stage's order, and replaced in their list; `shared_norm` is of all
+        stages' gradients, if they clip or skip together; `keep_from` is the oldest version of the weights still needed.
         """
         norm = shared_norm
         if replica.scale is not None:
@@ -71,36 +71,34 @@ class Updates:
             if not finite:
                 replica.skip_update(keep_from=keep_from)
                 return
-            gradients = [None if g is None else g / scale for g in gradients]
+            replace_each(gradients, range(len(gradients)), lambda gradient: gradient / scale)
         if self._divisors is None:
             weight = sum(minibatch_weight(self._setup, self._first + k) for k in self._round(stage, round_index))
-            gradients, norm = [None if g is None else g / weight for g in gradients], None
-        gradients = self.clipped(gradients, norm, replica.apart, replica.divided)
+            replace_each(gradients, range(len(gradients)), lambda gradient: gradient / weight)
+            norm = None
+        self.clip(gradients, norm, replica.apart, replica.divided)
         replica.update(gradients, self._lr(stage, round_index), keep_from=keep_from)
 
-    def clipped(
+    def clip(
         self,
         gradients: _Gradients,
         norm: torch.Tensor | None = None,
         apart: Collection[int] = (),
         divided: Divided | None = None,
-    ) -> _Gradients:
-        """Return gradients clipped to the run's largest norm, if any, by `norm` or their own.
+    ) -> None:
+        """Clip gradients, in their list, to the run's largest norm, if any, by `norm` or their own.
 
         Without a shared norm, each of those `apart` has one of its own, so that all stages clip a tied weight alike.
         """
-        largest, device = self._setup.clip_norm, self._setup.device
+        largest, device, everything = self._setup.clip_norm, self._setup.device, range(len(gradients))
         if largest is None:
-            return gradients
-        if norm is not None or not apart:
-            norm = gradient_norm(gradients, device, divided=divided) if norm is None else norm
-            return clipped(gradients, norm, largest)
-        others = [None if index in apart else g for index, g in enumerate(gradients)]
-        found = list(self.clipped(others, divided=divided))
-        for index in sorted(apart):
-            alone = [g if place == index else None for place, g in enumerate(gradients)]
-            found[index] = self.clipped(alone, divided=divided)[index]
-        return found
+            return
+        if norm is not None:
+            clip(gradients, everything, norm, largest)
+            return
+        for group in ([index for index in everything if index not in apart], *([index] for index in sorted(apart))):
+            own = gradient_norm([g if i in group else None for i, g in enumerate(gradients)], device, divided=divided)
+            clip(gradients, group, own, largest)
 
     def move(self, it: Instruction) -> Displacement:
         """Return the displacement of a pass's weights; its rate is that of the update after the version."""

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import weakref
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipebench.engine.clipping import gradient_norm, squared_norms
+from pipebench.engine.clipping import clip, gradient_norm, squared_norms
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.recipe.schema import LossScaleRecipe
@@ -186,3 +187,22 @@ def test_what_is_not_there_or_not_finite() -> None:
             assert is_bad(gradient_norm([gradient, None], CPU))
         large = torch.full((count,), 2e38)
         assert float(gradient_norm([large], CPU)) == pytest.approx(2e38 * math.sqrt(count))
+
+
+def test_gradients_make_room_for_the_clipped_ones_one_by_one() -> None:
+    """All at once took as much memory again as the gradients: 0.9 GB beside the 2.55 GB of a stage of GNMT-8."""
+    alive: list[int] = []
+    tensors = [torch.full((4,), float(k)) for k in range(1, 4)]
+    expected = [tensor * 0.5 for tensor in tensors]
+    seen = [weakref.ref(tensor) for tensor in tensors]
+
+    class Watched(list[Any]):
+        def __setitem__(self, *given: Any) -> None:
+            super().__setitem__(*given)
+            alive.append(sum(each() is not None for each in seen))
+
+    gradients = Watched(tensors)
+    del tensors
+    clip(gradients, range(3), torch.tensor(2.0, dtype=torch.float64), 1.0)
+    assert alive == [3, 2, 1]
+    assert all(torch.allclose(one, other) for one, other in zip(gradients, expected, strict=True))

@@ -135,9 +135,9 @@ class PushAndPull(WorkerExtension):
 
     def _push(self, it: Instruction, _: Transport, __: Collectives) -> None:
         worker, replica = self._worker, self._replica
-        gradients = worker.updates.clipped(replica.gradients)
-        self.server.push(worker.replica_index[it.stage], it.number, worker.held_version, gradients)
-        replica.gradients = [None] * len(gradients)
+        worker.updates.clip(replica.gradients)
+        self.server.push(worker.replica_index[it.stage], it.number, worker.held_version, replica.gradients)
+        replica.gradients = [None] * len(replica.gradients)
         worker.note_memory()
 
     def _pull(self, it: Instruction, _: Transport, __: Collectives) -> None:
