@@ -3,6 +3,7 @@
 Every ratio is speed of ours over speed of the reference; the A/A row shows the noise of this machine today.
 """
 
+import argparse
 import copy
 import platform
 import time
@@ -171,6 +172,7 @@ def largest_clusters() -> list[tuple[str, float]]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()  # there are no options, so `--help` measures nothing
     torch.set_num_threads(1)
     keep_freed_blocks()  # as runs do; both sides of a ratio share the process
     console = Console(width=140)
