@@ -22,6 +22,7 @@ from pipebench.engine.worker_replicas import WorkerReplicas
 from pipebench.errors import OutOfMemoryError, is_out_of_memory
 from pipebench.formats import num_bytes
 from pipebench.model.allocator import allocator_of
+from pipebench.model.precision import precision_of
 from pipebench.recipe.users_code import located
 from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, SWAP_IN, SWAP_OUT, Op
@@ -162,12 +163,14 @@ class Worker(WorkerReplicas):
 
     def _place(self, it: Instruction) -> str:
         """Return where in a run an instruction is: epoch and minibatch, or the instruction if it is of none."""
-        sampler = self.setup.sampler if self.trains else self.setup.held_out
+        setup = self.setup
+        sampler, rounding = setup.sampler if self.trains else setup.held_out, setup.graph.rounding
+        training = "training" if rounding is None else f"training in {precision_of(rounding)} (train.precision)"
         if it.op not in _OF_A_UNIT:
-            return f"training, {it}"
+            return f"{training}, {it}"
         epoch, index = divmod(self.feed.minibatch(it.number)[0], sampler.minibatches_per_epoch)
         minibatch = f"minibatch {index + 1} of {sampler.minibatches_per_epoch}"
-        return f"training, epoch {epoch + 1}, {minibatch}" if self.trains else minibatch
+        return f"{training}, epoch {epoch + 1}, {minibatch}" if self.trains else minibatch
 
     def _out_of_memory(self, it: Instruction) -> OutOfMemoryError:
         """Return the error of a device that has no memory left for an instruction: where, and what is held there."""

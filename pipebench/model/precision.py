@@ -25,6 +25,11 @@ _BATCH_NORM = nn.modules.batchnorm._BatchNorm
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
+def precision_of(rounding: Rounding) -> str:
+    """Return what `train.precision` calls a precision."""
+    return next(name for name, low_type in LOW_TYPES.items() if low_type is rounding.low_type)
+
+
 def in_precision(graph: LayerGraph, precision: str) -> LayerGraph:
     """Return the layer graph with what is rounded in a precision; the model itself isn't changed."""
     low_type = LOW_TYPES.get(precision)

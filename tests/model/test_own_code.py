@@ -47,6 +47,10 @@ REFUSED: list[tuple[Sequence[str], str]] = [
         "error: stranger: training, epoch 2, minibatch 9 of 10: OWN.py:127, in forward: Beyond: over",
     ),
     (
+        ["model.target=OWN:tiring", "train.precision=bf16"],
+        "error: stranger: training in bf16 (train.precision), epoch 2, minibatch 9 of 10: OWN.py:127, in forward",
+    ),
+    (
         ["dataset.target=OWN:torn", "dataset.fails=beyond"],
         "training, epoch 1, minibatch 4 of 10: OWN.py:109, in __getitem__: Beyond: over",
     ),
