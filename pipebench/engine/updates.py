@@ -96,7 +96,7 @@ class Updates:
         if norm is not None:
             clip(gradients, everything, norm, largest)
             return
-        for group in ([index for index in everything if index not in apart], *([index] for index in sorted(apart))):
+        for group in ({*everything} - {*apart}, *({index} for index in sorted(apart))):
             own = gradient_norm([g if i in group else None for i, g in enumerate(gradients)], device, divided=divided)
             clip(gradients, group, own, largest)
 

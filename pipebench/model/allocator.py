@@ -84,11 +84,12 @@ def release_copies(device: torch.device, model: nn.Module) -> None:
 
     On the host only a large model's: it takes a tenth of a second, see `free_cycles`.
     """
-    free_cycles(device)
+    is_large = sum(parameter.nbytes for parameter in model.parameters()) >= _LARGE_BYTES
+    if is_large or device.type == "cuda":
+        gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    if sum(parameter.nbytes for parameter in model.parameters()) >= _LARGE_BYTES:
-        gc.collect()
+    if is_large:
         return_freed_blocks()
 
 
