@@ -69,31 +69,26 @@ def in_turns(world: World, work: Callable[[], T]) -> T:
     return result[0]
 
 
-def in_situ(
-    world: World, setups: Sequence[Setup], measure: Callable[..., list[InSituTimes]] = profile_in_situ
-) -> list[InSituTimes]:
+def in_situ(world: World, setup: Setup, measure: Callable[..., InSituTimes] = profile_in_situ) -> InSituTimes:
     """Measure how long instructions take in use, in every process, by `profile_in_situ` with its rule; all call it.
 
     Processes on CPUs compute at the same time; on shared cores the clock is the processor's: without waits for a core,
-    but with the others' effect on caches. GPUs have no such clock, so those who share one take turns; where all stages
-    together don't fit on one, nothing is returned.
+    but with the others' effect on caches. GPUs have no such clock, so those who share one take turns; where a stage
+    doesn't fit beside what the others hold, nothing is returned.
     """
-    model = setups[0].graph.root
     if world.device.type == "cpu":
         now = time.perf_counter if _shared(world) is None else time.thread_time
-        found = measure(setups, lambda enough: all(world.exchange(enough)), now)
-        release_copies(world.device, model)
-        return found
+        return measure(setup, lambda enough: all(world.exchange(enough)), now)
 
-    def mine() -> list[InSituTimes]:
+    def mine() -> InSituTimes:
         try:
-            return measure(setups, lambda enough: enough)
+            return measure(setup, lambda enough: enough)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            return []
+            return {}
         finally:
-            release_copies(world.device, model)  # the others' turn
+            release_copies(world.device, setup.graph.root)  # also of one that didn't fit: it is the others' turn
 
     return in_turns(world, mine)
 

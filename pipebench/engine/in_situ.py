@@ -7,7 +7,8 @@ waiting: messages from others are copies of what their own list sent, gradients 
 so units get samples by rows: a row has a unit of every replica, and all of them the samples that the messages were of.
 Measured instruction times are the sums for a stage's layers; the profile divides them among its layers.
 
-Workers compute on copies, which are discarded.
+Workers compute on copies, which are discarded before the next one's: of a model that fits nowhere as a whole, measuring
+takes no more than training its largest stage does.
 """
 
 import statistics
@@ -25,6 +26,7 @@ from torch.utils import _pytree as pytree
 from pipebench.engine.feed import Feed
 from pipebench.engine.setup import Setup, loss_divisors
 from pipebench.engine.worker import Worker
+from pipebench.model.allocator import release_copies
 from pipebench.model.values import differentiable
 from pipebench.profile.clocks import Reading, device_clock
 from pipebench.profile.enough import StopRule
@@ -32,6 +34,7 @@ from pipebench.profile.model import LayerProfile, ParameterBytes, Profile
 from pipebench.schedule.instructions import BACKWARDS, Instruction
 from pipebench.schedule.modes import KEEP
 from pipebench.schedule.operations import GRADIENT, Op
+from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import NOTHING, programs
 from pipebench.schedule.syncs import NOT_SHARDED
 
@@ -60,42 +63,60 @@ class Stepped:
 
 
 def profile_in_situ(
-    setups: Sequence[Setup],
-    agree: Callable[[bool], bool],
-    now: Callable[[], float] = time.perf_counter,
-    rule: StopRule = _RULE,
-) -> list[InSituTimes]:
-    """Run training on copies of the model; return seconds per instruction of every setup.
+    setup: Setup, agree: Callable[[bool], bool], now: Callable[[], float] = time.perf_counter, rule: StopRule = _RULE
+) -> InSituTimes:
+    """Run training on copies of the model, every stage by its first replica; return seconds per instruction.
 
     Each is the median over segments of the mean within a segment, since a run's time is a sum. After an untimed one,
-    unless it is long, there are as many as `rule` wants of every setup in all processes.
+    unless it is long, there are as many as `rule` wants of a worker in all processes.
 
     Args:
-        setups: run in turns, every stage by its first replica.
+        setup: whose workers run one after the other, unless they wait for each other's messages.
         agree: called before every segment with whether this process needs no more, returns whether none does; waits
             for the others, so that processes compute at the same time.
         now: returns the time in seconds, where the host's clock times instructions; GPUs time theirs by events.
-        rule: of each setup's segments.
+        rule: of the segments; its seconds are shared out to the workers.
     """
-    taken: list[dict[Key, list[float]]] = [defaultdict(list) for _ in setups]
-    spent_s = [0.0 for _ in setups]
+    sent: _Sent = {}
+    found: dict[Key, float] = {}
+    groups = _in_order(setup.pipeline)
+    rule = replace(rule, most_s=rule.most_s / len(groups))
     with torch.random.fork_rng([]):
-        workers = [_ListPlayer(_keeping(setup)) for setup in setups]
-        for segment in count():
-            enough = all(
-                seconds and rule.is_met([*seconds.values()], spent)
-                for seconds, spent in zip(taken, spent_s, strict=True)
-            )
-            for index, worker in enumerate(workers):
-                if agree(enough) and index == 0:
-                    return [{key: statistics.median(each) for key, each in seconds.items()} for seconds in taken]
-                start_s = time.perf_counter()
-                found = worker.play(now)
-                took_s = time.perf_counter() - start_s
-                if segment > 0 or took_s >= rule.long_s:
-                    spent_s[index] += took_s
-                    for key, each in found.items():
-                        taken[index][key].append(each)
+        for indices in groups:
+            player = _ListPlayer(_keeping(setup), indices, sent)
+            found |= _medians(partial(player.play, now), agree, rule)
+            player.close()
+            release_copies(setup.device, setup.graph.root)
+    return found
+
+
+def _in_order(pipeline: Pipeline) -> list[list[int]]:
+    """Return the workers of every stage's first replica, in groups that need activations of earlier groups only."""
+    groups: list[list[int]] = []
+    last_stage = -1
+    for index in sorted({pipeline.worker(stage, 0) for stage in range(pipeline.num_stages)}, key=pipeline.stages_of):
+        stages = pipeline.stages_of(index)
+        if stages[0] > last_stage:
+            groups.append([])
+        groups[-1].append(index)
+        last_stage = max(last_stage, stages[-1])
+    return groups
+
+
+def _medians(play: Callable[[], dict[Key, float]], agree: Callable[[bool], bool], rule: StopRule) -> InSituTimes:
+    """Play segments until all processes have enough; return the medians of their instructions' seconds."""
+    taken: dict[Key, list[float]] = defaultdict(list)
+    spent_s = 0.0
+    for segment in count():
+        if agree(bool(taken) and rule.is_met([*taken.values()], spent_s)):
+            return {key: statistics.median(each) for key, each in taken.items()}
+        start_s = time.perf_counter()
+        found = play()
+        took_s = time.perf_counter() - start_s
+        if segment > 0 or took_s >= rule.long_s:
+            spent_s += took_s
+            for key, seconds in found.items():
+                taken[key].append(seconds)
     raise AssertionError("segments go on until all processes have enough")
 
 
@@ -177,18 +198,21 @@ def update_costs(steps: Sequence[Stepped]) -> tuple[float, float]:
 
 
 class _ListPlayer:
-    """The workers of a setup, every stage's first replica, and the messages between them."""
+    """Some workers of a setup, and the messages from all."""
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
-        pipeline = setup.pipeline
-        self._indices = sorted({pipeline.worker(stage, 0) for stage in range(pipeline.num_stages)})
-        self._workers = [Worker(setup, index) for index in self._indices]
-        self._others = _Others()
-        sampler = setup.sampler
+    def __init__(self, setup: Setup, indices: Sequence[int], sent: "_Sent") -> None:
+        self._setup, self._indices, self._others = setup, indices, _Others(sent)
+        self._workers = [Worker(setup, index) for index in indices]
+        pipeline, sampler = setup.pipeline, setup.sampler
         whole = [k for k in range(sampler.minibatches_per_epoch) if sampler.size(k) == sampler.size(0)]
         wanted = _PERIODS * pipeline.period + pipeline.depth * pipeline.replicas[0]
         self._num_minibatches = min(wanted, len(whole))
+
+    def close(self) -> None:
+        """Free the workers' memory."""
+        for worker in self._workers:
+            worker.close()
+        del self._workers, self._others
 
     def play(self, now: Callable[[], float]) -> dict[Key, float]:
         """Run the first minibatches; return mean seconds per instruction.
@@ -267,14 +291,17 @@ class AloneCollectives:
         return torch.zeros(())
 
 
+_Sent = dict[tuple[int, int, int], Any]  # activations by stages and row
+
+
 class _Others(AloneCollectives):
     """Stand-in for other workers: the activations of a row that were sent first, zero gradients, its own sums."""
 
     feed: _InRows  # for units' sizes and rows
 
-    def __init__(self) -> None:
+    def __init__(self, sent: _Sent) -> None:
         super().__init__()
-        self._sent: dict[tuple[int, int, int], Any] = {}  # by stages and row
+        self._sent = sent
 
     def can_hear(self, it: Instruction) -> bool:
         """Return whether a message for a receive instruction can be copied."""

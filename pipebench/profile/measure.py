@@ -8,12 +8,13 @@ medians well enough. All sizes take turns, so that the drift of a machine's spee
 import math
 import statistics
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
-from itertools import count, pairwise
+from itertools import accumulate, count, pairwise
 from statistics import fmean
 from typing import Any
 
@@ -41,6 +42,9 @@ _FAR = 2.0  # times larger or smaller than a whole step: a sum over layers that 
 # The first passes meet cold caches, CUDA's start-up and cuDNN's search for algorithms, which are little of a long one.
 _WARM_UPS = 2
 _RULE = StopRule()
+# The first parameters, that an optimizer's step is timed on: more than caches hold. A byte takes as long in the rest of a
+# large model, whose gradients and state would need a multiple of it.
+_STEPPED_BYTES = 1 << 28
 _TELL_EVERY_S = 0.1  # so that telling takes no time from small layers
 OnProgress = Callable[[str], None]  # takes what is at work
 _Samples = Mapping[str, torch.Tensor]
@@ -81,8 +85,10 @@ def measured_profile(
 
 def _measured(passes: "_Passes", request: ProfileRequest) -> Profile:
     graph, device, (_, _, sizes, optimizer, model) = passes.graph, passes.device, request
-    trained = [parameter for parameter in passes.root.parameters() if parameter.requires_grad]
-    masters = [p for p in graph.root.parameters() if p.requires_grad] if graph.rounding else trained
+    trained: list[torch.Tensor] = [each for each in passes.root.parameters() if each.requires_grad]
+    trained = trained[: 1 + bisect_left([*accumulate(each.nbytes for each in trained)], _STEPPED_BYTES)]
+    whole: list[torch.Tensor] = [each for each in graph.root.parameters() if each.requires_grad]
+    masters = whole[: len(trained)] if graph.rounding else trained
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         found = passes.at(sizes)
         load_s = {size: passes.load_s(size) for size in sizes}
@@ -337,29 +343,28 @@ def _median_s(measure: Callable[[], Reading], rule: StopRule) -> float:
 
 
 def _update_s(
-    trained: Sequence[torch.Tensor], masters: Sequence[torch.Tensor], recipe: OptimizerRecipe, passes: _Passes
+    trained: list[torch.Tensor], masters: list[torch.Tensor], recipe: OptimizerRecipe, passes: _Passes
 ) -> tuple[float, float]:
     """Return the seconds of one optimizer step per byte of parameters, and those of a step on almost none.
 
-    The optimizer steps on `masters`, which are `trained` itself or, in mixed precision, fp32 copies on any device; the
-    step then includes the conversion of gradients and parameters.
+    The optimizer steps on `trained`, which is no longer needed, or, in mixed precision, on copies of `masters`, which
+    are fp32, on any device; the step then includes the conversion of gradients and parameters.
     """
     if not trained:
         return 0.0, 0.0
     # Of as many dimensions as a parameter: not every optimizer takes one.
-    one = [torch.zeros([1] * trained[0].dim(), dtype=trained[0].dtype, device=trained[0].device)]
+    one = [torch.zeros([1] * trained[0].dim(), dtype=trained[0].dtype, device=trained[0].device).requires_grad_()]
     floor_s = _step_s(one, one if masters is trained else [one[0].to(masters[0].dtype)], recipe, passes)
     whole_s = _step_s(trained, masters, recipe, passes)
     return max(0.0, whole_s - floor_s) / sum(parameter.nbytes for parameter in trained), floor_s
 
 
 def _step_s(
-    trained: Sequence[torch.Tensor], masters: Sequence[torch.Tensor], recipe: OptimizerRecipe, passes: _Passes
+    trained: list[torch.Tensor], masters: list[torch.Tensor], recipe: OptimizerRecipe, passes: _Passes
 ) -> float:
-    device = trained[0].device
-    stepped = [torch.zeros_like(parameter, device=device).requires_grad_() for parameter in masters]
+    is_mixed, device = masters is not trained, trained[0].device
+    stepped = [torch.zeros_like(each, device=device).requires_grad_() for each in masters] if is_mixed else trained
     given = [torch.full_like(parameter, 1e-3) for parameter in trained]
-    rounded = [] if masters is trained else [torch.zeros_like(parameter) for parameter in trained]
     optimizer = make_optimizer(recipe, stepped)
 
     def widen() -> None:
@@ -370,8 +375,8 @@ def _step_s(
         widen()
         optimizer.step()
         with torch.no_grad():
-            torch._foreach_copy_(rounded, stepped)
+            torch._foreach_copy_(trained, stepped)
 
     widen()
-    step = optimizer.step if masters is trained else step_and_round
+    step = step_and_round if is_mixed else optimizer.step
     return _median_s(lambda: passes.clock(step)[1], passes.rule)

@@ -109,8 +109,8 @@ class Together:
 
     def _lists(self, job: Job) -> InSituTimes:
         """Measure every worker's list in all processes; nothing where it is too large for some GPU."""
-        found = self._world.exchange([entries(each) for each in in_situ(self._world, [job.setup])])
-        return mean([mine for (mine,) in found]) if all(found) else {}
+        found = self._world.exchange(entries(in_situ(self._world, job.setup)))
+        return mean(found) if all(found) else {}
 
     def _by_kind(self, known: ProfiledModel, profile: Profile) -> Profile:
         """Return the mean over the workers' devices, each kind measured by the first worker that has one."""

@@ -1,4 +1,6 @@
+import gc
 import itertools
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -7,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from pipebench.engine import in_situ
 from pipebench.engine.in_situ import Key, Stepped, entries, in_use, mean, profile_in_situ, update_costs
 from pipebench.engine.setup import Setup
+from pipebench.engine.worker import Worker
 from pipebench.profile.enough import StopRule
 from pipebench.schedule.operations import Op
 from tests.engine.test_modes import images
@@ -53,7 +57,7 @@ def test_every_instruction_of_every_stage_is_timed(mode: str) -> None:
     setup = setup_of(mode)
     before = {name: p.detach().clone() for name, p in setup.graph.root.named_parameters()}
     state = torch.get_rng_state()
-    (found,) = profile_in_situ([setup], nobody_else, ticks(), StopRule(most=2))
+    found = profile_in_situ(setup, nobody_else, ticks(), StopRule(most=2))
     size, stages = 4 // setup.pipeline.microbatches, range(len(setup.plan.stages))
     parts = [Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT] if setup.pipeline.backward == "split" else [Op.BACKWARD]
     expected = {Key(Op.LOAD_INPUT, 0, size), *(Key(op, s, size) for op in (Op.FORWARD, *parts) for s in stages)}
@@ -83,29 +87,57 @@ def test_units_of_many_lengths_practise(mode: str) -> None:
     two_ways = ([2, 4, 6], [2] * 4), {"weights": "one", "order": "dualpipe", "backward": "split", "chunks": 2}
     plan, columns = {**MODES, "two-ways": two_ways}[mode]
     setup = make_setup(Mlp(), plan, dataset=Lengths(), **columns)
-    (found,) = profile_in_situ([setup], nobody_else, ticks(), StopRule(most=2))
+    found = profile_in_situ(setup, nobody_else, ticks(), StopRule(most=2))
     assert {key.stage for key in found if key.op is Op.FORWARD} == {*range(len(setup.plan.stages))}
 
 
 def test_models_that_carry_states_and_running_statistics_practise() -> None:
     for setup in (text_setup(([2], [1, 1]), weights="one"), make_setup(ConvNet(), ([2], [1, 1]), dataset=images())):
         before = {name: b.clone() for name, b in setup.graph.root.named_buffers()}
-        assert profile_in_situ([setup], nobody_else, rule=StopRule(most=1))[0]
+        assert profile_in_situ(setup, nobody_else, rule=StopRule(most=1))
         assert all(torch.equal(before[name], b) for name, b in setup.graph.root.named_buffers())
 
 
-def test_setups_take_turns_and_wait_for_others_every_time() -> None:
-    setups = [make_setup(Mlp(), ([2], [1, 1]), weights="one", microbatches=m) for m in (1, 2)]
+def test_workers_wait_for_other_processes_every_time() -> None:
     waits: list[bool] = []
 
     def agree(enough: bool) -> bool:
-        """Another process needs a segment more of both."""
+        """Another process needs a segment more of every worker."""
         waits.append(enough)
-        return waits.count(True) > 2
+        return waits[-2:] == [True, True]
 
-    found = profile_in_situ(setups, agree, ticks(), StopRule(most=3))
-    assert waits == [False] * 2 * (1 + 3) + [True] * 3
-    assert [{key.num_samples for key in each if key.op is Op.FORWARD} for each in found] == [{4}, {2}]
+    found = profile_in_situ(setup_of("zero-bubble"), agree, ticks(), StopRule(most=3))
+    assert waits == 2 * ([False] * (1 + 3) + [True] * 2)
+    assert {(key.stage, key.num_samples) for key in found if key.op is Op.FORWARD} == {(0, 2), (1, 2)}
+
+
+@pytest.mark.parametrize(("mode", "most"), [("pipedream", [1, 1, 1]), ("interleaved", [2]), ("dp", [1])])
+def test_workers_are_there_one_after_the_other_unless_they_wait_for_each_other(
+    mode: str, most: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.2.0: every process had all stages at once, their gradients and the optimizer's state: 9 GB with BERT large."""
+    made: list[weakref.ref[Worker]] = []
+    alive: list[int] = []
+
+    class Counted(Worker):
+        def __init__(self, setup: Setup, index: int) -> None:
+            super().__init__(setup, index)
+            made.append(weakref.ref(self))
+
+    def agree(enough: bool) -> bool:
+        if not enough:
+            alive.append(sum(each() is not None for each in made))
+        return enough
+
+    monkeypatch.setattr(in_situ, "Worker", Counted)
+    gc.collect()
+    gc.disable()
+    try:
+        profile_in_situ(setup_of(mode), agree, ticks(), StopRule(most=1))
+    finally:
+        gc.enable()
+    assert alive[::2] == most
+    assert not any(each() for each in made)
 
 
 def test_one_segment_is_enough_where_it_is_long() -> None:
@@ -115,9 +147,9 @@ def test_one_segment_is_enough_where_it_is_long() -> None:
         asked.append(enough)
         return enough
 
-    found = profile_in_situ([setup_of("zero-bubble")], agree, ticks(), StopRule(most_s=0.0))
-    assert asked == [False, True]
-    assert {*found[0].values()} == {1}
+    found = profile_in_situ(setup_of("zero-bubble"), agree, ticks(), StopRule(most_s=0.0))
+    assert asked == [False, True] * 2
+    assert {*found.values()} == {1}
 
 
 def test_parts_of_a_split_backward_are_told_apart() -> None:

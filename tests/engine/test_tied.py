@@ -294,7 +294,7 @@ def test_evaluations_are_those_of_the_tied_model() -> None:
 
 def test_stages_that_are_timed_in_use_wait_for_no_other_copy() -> None:
     setup = make_setup(TiedEnds(), (BOTH, [1] * 4), weights="one", microbatches=2, ties=True)
-    (found,) = profile_in_situ([setup], lambda enough: enough, rule=StopRule(most=2))
+    found = profile_in_situ(setup, lambda enough: enough, rule=StopRule(most=2))
     assert {key.stage for key in found if key.op is Op.UPDATE} == {0, 1, 2, 3}
 
 

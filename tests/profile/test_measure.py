@@ -190,6 +190,28 @@ def test_a_model_without_parameters() -> None:
     assert profile.layers[2][0].backward_s == 0
 
 
+@pytest.mark.parametrize(("most_bytes", "expected"), [(1 << 30, [6 * 8, 8, 8 * 4, 4]), (200, [6 * 8, 8])])
+def test_an_optimizer_steps_on_the_copy_that_was_measured_and_on_some_of_a_large_one(
+    most_bytes: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.2.0: another copy of the model's weights lay beside it, with whose gradients and state BERT large took 9 GB."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))  # 92 parameters: 368 bytes
+    stepped: list[Sequence[torch.Tensor]] = []
+
+    def make(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+        stepped.append([parameter.detach().clone() for parameter in parameters])
+        return torch.optim.SGD(parameters, 0.0)
+
+    monkeypatch.setattr(measure, "make_optimizer", make)
+    monkeypatch.setattr(measure, "_STEPPED_BYTES", most_bytes)
+    data = Blobs(dtype=torch.float32)
+    measured_profile(ProfileRequest(trace(model), data, [2], SGD, ""), CPU, StopRule(most=1), engine=ENGINE)
+    one, some = stepped
+    assert [each.numel() for each in one] == [1]
+    assert [each.numel() for each in some] == expected
+    assert torch.equal(some[0], model[0].weight)  # the copy's own, not zeros beside it
+
+
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_optimizers(name: str) -> None:
     graph = trace(nn.Linear(6, 4, dtype=torch.float64))

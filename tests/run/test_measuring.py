@@ -140,7 +140,7 @@ def test_lists_of_compiled_stages_are_measured_again(measured: Counter[str], mon
 @pytest.mark.usefixtures("measured")
 def test_lists_that_did_not_fit_are_tried_again(first: tuple[Job, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(measuring, "in_situ", lambda *_: [])  # as on a GPU that another program fills
+        patch.setattr(measuring, "in_situ", lambda *_: {})  # as on a GPU that another program fills
         assert prepared(loaded(engine={"timing": "anew"})).setup.profile != first[0].setup.profile
     assert prepared(loaded()).setup.profile.note.count("; in use ") == 1
 

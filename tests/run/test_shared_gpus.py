@@ -39,9 +39,9 @@ class TwoRanks:
         monkeypatch.setattr(measuring, "processor_shares", lambda device: "shares")
         monkeypatch.setattr(measuring, "local_device_name", str)
 
-        def measured(setups: Any, agree: Any) -> Any:
+        def measured(setup: Any, agree: Any) -> Any:
             self.happened.append("measures")
-            return profile_in_situ(setups, agree, itertools.count().__next__)
+            return profile_in_situ(setup, agree, itertools.count().__next__)
 
         monkeypatch.setattr(measuring, "in_situ", partial(in_situ, measure=measured))
 

@@ -113,13 +113,12 @@ def _in_use(subject: Subject, profile: Profile, world: World) -> list[tuple[str,
         for count in _MICROBATCHES[1 if world.size > 1 else len(_MICROBATCHES) :]
     ]
     setups = [make_setup(subject, case, profile, cluster) for case in cases]
-    everybodys = world.exchange(
-        [entries(each) for each in in_situ(world, setups, partial(profile_in_situ, rule=StopRule(most=3)))]
-    )
-    if not all(everybodys):  # too large for some GPU
+    measure = partial(profile_in_situ, rule=StopRule(most=3))
+    found = [world.exchange(entries(in_situ(world, setup, measure))) for setup in setups]
+    if not all(map(all, found)):  # too large for some GPU
         return []
-    found = [in_use(profile, *each) for each in zip(setups, map(mean, zip(*everybodys, strict=True)), strict=True)]
-    return [(case.mode, case.microbatches, write_profile(each)) for case, each in zip(cases, found, strict=True)]
+    used = [in_use(profile, setup, mean(times)) for setup, times in zip(setups, found, strict=True)]
+    return [(case.mode, case.microbatches, write_profile(each)) for case, each in zip(cases, used, strict=True)]
 
 
 def link_between_first_two() -> tuple[float, float]:
