@@ -42,8 +42,8 @@ _FAR = 2.0  # times larger or smaller than a whole step: a sum over layers that 
 # The first passes meet cold caches, CUDA's start-up and cuDNN's search for algorithms, which are little of a long one.
 _WARM_UPS = 2
 _RULE = StopRule()
-# The first parameters, that an optimizer's step is timed on: more than caches hold. A byte takes as long in the rest of a
-# large model, whose gradients and state would need a multiple of it.
+# The first parameters, that an optimizer's step is timed on: more than caches hold. A byte takes as long in the rest of
+# a large model, whose gradients and state would need a multiple of it.
 _STEPPED_BYTES = 1 << 28
 _TELL_EVERY_S = 0.1  # so that telling takes no time from small layers
 OnProgress = Callable[[str], None]  # takes what is at work
