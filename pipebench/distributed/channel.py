@@ -26,21 +26,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipebench.distributed import message
 from pipebench.distributed.ends import Received, ReceivingEnd, SendingEnd
 from pipebench.distributed.instruction_times import HostTimer
 from pipebench.distributed.launch_join import peers
-from pipebench.distributed.message import (
-    HEADER_BYTES,
-    Header,
-    Layouts,
-    MessageLayout,
-    aligned,
-    layout_in,
-    layout_key_of,
-    pack,
-    read_header,
-    write_header,
-)
 from pipebench.model.memory_format import as_bytes, in_order
 
 
@@ -135,7 +124,7 @@ class _Capacity:
 
     def __init__(self, first_bytes: int, leave_out: int) -> None:
         self._latest: deque[int] = deque([0] * leave_out)
-        self.now = HEADER_BYTES + _ROOM_FOR_TEXT + aligned(first_bytes)
+        self.now = message.HEADER_BYTES + _ROOM_FOR_TEXT + message.aligned(first_bytes)
 
     def count(self, num_bytes: int) -> None:
         """Count a message of this size, sent or taken."""
@@ -150,7 +139,7 @@ class _Buffer:
     data: torch.Tensor
     views: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
 
-    def places(self, layout: MessageLayout, number: int, start: int) -> list[torch.Tensor]:
+    def places(self, layout: message.MessageLayout, number: int, start: int) -> list[torch.Tensor]:
         """Return the views of layout `number`'s tensors in a message whose tensors begin at `start`."""
         found = self.views.get((number, start))
         if found is None:
@@ -164,7 +153,7 @@ class ChannelSender(SendingEnd):
     def __init__(self, link: ChannelLink, first_bytes: int) -> None:
         self._link = link
         self._capacity = _Capacity(first_bytes, AHEAD - 1)
-        self._layouts = Layouts()
+        self._layouts = message.Layouts()
         self._leaving: deque[tuple[_Buffer, list[Any]]] = deque()
         self._num_left = 0
         self._direct = None if link.direct is None else DirectSends(link.direct, link.peer, link.timer)
@@ -175,19 +164,19 @@ class ChannelSender(SendingEnd):
         """Send a message; see `SendingEnd`."""
         while most_leaving is not None and len(self._leaving) >= most_leaving:
             self._wait_for_first()
-        key, tensors = layout_key_of(values)
+        key, tensors = message.layout_key_of(values)
         number, layout, text = self._layouts.of(key)
         body_bytes = 0 if self._link.direct is not None else layout.num_bytes
-        num_bytes = HEADER_BYTES + len(text) + body_bytes
+        num_bytes = message.HEADER_BYTES + len(text) + body_bytes
         spills = num_bytes > self._capacity.now
         self._capacity.count(num_bytes)
         buffer = self._take(num_bytes)
-        places = buffer.places(layout, number, HEADER_BYTES + len(text)) if body_bytes else ()
-        pack(buffer.data, text, places, tensors if body_bytes else ())
+        places = buffer.places(layout, number, message.HEADER_BYTES + len(text)) if body_bytes else ()
+        message.pack(buffer.data, text, places, tensors if body_bytes else ())
         # Copying waits for a GPU: only now is the message ready.
-        header = Header(unit, number, len(text), num_bytes, int(spills), self._link.clock(), note, taken)
-        write_header(buffer.data, header)
-        cuts = [(0, HEADER_BYTES, self._link.tag), (HEADER_BYTES, num_bytes, self._link.spill_tag)]
+        header = message.Header(unit, number, len(text), num_bytes, int(spills), self._link.clock(), note, taken)
+        message.write_header(buffer.data, header)
+        cuts = [(0, message.HEADER_BYTES, self._link.tag), (message.HEADER_BYTES, num_bytes, self._link.spill_tag)]
         pieces = cuts if spills else [(0, num_bytes, self._link.tag)]
         lane = self._link.lanes[self._num_sent % len(self._link.lanes)]
         self._num_sent += 1
@@ -236,7 +225,7 @@ class Receiver(ReceivingEnd):
     def __init__(self, link: ChannelLink, first_bytes: int) -> None:
         self._link = link
         self._capacity = _Capacity(first_bytes, 0)
-        self._layouts: list[MessageLayout] = []
+        self._layouts: list[message.MessageLayout] = []
         self._posted: deque[tuple[Any, torch.Tensor, Any]] = deque()
         self._num_posted = 0
         self.num_taken = 0
@@ -254,7 +243,7 @@ class Receiver(ReceivingEnd):
             self.expect(1)
         work, buffer, lane = self._posted.popleft()
         self._wait(work)
-        header = read_header(buffer)
+        header = message.read_header(buffer)
         if unit is not None and header.unit != unit:
             raise AssertionError(
                 f"rank {self._link.peer} sent unit {header.unit} (tag {self._link.tag}) where unit {unit} was awaited"
@@ -262,7 +251,7 @@ class Receiver(ReceivingEnd):
         if header.spilled:
             buffer = self._spilled(header, lane)
         arrived_s = self._link.clock()
-        layout, start = layout_in(buffer, header, self._layouts)
+        layout, start = message.layout_in(buffer, header, self._layouts)
         self._capacity.count(header.num_bytes)
         self.expect(0)
         if self._link.direct is None:
@@ -278,15 +267,15 @@ class Receiver(ReceivingEnd):
         with peers():
             work.wait()
 
-    def _spilled(self, header: Header, lane: Any) -> torch.Tensor:
+    def _spilled(self, header: message.Header, lane: Any) -> torch.Tensor:
         """Receive the rest of a message that did not fit the posted buffer."""
         buffer = self._link.buffer(header.num_bytes)
         with peers():
-            rest = buffer[HEADER_BYTES : header.num_bytes]
+            rest = buffer[message.HEADER_BYTES : header.num_bytes]
             dist.recv(rest, self._link.peer, group=lane, tag=self._link.spill_tag)
         return buffer
 
-    def _directly(self, layout: MessageLayout) -> list[torch.Tensor]:
+    def _directly(self, layout: message.MessageLayout) -> list[torch.Tensor]:
         """Receive the tensors by NCCL; the device waits, and the host for what it gets.
 
         NCCL receives after the current stream's earlier work; on the idle stream that is nothing, so bytes arrive while

@@ -6,22 +6,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 
+from pipebench.report import plot_style as style
 from pipebench.report.definition import Measure, Picture, Row
 from pipebench.report.evaluated import Evaluated, TableCell
-from pipebench.report.plot_style import (
-    GREY,
-    NORMAL,
-    colour,
-    draw_line,
-    explain_marks,
-    finish,
-    label_of,
-    legend,
-    mark_of,
-    number_of,
-    plain,
-    write_values,
-)
 from pipebench.report.wording import published_text, reproduced_text
 
 _BAR_IN, _GAP_IN, _FRAME_IN = 0.155, 0.12, 1.1
@@ -47,12 +34,12 @@ def bars_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
     bound = report.measure(picture.bound) if picture.bound else None
     for axes, measure in zip(panels, measures, strict=True):
         _draw(axes, evaluated, rows, measure, bound, publishes=publishes)
-        draw_line(axes, picture.line, across="x")
+        style.draw_line(axes, picture.line, across="x")
     _share_scales(panels, measures)
-    panels[0].set_yticks(range(len(rows)), [plain(row.title) for row in rows])
+    panels[0].set_yticks(range(len(rows)), [style.plain(row.title) for row in rows])
     panels[0].set_ylim(len(rows) - 0.4, -0.6)
-    legend(figure, panels[:1], least=2)
-    explain_marks(figure, [cell for cell in evaluated.cells if cell.measure in picture.measures])
+    style.legend(figure, panels[:1], least=2)
+    style.explain_marks(figure, [cell for cell in evaluated.cells if cell.measure in picture.measures])
     if bound is not None:
         _step_aside(figure, panels)
     return figure
@@ -93,20 +80,24 @@ def _draw(
         cells = [evaluated.cell(row.name, measure.name, column.name) for row in rows]
         places = [row + first + thick * (index + publishes) for row in range(len(rows))]
         values = [_number(cell) or 0.0 for cell in cells]
-        axes.barh(places, values, _FULL * thick, color=colour(index), linewidth=0, label=plain(column.title))
+        axes.barh(
+            places, values, _FULL * thick, color=style.colour(index), linewidth=0, label=style.plain(column.title)
+        )
         for place, cell, value in zip(places, cells, values, strict=True):
             if cell is not None:
                 ends.append(_draw_range(axes, cell, place, value))
-                _write(axes, ends[-1], place, f"{reproduced_text(cell, measure)} {mark_of(cell)}".strip(), "black")
+                _write(
+                    axes, ends[-1], place, f"{reproduced_text(cell, measure)} {style.mark_of(cell)}".strip(), "black"
+                )
         if bound is not None:
             limits = [_number(evaluated.cell(row.name, bound.name, column.name)) for row in rows]
-            ends += _draw_bound(axes, limits, places, thick, plain(bound.title))
+            ends += _draw_bound(axes, limits, places, thick, style.plain(bound.title))
     ranges = any(cell.measure == measure.name and cell.low != cell.high for cell in evaluated.cells)
     axes.set_xlim(0, (1 + (_ROOM_FOR_RANGES if ranges else _ROOM)) * max(ends) or 1.0)
-    axes.set_xlabel(plain(label_of(measure), 70), fontsize=NORMAL)
+    axes.set_xlabel(style.plain(style.label_of(measure), 70), fontsize=style.NORMAL)
     axes.locator_params(axis="x", nbins=_MOST_TICKS)
-    write_values(axes.xaxis, measure.unit)
-    finish(axes, grid="x")
+    style.write_values(axes.xaxis, measure.unit)
+    style.finish(axes, grid="x")
     axes.tick_params(axis="y", length=0)
 
 
@@ -115,13 +106,13 @@ def _draw_published(axes: Axes, rows: Sequence[Row], measure: Measure, first: fl
     values = [_published(row, measure) for row in rows]
     bars = axes.barh(
         [row + first for row in range(len(rows))], [value or 0.0 for value in values], thick, color="white",
-        edgecolor=GREY, linewidth=0.8, label="published",
+        edgecolor=style.GREY, linewidth=0.8, label="published",
     )  # fmt: skip
     for index, (bar, row, value) in enumerate(zip(bars, rows, values, strict=True)):
         if value is not None:
             published = row.published[measure.published_name]
             bar.set_linestyle("-" if published.bound in ("exact", "about") else ":")
-            _write(axes, value, index + first, published_text(published, measure), GREY)
+            _write(axes, value, index + first, published_text(published, measure), style.GREY)
             yield value
 
 
@@ -156,8 +147,8 @@ def _has(evaluated: Evaluated, row: Row, measure: Measure) -> bool:
 
 def _published(row: Row, measure: Measure) -> float | None:
     published = row.published.get(measure.published_name)
-    return None if published is None else number_of(published.value)
+    return None if published is None else style.number_of(published.value)
 
 
 def _number(cell: TableCell | None) -> float | None:
-    return None if cell is None else number_of(cell.value)
+    return None if cell is None else style.number_of(cell.value)

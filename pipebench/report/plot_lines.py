@@ -5,21 +5,9 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from pipebench.report import plot_style as style
 from pipebench.report.definition import Measure, Picture, Row
 from pipebench.report.evaluated import Evaluated
-from pipebench.report.plot_style import (
-    GREY,
-    NORMAL,
-    colour,
-    draw_line,
-    finish,
-    label_of,
-    legend,
-    marker,
-    number_of,
-    plain,
-    write_values,
-)
 
 _WIDTH_IN, _HEIGHT_IN, _FRAME_IN = 2.4, 2.3, 0.6
 _MOST_BESIDE = 5
@@ -52,15 +40,15 @@ def lines_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
         _draw(axes, evaluated, own, measure, [places[row.at[picture.x]] for row in own])
         if picture.bound:
             _draw_bound(axes, evaluated, own, report.measure(picture.bound), [places[row.at[picture.x]] for row in own])
-        draw_line(axes, picture.line)
-        axes.set_title(plain(f"{group}"), fontsize=NORMAL, loc="left")
+        style.draw_line(axes, picture.line)
+        axes.set_title(style.plain(f"{group}"), fontsize=style.NORMAL, loc="left")
     for axes in panels[len(groups) :]:
         axes.remove()
     _finish(panels[: len(groups)], places, beside)
-    figure.supxlabel(plain(picture.x.replace("_", " ")), fontsize=NORMAL)
-    figure.supylabel(plain(label_of(measure), 60), fontsize=NORMAL)
-    write_values(panels[0].yaxis, measure.unit)
-    legend(figure, panels)
+    figure.supxlabel(style.plain(picture.x.replace("_", " ")), fontsize=style.NORMAL)
+    figure.supylabel(style.plain(style.label_of(measure), 60), fontsize=style.NORMAL)
+    style.write_values(panels[0].yaxis, measure.unit)
+    style.legend(figure, panels)
     return figure
 
 
@@ -84,7 +72,7 @@ def _draw(axes: Axes, evaluated: Evaluated, rows: Sequence[Row], measure: Measur
             sign, label = _PUBLISHED[published.bound]
             axes.plot(
                 place, published.value, linestyle="none", marker=sign, markersize=7, markerfacecolor="none",
-                color=GREY, label=label, zorder=3,
+                color=style.GREY, label=label, zorder=3,
             )  # fmt: skip
     columns = evaluated.report.columns
     for index, column in enumerate(columns):
@@ -94,10 +82,10 @@ def _draw(axes: Axes, evaluated: Evaluated, rows: Sequence[Row], measure: Measur
             # The first are the widest, so that none hides another of the same values.
             wider = len(columns) - 1 - index
             axes.plot(
-                at, values, color=colour(index), marker=marker(index), markersize=3.5 + 2.0 * wider,
-                linewidth=1.4 + 1.4 * wider, label=plain(column.title),
+                at, values, color=style.colour(index), marker=style.marker(index), markersize=3.5 + 2.0 * wider,
+                linewidth=1.4 + 1.4 * wider, label=style.plain(column.title),
             )  # fmt: skip
-            axes.fill_between(at, lows, highs, color=colour(index), alpha=0.2, linewidth=0)
+            axes.fill_between(at, lows, highs, color=style.colour(index), alpha=0.2, linewidth=0)
 
 
 def _along(
@@ -107,7 +95,7 @@ def _along(
     found = []
     for place, row in zip(places, rows, strict=True):
         cell = evaluated.cell(row.name, measure.name, column)
-        if cell is not None and (value := number_of(cell.value)) is not None:
+        if cell is not None and (value := style.number_of(cell.value)) is not None:
             low, high = (value if end is None else end for end in (cell.low, cell.high))
             found.append((place, value, low, high))
     return sorted(found)
@@ -119,7 +107,7 @@ def _draw_bound(axes: Axes, evaluated: Evaluated, rows: Sequence[Row], bound: Me
     lines = dict.fromkeys(tuple(_along(evaluated, rows, bound, column, places)) for column in columns)
     for line in filter(None, lines):
         at, values, _, _ = zip(*line, strict=True)
-        axes.plot(at, values, color="black", linestyle="--", linewidth=1.2, label=plain(bound.title))
+        axes.plot(at, values, color="black", linestyle="--", linewidth=1.2, label=style.plain(bound.title))
 
 
 def _finish(panels: Sequence[Axes], places: dict[_Place, float], beside: int) -> None:
@@ -129,7 +117,9 @@ def _finish(panels: Sequence[Axes], places: dict[_Place, float], beside: int) ->
         if wide:
             axes.set_xscale("log", base=2)
         axes.minorticks_off()
-        axes.set_xticks(ticks, [f"{value:g}" if not isinstance(value, str) else plain(value, 16) for value in places])
+        axes.set_xticks(
+            ticks, [f"{value:g}" if not isinstance(value, str) else style.plain(value, 16) for value in places]
+        )
         axes.set_ylim(bottom=0)
-        finish(axes)
+        style.finish(axes)
         axes.tick_params(labelbottom=index + beside >= len(panels))

@@ -12,38 +12,23 @@ from pipebench.formats import num_bytes, percent
 from pipebench.show.inline import InlineFigure
 from pipebench.show.over_time import MOST_ROWS, NUM_PARTS, Map, Stacks, map_figure, stacks_figure
 from pipebench.show.pictures import axis_unit
-from pipebench.simulate.memory import (
-    ACTIVATIONS,
-    AGAIN,
-    GATHERED,
-    GRADIENTS,
-    KINDS,
-    MASTERS,
-    MOVED,
-    ON_HOST,
-    RECEIVED,
-    SENT,
-    STATE,
-    VERSIONS,
-    WEIGHTS,
-    WORKSPACES,
-)
+from pipebench.simulate import kinds
 from pipebench.simulate.memory_meter import Curve, MemoryPeak, MemoryTimeline
 
 MADE_BY = "pipebench memory"
 COLOURS: Final = {
-    WEIGHTS: "#0072B2",
-    VERSIONS: "#56B4E9",
-    GATHERED: "#882255",
-    MOVED: "#000000",
-    MASTERS: "#999999",
-    STATE: "#009E73",
-    GRADIENTS: "#D55E00",
-    ACTIVATIONS: "#E69F00",
-    AGAIN: "#F0E442",
-    WORKSPACES: "#44AA99",
-    SENT: "#CC79A7",
-    RECEIVED: "#E8C4D8",
+    kinds.WEIGHTS: "#0072B2",
+    kinds.VERSIONS: "#56B4E9",
+    kinds.GATHERED: "#882255",
+    kinds.MOVED: "#000000",
+    kinds.MASTERS: "#999999",
+    kinds.STATE: "#009E73",
+    kinds.GRADIENTS: "#D55E00",
+    kinds.ACTIVATIONS: "#E69F00",
+    kinds.AGAIN: "#F0E442",
+    kinds.WORKSPACES: "#44AA99",
+    kinds.SENT: "#CC79A7",
+    kinds.RECEIVED: "#E8C4D8",
 }
 _ROOMY = 2.5  # a limit so many times the highest peak, or more, is said and not drawn: it would leave nothing to see
 _BARS_IN, _PART_IN, _MOST_NAMES = 12.0, 2.0, 16
@@ -105,8 +90,8 @@ def peaks_figure(parts: Mapping[str, Sequence[MemoryPeak]], memory: MemoryTimeli
         axes.spines[["top", "right"]].set_visible(False)
     step = -(-len(names) // _MOST_NAMES)
     every[-1].set_xticks(range(0, len(names), step), names[::step], fontsize=8)
-    kinds = [kind for kind in COLOURS if any(peak.by_kind.get(kind) for row in parts.values() for peak in row)]
-    handles = [Patch(color=COLOURS[kind], label=kind) for kind in kinds]
+    shown = [kind for kind in COLOURS if any(peak.by_kind.get(kind) for row in parts.values() for peak in row)]
+    handles = [Patch(color=COLOURS[kind], label=kind) for kind in shown]
     figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize=9)
     return figure
 
@@ -127,7 +112,7 @@ def _draw_host(axes: Axes, curve: Curve, end_s: float, scale: float) -> None:
         lasts = np.append(np.diff(curve.times_s) > 0, True)  # of several changes at one moment only the last does
         times_s = np.append(curve.times_s[lasts], end_s) / axis_unit(end_s)[0]
         on_host = np.append(curve.host_bytes[lasts], curve.host_bytes[-1]) / scale
-        axes.step(times_s, on_host, where="post", color="#333333", linestyle=":", linewidth=1.2, label=ON_HOST)
+        axes.step(times_s, on_host, where="post", color="#333333", linestyle=":", linewidth=1.2, label=kinds.ON_HOST)
 
 
 def _title(memory: MemoryTimeline, *, is_drawn: bool) -> str:
@@ -149,7 +134,7 @@ def _note(memory: MemoryTimeline, worker: int) -> str:
 def _stack(curve: Curve, end_s: float) -> NDArray[np.float64]:
     """Return [kind, part]: the bytes at the fullest moment of each part."""
     totals = curve.num_bytes.sum(axis=0)
-    found = np.zeros((len(KINDS), NUM_PARTS))
+    found = np.zeros((len(kinds.KINDS), NUM_PARTS))
     for part, (start, stop) in enumerate(_moments(curve, end_s)):
         if stop > start:
             found[:, part] = curve.num_bytes[:, start + int(totals[start:stop].argmax())]

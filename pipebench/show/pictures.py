@@ -13,20 +13,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
 from pipebench.formats import is_share, seconds
-from pipebench.schedule.operations import (
-    ACTIVATION,
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    GRADIENT,
-    MIGRATION,
-    SEND,
-    SWAP_IN,
-    SWAP_OUT,
-    UPDATE,
-    WAIT,
-)
+from pipebench.schedule import operations
 from pipebench.show.inline import InlineFigure
 from pipebench.simulate.timeline import (
     BUFFERS,
@@ -46,25 +33,25 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 _SPAN_COLOURS = {
-    FORWARD: "#56B4E9",
-    BACKWARD: "#E69F00",
-    BACKWARD_INPUT: "#E69F00",
-    BACKWARD_WEIGHT: "#F0E442",
-    UPDATE: "#009E73",
+    operations.FORWARD: "#56B4E9",
+    operations.BACKWARD: "#E69F00",
+    operations.BACKWARD_INPUT: "#E69F00",
+    operations.BACKWARD_WEIGHT: "#F0E442",
+    operations.UPDATE: "#009E73",
     EVALUATE: "#CC79A7",
-    SEND: "#0072B2",
-    WAIT: "#E8E8E8",
+    operations.SEND: "#0072B2",
+    operations.WAIT: "#E8E8E8",
 }
 _TRANSFER_COLOURS = {
-    ACTIVATION: "#0072B2",
-    GRADIENT: "#D55E00",
+    operations.ACTIVATION: "#0072B2",
+    operations.GRADIENT: "#D55E00",
     **dict.fromkeys(SYNC_KINDS, "#333333"),
     BUFFERS: "#999999",
     EVALUATION: "#CC79A7",
     CONTROL: "#F0E442",
-    MIGRATION: "#009E73",
-    SWAP_OUT: "#AA4499",
-    SWAP_IN: "#332288",
+    operations.MIGRATION: "#009E73",
+    operations.SWAP_OUT: "#AA4499",
+    operations.SWAP_IN: "#332288",
 }
 CURVE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _CURVE_STYLES = ("-", "--", "-.", ":")
@@ -75,8 +62,8 @@ _AXIS_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 _BOX_BOTTOM, _BOX_HEIGHT = -0.18, 0.58
 _STRIP_HEIGHT = 0.11
 _UPPER_STRIP, _LOWER_STRIP = -0.31, -0.43
-_UPPER_KINDS = (ACTIVATION, GRADIENT, EVALUATION)
-_BOTTOMS = {**dict.fromkeys(_UPPER_KINDS, _UPPER_STRIP), SWAP_OUT: _LOWER_STRIP + _STRIP_HEIGHT / 2}
+_UPPER_KINDS = (operations.ACTIVATION, operations.GRADIENT, EVALUATION)
+_BOTTOMS = {**dict.fromkeys(_UPPER_KINDS, _UPPER_STRIP), operations.SWAP_OUT: _LOWER_STRIP + _STRIP_HEIGHT / 2}
 
 _WIDTH_IN, _ROW_IN, _FONT_POINTS = 14.0, 0.62, 7.5
 _CHAR_IN = 0.62 * _FONT_POINTS / 72  # mean width of a sans-serif character
@@ -117,7 +104,7 @@ def readable_end_s(timeline: Timeline) -> float:
     s_per_inch = sorted((span.end_s - span.start_s) / _text_in(_box_text(span)) for span in work)
     first_backward_s: dict[int, float] = {}
     for span in work:
-        if span.kind in (BACKWARD, BACKWARD_INPUT):
+        if span.kind in (operations.BACKWARD, operations.BACKWARD_INPUT):
             first_backward_s.setdefault(span.worker, span.end_s)
     # Stages of about the same speed should all have their numbers, hence the tenth.
     readable_s = max(0.9 * s_per_inch[len(work) // 4] * _PLOT_IN, *first_backward_s.values(), 0.0)
@@ -167,7 +154,7 @@ def text_picture(timeline: Timeline, unit_s: float | None = None, width: int = 8
     unit_s = unit_s or natural_unit_s(timeline)
     starts_s: dict[int, float] = {}
     for span in timeline.spans:
-        if span.kind not in (SEND, WAIT):
+        if span.kind not in (operations.SEND, operations.WAIT):
             starts_s.setdefault(span.worker, span.start_s)
     filled_s = int(max(starts_s.values(), default=0.0) / unit_s) * unit_s
     lines, begin_s = list[str](), 0.0
@@ -184,7 +171,7 @@ def text_picture(timeline: Timeline, unit_s: float | None = None, width: int = 8
 
 def _text_lines(timeline: Timeline, unit_s: float, longer: int, width: int) -> tuple[list[str], set[int]]:
     """Return a line per worker, in cells of `longer` units, and the workers whose lines show work."""
-    work = [span for span in timeline.spans if span.kind not in (SEND, WAIT) and span.end_s > 0]
+    work = [span for span in timeline.spans if span.kind not in (operations.SEND, operations.WAIT) and span.end_s > 0]
     name_width = max(len(name) for name in timeline.worker_names)
     cell_s = unit_s * longer
     num_cells, cell_width = _cells(work, cell_s, width - name_width - 2)
@@ -244,7 +231,7 @@ def _draw_spans(axes: Axes, spans: Sequence[Span], scale_s: float) -> None:
     bottom, height = _BOX_BOTTOM, _BOX_HEIGHT
     for (worker, kind), group in _grouped(spans, lambda span: (span.worker, span.kind)).items():
         bars = [(span.start_s / scale_s, (span.end_s - span.start_s) / scale_s) for span in group]
-        edge, line = ("none", 0.0) if kind == WAIT else ("white", 0.6)
+        edge, line = ("none", 0.0) if kind == operations.WAIT else ("white", 0.6)
         axes.broken_barh(
             bars,
             (worker - bottom - height, height),
@@ -285,7 +272,7 @@ def _box_text(span: Span) -> str:
     if span.kind in PASSES:
         # The colour says which of them it is; a stage stands first where workers have several: 4F0.1 is 4:0.1.
         return re.sub(r"[A-Za-z]+", ":", span.label).removeprefix(":")
-    return "" if span.kind in (SEND, WAIT) else span.label
+    return "" if span.kind in (operations.SEND, operations.WAIT) else span.label
 
 
 def _add_legend(figure: InlineFigure, spans: Sequence[Span], transfers: Sequence[Transfer]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipebench.schedule.operations import SEND, SWAP_IN, SWAP_OUT, WAIT
-from pipebench.simulate.memory import KINDS
+from pipebench.simulate.kinds import KINDS
 from pipebench.simulate.memory_meter import MemoryTimeline
 from pipebench.simulate.timeline import SWAP_KINDS, Span, Timeline, Transfer
 

@@ -6,7 +6,6 @@ When they are held follows from instructions: see `replica_memory`.
 import itertools
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
 from pipebench.model.plan import Plan, StagePlan
 from pipebench.model.sampling import Size, UnitShape
@@ -14,30 +13,6 @@ from pipebench.profile.model import LayerProfile, ParameterBytes, Profile
 from pipebench.schedule.modes import RECOMPUTE, SWAP
 from pipebench.schedule.pipeline import SPLIT, Pipeline
 from pipebench.schedule.weights import WEIGHT_POLICIES
-
-# Purposes of bytes, in the order in which pictures stack them.
-WEIGHTS, VERSIONS, MOVED, MASTERS = "weights", "older versions", "moved weights", "masters"
-GATHERED = "gathered weights"  # of all replicas' shards, for a pass
-STATE, GRADIENTS, ACTIVATIONS, AGAIN = "optimizer state", "gradients", "activations", "computed again"
-WORKSPACES = "workspaces"  # of kernels, where the profile measured them
-SENT, RECEIVED = "being sent", "received"
-ON_HOST = "on the host"  # on a device's host, not part of the device's memory
-KINDS: Final = (
-    WEIGHTS,
-    VERSIONS,
-    GATHERED,
-    MOVED,
-    MASTERS,
-    STATE,
-    GRADIENTS,
-    ACTIVATIONS,
-    AGAIN,
-    WORKSPACES,
-    SENT,
-    RECEIVED,
-)
-WHATEVER_SIZE: Final = KINDS[:7]  # independent of the minibatch
-HELD: Final = KINDS[:8]  # between instructions; engines count these in live tensors
 
 Bytes = Mapping[Size, int]
 

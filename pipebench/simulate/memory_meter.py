@@ -20,7 +20,8 @@ from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, SEND, Op, with_kind
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.simulate.costs import Costs
-from pipebench.simulate.memory import KINDS, ON_HOST, RECEIVED, SENT, WEIGHTS, StageMemoryCosts
+from pipebench.simulate.kinds import KINDS, ON_HOST, RECEIVED, SENT, WEIGHTS
+from pipebench.simulate.memory import StageMemoryCosts
 from pipebench.simulate.replica_memory import Change, ReplicaMemory
 from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.timeline import Transfer

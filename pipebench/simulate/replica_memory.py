@@ -11,21 +11,8 @@ from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import BACKWARDS, Instruction
 from pipebench.schedule.operations import Op
 from pipebench.schedule.version_ledger import VersionLedger
-from pipebench.simulate.memory import (
-    ACTIVATIONS,
-    AGAIN,
-    GATHERED,
-    GRADIENTS,
-    MASTERS,
-    MOVED,
-    ON_HOST,
-    RECEIVED,
-    STATE,
-    VERSIONS,
-    WEIGHTS,
-    WORKSPACES,
-    StageMemoryCosts,
-)
+from pipebench.simulate import kinds
+from pipebench.simulate.memory import StageMemoryCosts
 
 _PASSES = (Op.FORWARD, *BACKWARDS)
 
@@ -88,12 +75,12 @@ class ReplicaMemory:
         """Drop a unit in flight: its backward is over, or runs elsewhere."""
         alive = len(self._versions.alive)
         version, num_bytes = self._units.pop(unit)
-        yield Change(ACTIVATIONS, -num_bytes, True)
+        yield Change(kinds.ACTIVATIONS, -num_bytes, True)
         if version >= 0:
             self._versions.release(version)
             yield from self._of_versions(alive, at_end=True)
         if self._is_retired and not self._units:
-            yield Change(WEIGHTS, -self._memory.untrained, True)
+            yield Change(kinds.WEIGHTS, -self._memory.untrained, True)
 
     def give_gradients(self) -> int:
         """Return the bytes of the gradients, which another replica counts from now on."""
@@ -110,15 +97,15 @@ class ReplicaMemory:
     def before(self) -> Iterator[Change]:
         """Yield what is there before anything runs."""
         memory = self._memory
-        yield Change(WEIGHTS, memory.untrained + memory.weights, False)
-        yield Change(MASTERS, memory.masters, False)
-        yield Change(MOVED, memory.copies * memory.weights, False)
-        yield Change(STATE, memory.state * self._has_state, False)
+        yield Change(kinds.WEIGHTS, memory.untrained + memory.weights, False)
+        yield Change(kinds.MASTERS, memory.masters, False)
+        yield Change(kinds.MOVED, memory.copies * memory.weights, False)
+        yield Change(kinds.STATE, memory.state * self._has_state, False)
 
     def changes(self, it: Instruction, size: Size) -> Iterator[Change]:
         """Yield what an instruction of this stage and replica changes, in order; `size` is of its unit."""
         if it.op in _PASSES and (workspace := self._memory.workspace[size]):
-            yield from (Change(WORKSPACES, workspace, False), Change(WORKSPACES, -workspace, True))
+            yield from (Change(kinds.WORKSPACES, workspace, False), Change(kinds.WORKSPACES, -workspace, True))
         if it.op is Op.FORWARD:
             yield from self._forward(it, size)
         elif it.op is Op.BACKWARD:
@@ -128,21 +115,21 @@ class ReplicaMemory:
         elif it.op is Op.BACKWARD_WEIGHT:
             yield from self._backward_weight(it, size)
         elif it.op is Op.SWAP_OUT:
-            yield Change(ON_HOST, self._memory.swapped[size], False)
-            yield Change(ACTIVATIONS, -self._memory.swapped[size], True)
+            yield Change(kinds.ON_HOST, self._memory.swapped[size], False)
+            yield Change(kinds.ACTIVATIONS, -self._memory.swapped[size], True)
         elif it.op is Op.SWAP_IN:
-            yield Change(ACTIVATIONS, self._memory.swapped[size], False)
-            yield Change(ON_HOST, -self._memory.swapped[size], True)
+            yield Change(kinds.ACTIVATIONS, self._memory.swapped[size], False)
+            yield Change(kinds.ON_HOST, -self._memory.swapped[size], True)
         elif it.op in (Op.WAIT_ALL_REDUCE, Op.WAIT_TIED):
             yield self._gradients_are(self._memory.gathered, at_end=True)
         elif it.op is Op.WAIT_SCATTER:
             yield self._gradients_are(self._memory.scattered, at_end=True)
         elif it.op is Op.GATHER and not self._is_gathered:
             self._is_gathered = True
-            yield Change(GATHERED, self._memory.gathered, False)
+            yield Change(kinds.GATHERED, self._memory.gathered, False)
         elif it.op is Op.FREE:
             self._is_gathered = False
-            yield Change(GATHERED, -self._memory.gathered, True)
+            yield Change(kinds.GATHERED, -self._memory.gathered, True)
         elif it.op is Op.UPDATE:
             yield from self._update(it)
 
@@ -154,34 +141,34 @@ class ReplicaMemory:
             self._moved = it.version, it.ahead
             if self._shared:
                 self._shared = False
-                yield Change(MOVED, -memory.weights, False)
+                yield Change(kinds.MOVED, -memory.weights, False)
         self._units[it.number] = it.version, memory.unit[size]
         if it.version >= 0:
             self._versions.use(it.version)
-        yield Change(RECEIVED, memory.relayed[size] - memory.received[size], False)
-        yield Change(ACTIVATIONS, memory.unit[size], False)
-        yield Change(RECEIVED, -memory.relayed[size], True)
+        yield Change(kinds.RECEIVED, memory.relayed[size] - memory.received[size], False)
+        yield Change(kinds.ACTIVATIONS, memory.unit[size], False)
+        yield Change(kinds.RECEIVED, -memory.relayed[size], True)
 
     def _backward(self, it: Instruction, size: Size) -> Iterator[Change]:
         if size == 0:
             return
-        yield Change(AGAIN, self._memory.again[size], False)
+        yield Change(kinds.AGAIN, self._memory.again[size], False)
         yield self._gradients_are(self._memory.gathered, at_end=False)
-        yield Change(AGAIN, -self._memory.again[size], True)
-        yield Change(RECEIVED, -self._memory.returned[size], True)
+        yield Change(kinds.AGAIN, -self._memory.again[size], True)
+        yield Change(kinds.RECEIVED, -self._memory.returned[size], True)
         yield from self.drop_unit(it.number)
 
     def _backward_input(self, it: Instruction, size: Size) -> Iterator[Change]:
         memory = self._memory
         if size == 0:
             return
-        yield Change(AGAIN, memory.again[size], False)
+        yield Change(kinds.AGAIN, memory.again[size], False)
         yield self._gradients_are(max(self._gradients, memory.early_gradients), at_end=False)
-        yield Change(AGAIN, -memory.again[size], True)
-        yield Change(RECEIVED, -memory.returned[size], True)
+        yield Change(kinds.AGAIN, -memory.again[size], True)
+        yield Change(kinds.RECEIVED, -memory.returned[size], True)
         version, num_bytes = self._units[it.number]
         self._units[it.number] = version, memory.rest[size]
-        yield Change(ACTIVATIONS, memory.rest[size] - num_bytes, True)
+        yield Change(kinds.ACTIVATIONS, memory.rest[size] - num_bytes, True)
 
     def _backward_weight(self, it: Instruction, size: Size) -> Iterator[Change]:
         if size != 0:
@@ -195,7 +182,7 @@ class ReplicaMemory:
         yield from self.make_state()
         if memory.shares_moved and it.version <= it.number and self._moved is not None and not self._shared:
             self._shared = True
-            yield Change(MOVED, memory.weights, False)
+            yield Change(kinds.MOVED, memory.weights, False)
         self._versions.step(it.version)
         yield from self._of_versions(alive, at_end=False)
         yield self._gradients_are(0, at_end=True)
@@ -204,24 +191,24 @@ class ReplicaMemory:
         """Have the optimizer's state, which its first step makes."""
         if not self._has_state:
             self._has_state = True
-            yield Change(STATE, self._memory.state, False)
+            yield Change(kinds.STATE, self._memory.state, False)
 
     def _by_kind(self) -> dict[str, int]:
         """Return what it holds between two instructions."""
         memory, alive, steps = self._memory, len(self._versions.alive), not self._is_retired
         return {
-            WEIGHTS: memory.weights * steps + memory.untrained * (steps or bool(self._units)),
-            VERSIONS: memory.weights * (alive - steps),
-            MASTERS: memory.masters * steps,
-            STATE: memory.state * (self._has_state and steps),
-            GRADIENTS: self._gradients,
-            ACTIVATIONS: sum(num_bytes for _, num_bytes in self._units.values()),
+            kinds.WEIGHTS: memory.weights * steps + memory.untrained * (steps or bool(self._units)),
+            kinds.VERSIONS: memory.weights * (alive - steps),
+            kinds.MASTERS: memory.masters * steps,
+            kinds.STATE: memory.state * (self._has_state and steps),
+            kinds.GRADIENTS: self._gradients,
+            kinds.ACTIVATIONS: sum(num_bytes for _, num_bytes in self._units.values()),
         }
 
     def _gradients_are(self, num_bytes: int, *, at_end: bool) -> Change:
-        change = Change(GRADIENTS, num_bytes - self._gradients, at_end)
+        change = Change(kinds.GRADIENTS, num_bytes - self._gradients, at_end)
         self._gradients = num_bytes
         return change
 
     def _of_versions(self, before: int, *, at_end: bool) -> Iterator[Change]:
-        yield Change(VERSIONS, (len(self._versions.alive) - before) * self._memory.weights, at_end)
+        yield Change(kinds.VERSIONS, (len(self._versions.alive) - before) * self._memory.weights, at_end)

@@ -16,7 +16,8 @@ from pipebench.schedule.orders import ALL_FORWARDS
 from pipebench.schedule.pipeline import SPLIT, Pipeline
 from pipebench.schedule.weights import update_costs
 from pipebench.simulate.costs import stage_costs
-from pipebench.simulate.memory import WHATEVER_SIZE, stage_memories
+from pipebench.simulate.kinds import WHATEVER_SIZE
+from pipebench.simulate.memory import stage_memories
 from pipebench.simulate.memory_meter import MemoryMeter, MemoryPeak, MemoryTimeline
 from pipebench.simulate.meter import Listener, Meter
 from pipebench.simulate.occupancy import Occupancy, OccupancyMeter

@@ -15,7 +15,8 @@ from pipebench.engine.replica import LiveBytes, Replica
 from pipebench.engine.setup import Setup
 from pipebench.hooks import EXTENSIONS
 from pipebench.schedule.pipeline import Pipeline
-from pipebench.simulate.memory import MOVED, StageMemoryCosts, stage_memories
+from pipebench.simulate.kinds import MOVED
+from pipebench.simulate.memory import StageMemoryCosts, stage_memories
 from pipebench.simulate.memory_meter import MemoryExtension, MemoryMeter
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.replica_memory import Change, ReplicaMemory

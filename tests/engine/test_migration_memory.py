@@ -19,7 +19,7 @@ from pipebench.extensions.moves.simulated_engine import SimulatedEngine
 from pipebench.extensions.moves.simulated_segment import SimulatedSegment
 from pipebench.model.plan import recut
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
-from pipebench.simulate.memory import ACTIVATIONS, AGAIN, KINDS, RECEIVED, SENT
+from pipebench.simulate.kinds import ACTIVATIONS, AGAIN, KINDS, RECEIVED, SENT
 from pipebench.simulate.memory_meter import Curve
 from tests.simulate.test_memory import profile_of
 from tests.support import Blobs, HalfTrained, Mlp, flat_cluster, make_engine, make_setup

@@ -16,7 +16,8 @@ from pipebench.engine.shards import divided
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.model.large_batch import LAMB, LARS
 from pipebench.recipe.schema import LossScaleRecipe
-from pipebench.simulate.memory import MASTERS, STATE, WEIGHTS, stage_memories
+from pipebench.simulate.kinds import MASTERS, STATE, WEIGHTS
+from pipebench.simulate.memory import stage_memories
 from pipebench.simulate.memory_meter import MemoryMeter
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.steady import simulate_all

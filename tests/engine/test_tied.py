@@ -25,7 +25,7 @@ from pipebench.schedule.programs import programs
 from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.simulate.costs import HostCosts, SharedProcessors
 from pipebench.simulate.crowded import simulation_of
-from pipebench.simulate.memory import WHATEVER_SIZE
+from pipebench.simulate.kinds import WHATEVER_SIZE
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import TimelineEvent
 from tests.checkpoint.support import captured, restored

@@ -16,7 +16,7 @@ from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.recipe.ranges import CHOICES
 from pipebench.schedule.syncs import ALL_REDUCE
-from pipebench.simulate.memory import AGAIN, HELD, KINDS
+from pipebench.simulate.kinds import AGAIN, HELD, KINDS
 from pipebench.simulate.network import Network
 from pipebench.simulate.steady import simulate_all, simulate_segment
 from pipebench.train.job import Job

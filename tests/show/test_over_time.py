@@ -13,7 +13,7 @@ from pipebench.show import memory_picture, occupancy_picture
 from pipebench.show.memory_picture import COLOURS, memory_figure, peaks_figure
 from pipebench.show.occupancy_picture import occupancy_figure
 from pipebench.show.over_time import MOST_ROWS
-from pipebench.simulate.memory import ACTIVATIONS, KINDS, RECEIVED, WEIGHTS
+from pipebench.simulate.kinds import ACTIVATIONS, KINDS, RECEIVED, WEIGHTS
 from pipebench.simulate.memory_meter import Curve, MemoryPeak, MemoryTimeline
 from pipebench.simulate.occupancy import STATES, Occupancy
 

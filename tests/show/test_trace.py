@@ -12,7 +12,7 @@ import pytest
 from pipebench.schedule.operations import ACTIVATION, SWAP_IN, SWAP_OUT
 from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.show.trace import write_trace
-from pipebench.simulate.memory import ACTIVATIONS, KINDS, WEIGHTS
+from pipebench.simulate.kinds import ACTIVATIONS, KINDS, WEIGHTS
 from pipebench.simulate.memory_meter import Curve, MemoryTimeline
 from pipebench.simulate.timeline import Span, Timeline, Transfer
 

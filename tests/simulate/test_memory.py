@@ -29,7 +29,7 @@ from pipebench.schedule.pipeline import SPLIT
 from pipebench.schedule.programs import most_in_flight, programs
 from pipebench.simulate import memory_meter
 from pipebench.simulate.costs import stage_costs
-from pipebench.simulate.memory import (
+from pipebench.simulate.kinds import (
     ACTIVATIONS,
     AGAIN,
     GATHERED,
@@ -44,9 +44,8 @@ from pipebench.simulate.memory import (
     VERSIONS,
     WEIGHTS,
     WORKSPACES,
-    StageMemoryCosts,
-    stage_memories,
 )
+from pipebench.simulate.memory import StageMemoryCosts, stage_memories
 from pipebench.simulate.memory_meter import MemoryMeter, MemoryTimeline
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.replica_memory import Change, ReplicaMemory

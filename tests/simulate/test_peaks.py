@@ -18,7 +18,7 @@ from pipebench.planner.memory import MemoryRule
 from pipebench.planner.state_graph import prefixes
 from pipebench.schedule.programs import most_in_flight
 from pipebench.simulate.costs import stage_costs
-from pipebench.simulate.memory import AGAIN, HELD, KINDS
+from pipebench.simulate.kinds import AGAIN, HELD, KINDS
 from pipebench.simulate.memory_meter import MemoryMeter
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.simulation import TimelineEvent

@@ -23,7 +23,8 @@ from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.schedule.programs import most_in_flight
 from pipebench.simulate import memory_meter
 from pipebench.simulate.costs import stage_costs
-from pipebench.simulate.memory import ACTIVATIONS, KINDS, MASTERS, STATE, WEIGHTS, kept_bytes, swapped_bytes
+from pipebench.simulate.kinds import ACTIVATIONS, KINDS, MASTERS, STATE, WEIGHTS
+from pipebench.simulate.memory import kept_bytes, swapped_bytes
 from pipebench.simulate.memory_meter import MemoryTimeline
 from tests.engine.test_swap import MODELS
 from tests.replicas import replicas_of

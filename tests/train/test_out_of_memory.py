@@ -23,7 +23,8 @@ from pipebench.profile import measure
 from pipebench.profile.enough import StopRule
 from pipebench.profile.request import ProfileRequest
 from pipebench.profile.stored import read_profile, write_profile
-from pipebench.simulate.memory import WORKSPACES, stage_memories
+from pipebench.simulate.kinds import WORKSPACES
+from pipebench.simulate.memory import stage_memories
 from pipebench.train.engines import on_virtual_clock
 from pipebench.train.loop import TrainingLoop
 from pipebench.train.memory_forecast import MemoryForecast

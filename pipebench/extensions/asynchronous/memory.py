@@ -11,7 +11,8 @@ from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.syncs import SYNCS
-from pipebench.simulate.memory import RECEIVED, SENT, StageMemoryCosts
+from pipebench.simulate.kinds import RECEIVED, SENT
+from pipebench.simulate.memory import StageMemoryCosts
 from pipebench.simulate.memory_meter import MemoryExtension, WorkerChange
 from pipebench.simulate.replica_memory import Change, ReplicaMemory
 from pipebench.simulate.simulation import TimelineEvent

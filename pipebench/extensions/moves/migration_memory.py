@@ -21,21 +21,8 @@ from pipebench.model.plan import StagePlan
 from pipebench.model.sampling import Size
 from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, RECEIVE, Op, with_kind
-from pipebench.simulate.memory import (
-    ACTIVATIONS,
-    AGAIN,
-    GRADIENTS,
-    MASTERS,
-    MOVED,
-    RECEIVED,
-    SENT,
-    STATE,
-    VERSIONS,
-    WEIGHTS,
-    StageMemoryCosts,
-    layers_memory,
-    stage_memories,
-)
+from pipebench.simulate import kinds
+from pipebench.simulate.memory import StageMemoryCosts, layers_memory, stage_memories
 from pipebench.simulate.memory_meter import MemoryMeter, MemoryTimeline
 from pipebench.simulate.replica_memory import Change, ReplicaMemory
 from pipebench.simulate.simulation import TimelineEvent
@@ -45,7 +32,8 @@ Inputs = Mapping[Size, Mapping[str, int]]  # by size of the unit, bytes of every
 
 # Kinds as in `replica.LiveBytes`: units waiting to be transferred count at their stage until sent.
 _COUNTED: Final = {
-    WEIGHTS: 0, VERSIONS: 0, MOVED: 1, MASTERS: 2, STATE: 2, GRADIENTS: 3, ACTIVATIONS: 4, SENT: 4, AGAIN: 5,
+    kinds.WEIGHTS: 0, kinds.VERSIONS: 0, kinds.MOVED: 1, kinds.MASTERS: 2, kinds.STATE: 2, kinds.GRADIENTS: 3,
+    kinds.ACTIVATIONS: 4, kinds.SENT: 4, kinds.AGAIN: 5,
 }  # fmt: skip
 _OF_A_UNIT: Final = (Op.FORWARD, *BACKWARDS, *COPIES)
 
@@ -218,7 +206,7 @@ class _MigratingMemory:
         elif op is Op.UPDATE:
             for part in self._parts:
                 yield from part.replica.changes(it, size)
-            yield Change(GRADIENTS, -self._gradients, True)
+            yield Change(kinds.GRADIENTS, -self._gradients, True)
             self._gradients = 0
         elif op in COPIES:
             for replica in self._parts.ran_here(it.number):
@@ -232,13 +220,14 @@ class _MigratingMemory:
         elif op is Op.GIVE:
             yield from self._parts.leave(it.peer).dropped(at_end=False)
         elif op is Op.GIVE_UNIT:
-            yield Change(SENT, -self._pending_transfers.pop((it.number, it.peer), 0), False)
+            yield Change(kinds.SENT, -self._pending_transfers.pop((it.number, it.peer), 0), False)
         elif op is Op.FORWARD_AGAIN:
             yield from self._forward_again(it, size)
         elif op is Op.TAKE:
             block = self._phases.handed(it.peer, it.stage, it.number)
             yield from self._replaced(*self._parts.join(block, self._copy))
-            yield Change(RECEIVED, -self._costs.num_bytes(Instruction(Op.GIVE, it.peer, it.number, it.stage)), True)
+            given = Instruction(Op.GIVE, it.peer, it.number, it.stage)
+            yield Change(kinds.RECEIVED, -self._costs.num_bytes(given), True)
 
     def _gathered(self) -> Iterator[Change]:
         """Drop replicas no longer needed, if one replica runs the stage again."""
@@ -253,12 +242,12 @@ class _MigratingMemory:
     def _forward(self, it: Instruction, size: Size) -> Iterator[Change]:
         if not size:
             return
-        yield Change(RECEIVED, -self._arrived[Op.RECEIVE_ACTIVATION].pop(it.number, 0), False)
+        yield Change(kinds.RECEIVED, -self._arrived[Op.RECEIVE_ACTIVATION].pop(it.number, 0), False)
         for part in self._parts.begin(it.number):
             if part.leaves_to is not None:
                 given = Instruction(Op.GIVE_UNIT, self._index, it.number, part.leaves_to)
                 aside = self._pending_transfers[it.number, part.leaves_to] = self._costs.num_bytes(given)
-                yield Change(SENT, aside, False)
+                yield Change(kinds.SENT, aside, False)
             yield from part.replica.changes(it, size)
             if part.leaves_to is not None:
                 yield from part.replica.drop_unit(it.number)
@@ -270,11 +259,11 @@ class _MigratingMemory:
             if all(replica is not part.replica for part in self._parts):
                 self._gradients += replica.give_gradients()
         # Replicas recompute one after the other.
-        again = max([0, *(change.num_bytes for change in changes if change.kind == AGAIN)])
-        yield Change(AGAIN, again, False)
-        yield from (change for change in changes if change.kind != AGAIN)
-        yield Change(AGAIN, -again, True)
-        yield Change(RECEIVED, -self._arrived[Op.RECEIVE_GRADIENT].pop(it.number, 0), True)
+        again = max([0, *(change.num_bytes for change in changes if change.kind == kinds.AGAIN)])
+        yield Change(kinds.AGAIN, again, False)
+        yield from (change for change in changes if change.kind != kinds.AGAIN)
+        yield Change(kinds.AGAIN, -again, True)
+        yield Change(kinds.RECEIVED, -self._arrived[Op.RECEIVE_GRADIENT].pop(it.number, 0), True)
 
     def _replaced(self, old: ReplicaMemory, made: list[ReplicaMemory]) -> Iterator[Change]:
         """Replace a replica, which then makes no more updates, by others."""
@@ -289,13 +278,13 @@ class _MigratingMemory:
         block = self._phases.handed(it.peer, it.stage, it.number)
         given = Instruction(Op.GIVE_UNIT, it.peer, it.number, it.stage)
         read = self._costs.read_bytes(given)
-        yield Change(RECEIVED, -read, False)  # counted as activations from now on
+        yield Change(kinds.RECEIVED, -read, False)  # counted as activations from now on
         is_new = block.source not in self._parts.guests
         guest = self._parts.guest(block, it.number, self._make)
         if is_new:
             yield from guest.created()
         yield from guest.changes(Instruction(Op.FORWARD, it.stage, it.number), size)
-        yield Change(RECEIVED, read - self._costs.num_bytes(given), True)
+        yield Change(kinds.RECEIVED, read - self._costs.num_bytes(given), True)
 
     def _crossing_bytes(self, it: Instruction) -> int:
         costs, size = self._costs.costs, self._costs.size_of(it.number)
