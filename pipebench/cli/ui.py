@@ -3,7 +3,7 @@
 import click
 
 from pipebench.run.folder import records
-from pipebench.tracking import open_ui
+from pipebench.tracking.ui import open_ui
 
 
 @click.command

@@ -21,9 +21,9 @@ from pipebench.run.preflight_all import preflight_all
 from pipebench.run.request import RunRequest
 from pipebench.run.runner import RUNS, decide
 from pipebench.run.suite import Suite
-from pipebench.tracking import RunLog, Tracking
 from pipebench.tracking.identity import recipe_hash, source_version
 from pipebench.tracking.results import RecordedRuns
+from pipebench.tracking.run_log import RunLog, Tracking
 from pipebench.train.result import INTERRUPTED, RunResult
 
 UNTRAINED = "not trained"

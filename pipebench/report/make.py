@@ -21,7 +21,8 @@ from pipebench.run.identity import code_identity
 from pipebench.run.runner import draw
 from pipebench.show.progress import preparing
 from pipebench.show.terminal import standard_output
-from pipebench.tracking import RunLog, Tracking, require_writable
+from pipebench.tracking.run_log import RunLog, Tracking
+from pipebench.tracking.store import require_writable
 from pipebench.tracking.ui import server_address
 from pipebench.train.largest_minibatch import largest_minibatch
 

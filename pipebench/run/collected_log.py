@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
-from pipebench.tracking import RunLog
 from pipebench.tracking.record import LOG_FILE
+from pipebench.tracking.run_log import RunLog
 
 _MOST_INSTRUCTIONS = 150_000  # kept with --verbose: some 16 MB, of ten thousand minibatches
 

@@ -26,7 +26,7 @@ from pipebench.show.trace import write_trace
 from pipebench.show.verdict import comparison_markdown
 from pipebench.simulate.memory_meter import MemoryTimeline
 from pipebench.simulate.timeline import Timeline
-from pipebench.tracking import RunLog
+from pipebench.tracking.run_log import RunLog
 from pipebench.train.job import Job
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.result import RunResult

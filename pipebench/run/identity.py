@@ -13,7 +13,8 @@ from pipebench.profile.devices import processor
 from pipebench.recipe.code_identity import code_hashes
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.run.folder import RunFolder
-from pipebench.tracking import Inputs, source_version
+from pipebench.tracking.identity import source_version
+from pipebench.tracking.inputs import Inputs
 from pipebench.train.job import Job
 
 

@@ -19,7 +19,7 @@ from pipebench.run.recorder import RunRecorder
 from pipebench.run.request import RunRequest
 from pipebench.show.answers import Run
 from pipebench.simulate.timeline import Timeline
-from pipebench.tracking import RunLog, Tracking
+from pipebench.tracking.run_log import RunLog, Tracking
 from pipebench.train.checkpointing import CheckpointPolicy, newest, nothing_to_go_on_from
 from pipebench.train.engines import on_virtual_clock, simulate
 from pipebench.train.interfaces import OnPoint, ProgressSink

@@ -49,8 +49,9 @@ from pipebench.show.answers import Run
 from pipebench.show.console import print_link
 from pipebench.show.progress import Silent, lasting
 from pipebench.simulate.timeline import Timeline
-from pipebench.tracking import RunLog, Tracking, read_record
 from pipebench.tracking.entries import outcome_status
+from pipebench.tracking.record import read_record
+from pipebench.tracking.run_log import RunLog, Tracking
 from pipebench.train.checkpointing import CheckpointPolicy, load_checked, newest, nothing_to_go_on_from
 from pipebench.train.interfaces import OnPoint, ProgressSink
 from pipebench.train.job import Decision, Job

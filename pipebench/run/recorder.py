@@ -32,8 +32,12 @@ from pipebench.show.progress import RunProgress, Silent, Telling, preparing
 from pipebench.show.terminal import is_terminal, standard_output
 from pipebench.simulate.meter import MEMORY, PLAN, PREDICTION
 from pipebench.simulate.timeline import Timeline
-from pipebench.tracking import Inputs, RunLog, Tracking, identity_tags, logged_params, mlperf
+from pipebench.tracking import mlperf
+from pipebench.tracking.entries import logged_params
+from pipebench.tracking.identity import identity_tags
+from pipebench.tracking.inputs import Inputs
 from pipebench.tracking.record import Status
+from pipebench.tracking.run_log import RunLog, Tracking
 from pipebench.tracking.writers import Described, Writers
 from pipebench.train.interfaces import OnPoint, ProgressSink
 from pipebench.train.job import Job

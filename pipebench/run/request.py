@@ -9,7 +9,7 @@ from pipebench.recipe.load import LoadedRecipe
 from pipebench.run import folder as run_folder
 from pipebench.run.folder import RunFacts, RunFolder
 from pipebench.run.suite import Suite
-from pipebench.tracking import RunLog
+from pipebench.tracking.run_log import RunLog
 from pipebench.train.job import Decision
 
 

@@ -29,15 +29,10 @@ from pipebench.show.comparison import groups, headings, rows, short_names, speed
 from pipebench.show.terminal import is_terminal, standard_output
 from pipebench.show.verdict import comparison_markdown
 from pipebench.simulate.drawing import blocks, draw_cells
-from pipebench.tracking import (
-    RunLog,
-    Tracking,
-    count_reached,
-    logged_params,
-    require_writable,
-    seed_medians,
-    summarise_seeds,
-)
+from pipebench.tracking.entries import logged_params
+from pipebench.tracking.run_log import RunLog, Tracking
+from pipebench.tracking.store import require_writable
+from pipebench.tracking.summary import count_reached, seed_medians, summarise_seeds
 from pipebench.train.job import Decision
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.result import INTERRUPTED, RunResult

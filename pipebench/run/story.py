@@ -23,7 +23,7 @@ from pipebench.show.html import html
 from pipebench.show.page import Block, Cell, Heading, Image, LinkedText, Page, PageLink, RenderedTable, Text, Verbatim
 from pipebench.show.plan_answer import PlanFindings
 from pipebench.show.verdict import verdict
-from pipebench.tracking import RunLog
+from pipebench.tracking.run_log import RunLog
 from pipebench.tracking.ui import server_address
 from pipebench.train.job import Job
 from pipebench.train.request import plan_request

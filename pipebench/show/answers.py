@@ -24,9 +24,9 @@ from pipebench.show.profile_report import print_profile
 from pipebench.show.shown import Shown
 from pipebench.show.tables import new_table, print_table
 from pipebench.show.verdict import verdict
-from pipebench.tracking import summarise_seeds
 from pipebench.tracking.rebuilt import LACKS
 from pipebench.tracking.results import Recorded, find_runs, runs_of
+from pipebench.tracking.summary import summarise_seeds
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, RunResult
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from pipebench.report.kept import KeptResult, keep, kept_results
 from pipebench.report.load import load_report
 from pipebench.report.recipes import Asked
 from pipebench.run.identity import made_on
-from pipebench.tracking import Tracking
+from pipebench.tracking.run_log import Tracking
 from pipebench.train.result import RunResult
 from pipebench.typed_json import write
 from reports.studies import clocks

@@ -13,9 +13,9 @@ from pipebench.cli.main import cli
 from pipebench.cli.outputs import is_picture_by
 from pipebench.show import figures
 from pipebench.show.differences import labelled
-from pipebench.tracking import RunLog, Tracking
 from pipebench.tracking.record import LogEntry, RecordFolder, Start
 from pipebench.tracking.results import Recorded
+from pipebench.tracking.run_log import RunLog, Tracking
 from pipebench.train.result import INTERRUPTED, Point, RunResult
 from tests.results import DP, PIPEDREAM
 

@@ -7,7 +7,7 @@ from pipebench.errors import UserError, printable
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.run.preflight_all import preflight_all
 from pipebench.run.suite import suite_name
-from pipebench.tracking import require_writable
+from pipebench.tracking.store import require_writable
 from tests.lab.findings import Case, Options
 from tests.lab.hosts import Lab, ended_by_signals
 from tests.lab.report import write_report

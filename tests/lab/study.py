@@ -12,7 +12,7 @@ from pipebench.recipe.load import LoadedRecipe, load
 from pipebench.run.request import RunRequest
 from pipebench.run.runner import RUNS
 from pipebench.run.suite import Suite
-from pipebench.tracking import Tracking
+from pipebench.tracking.run_log import Tracking
 from pipebench.train.result import INTERRUPTED
 from tests.lab import measuring
 from tests.lab.findings import Case, Findings, LinkFinding, Options, Run, Wire, label

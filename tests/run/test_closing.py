@@ -10,8 +10,8 @@ from pipebench.recipe.load import load
 from pipebench.run import processes, runner
 from pipebench.run.folder import RunFacts, RunFolder, create
 from pipebench.run.suite import Suite
-from pipebench.tracking import Tracking
 from pipebench.tracking.record import LogEntry, RecordFolder, Start
+from pipebench.tracking.run_log import Tracking
 from tests.patience import PATIENCE_S
 from tests.tracking.records import RESULT
 

@@ -20,7 +20,8 @@ from pipebench.run.request import RunRequest
 from pipebench.run.runner import RUNS, _tell_speed_ups
 from pipebench.show import memory_picture, occupancy_picture
 from pipebench.show.answers import Run
-from pipebench.tracking import Tracking, read_record
+from pipebench.tracking.record import read_record
+from pipebench.tracking.run_log import Tracking
 from pipebench.zoo.mnist5k import Mnist5k
 from tests.modes import WHOLE
 from tests.results import DP, PIPEDREAM

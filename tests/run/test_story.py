@@ -21,7 +21,7 @@ from pipebench.run.story import PAGE, answer_of, comparison_story, story
 from pipebench.run.suite import Suite
 from pipebench.show.answers import Run
 from pipebench.show.plan_picture import plan_figure
-from pipebench.tracking import RunLog
+from pipebench.tracking.run_log import RunLog
 from pipebench.train.result import COMPLETED, DIVERGED, MISSED, REACHED, Point
 from tests.tracking.records import RESULT
 

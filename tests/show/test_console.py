@@ -15,7 +15,7 @@ from pipebench.show.progress import RunProgress, preparing
 from pipebench.show.terminal import is_terminal, standard_output
 from pipebench.show.verdict import comparison_markdown
 from pipebench.simulate.meter import PREDICTION, WORKERS_IDLE
-from pipebench.tracking import summarise_seeds
+from pipebench.tracking.summary import summarise_seeds
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, Point, RunResult
 from pipebench.typed_json import read, write
 from tests.results import DP, PIPEDREAM

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipebench.tracking import Tracking
+from pipebench.tracking.run_log import Tracking
 
 
 @pytest.fixture(scope="package")

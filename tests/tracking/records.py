@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from pipebench.tracking import RunLog, default_uri
+from pipebench.tracking.connection import default_uri
+from pipebench.tracking.run_log import RunLog
 from pipebench.train.result import REACHED, Point, RunResult
 
 RESULT = RunResult(

@@ -8,10 +8,11 @@ import pytest
 from filelock import FileLock
 
 from pipebench.errors import UserError
-from pipebench.tracking import Tracking, connection, default_uri
-from pipebench.tracking.connection import reason_of
+from pipebench.tracking import connection
+from pipebench.tracking.connection import default_uri, reason_of
 from pipebench.tracking.record import LogEntry, RecordFolder, Sent, Start
 from pipebench.tracking.results import RecordedRuns, find_runs, past_runs
+from pipebench.tracking.run_log import Tracking
 from pipebench.tracking.store import Store
 from tests.tracking.records import RESULT
 

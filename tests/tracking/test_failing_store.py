@@ -16,11 +16,12 @@ import sqlalchemy
 from mlflow.tracking import MlflowClient
 
 from pipebench.errors import UserError
-from pipebench.tracking import Tracking, default_uri, read_record, require_writable
+from pipebench.tracking.connection import default_uri
 from pipebench.tracking.left import close_left
-from pipebench.tracking.record import LogEntry, RecordFolder, Start
+from pipebench.tracking.record import LogEntry, RecordFolder, Start, read_record
+from pipebench.tracking.run_log import Tracking
 from pipebench.tracking.sender import Sender
-from pipebench.tracking.store import MetricRow, Store
+from pipebench.tracking.store import MetricRow, Store, require_writable
 from pipebench.train.result import RunResult
 from pipebench.typed_json import read
 from tests.patience import PATIENCE_S, wait_for

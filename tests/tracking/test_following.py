@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from pipebench.files import read_bytes
-from pipebench.tracking import RunLog, Tracking, read_record
 from pipebench.tracking import system as system_metrics
 from pipebench.tracking.left import close_left
-from pipebench.tracking.record import ENTRIES, LogEntry, RecordFolder, mlflow_run_id
+from pipebench.tracking.record import ENTRIES, LogEntry, RecordFolder, mlflow_run_id, read_record
+from pipebench.tracking.run_log import RunLog, Tracking
 from pipebench.tracking.store import Store
 from tests.patience import wait_for
 from tests.tracking.records import RESULT, fetch, history

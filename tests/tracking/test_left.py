@@ -15,10 +15,12 @@ from click.testing import CliRunner
 
 from pipebench.cli.main import cli
 from pipebench.errors import UserError
-from pipebench.tracking import Tracking, default_uri, left, record
+from pipebench.tracking import left, record
+from pipebench.tracking.connection import default_uri
 from pipebench.tracking.left import close_left
 from pipebench.tracking.record import LogEntry, RecordFolder, Start, read_record
 from pipebench.tracking.results import RecordedRuns
+from pipebench.tracking.run_log import Tracking
 from pipebench.train.result import Point
 from tests.commands import run_code
 from tests.patience import PATIENCE_S
@@ -28,7 +30,7 @@ from tests.recipes import uniform_recipe
 KILLED = """\
 import os, signal, sys, time
 from pathlib import Path
-from pipebench.tracking import Tracking
+from pipebench.tracking.run_log import Tracking
 from pipebench.train.result import Point
 folder = Path(sys.argv[1]) if sys.argv[1:] else None
 tracking = Tracking("left")

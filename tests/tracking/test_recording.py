@@ -18,21 +18,14 @@ from pipebench.errors import UserError
 from pipebench.formats import number
 from pipebench.recipe.load import load
 from pipebench.recipe.make import make_dataset
-from pipebench.tracking import (
-    Inputs,
-    RunLog,
-    Tracking,
-    default_uri,
-    least_losses,
-    logged_params,
-    open_ui,
-    seed_medians,
-    summarise_seeds,
-)
-from pipebench.tracking.entries import description, shown_value
+from pipebench.tracking.connection import default_uri
+from pipebench.tracking.entries import description, logged_params, shown_value
+from pipebench.tracking.inputs import Inputs
 from pipebench.tracking.record import ENTRIES
+from pipebench.tracking.run_log import RunLog, Tracking
 from pipebench.tracking.store import Store
-from pipebench.tracking.ui import choose_port, newest_experiments
+from pipebench.tracking.summary import least_losses, seed_medians, summarise_seeds
+from pipebench.tracking.ui import choose_port, newest_experiments, open_ui
 from pipebench.tracking.view import VIEW_TAG, run_address, runs_address
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
 from pipebench.typed_json import read, write

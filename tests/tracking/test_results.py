@@ -16,19 +16,14 @@ import pipebench
 from pipebench.errors import UserError
 from pipebench.recipe.load import load
 from pipebench.show.differences import differences
-from pipebench.tracking import (
-    RunLog,
-    Tracking,
-    default_uri,
-    least_losses,
-    logged_params,
-    recipe_hash,
-    results,
-    source_version,
-)
-from pipebench.tracking.connection import reason_of
+from pipebench.tracking import results
+from pipebench.tracking.connection import default_uri, reason_of
+from pipebench.tracking.entries import logged_params
+from pipebench.tracking.identity import recipe_hash, source_version
 from pipebench.tracking.record import LogEntry, RecordFolder, RunRecord, Sent, Start, read_record
 from pipebench.tracking.results import RecordedRuns, find_runs, runs_of
+from pipebench.tracking.run_log import RunLog, Tracking
+from pipebench.tracking.summary import least_losses
 from pipebench.train.result import DIVERGED, INTERRUPTED, RunResult
 from tests.tracking.records import RESULT
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from pipebench.tracking import RunLog, Tracking, default_uri, read_record
-from pipebench.tracking.record import LogEntry, RecordFolder, Sent, Start, mlflow_run_id
+from pipebench.tracking.connection import default_uri
+from pipebench.tracking.record import LogEntry, RecordFolder, Sent, Start, mlflow_run_id, read_record
+from pipebench.tracking.run_log import RunLog, Tracking
 from pipebench.tracking.store import Store
 from pipebench.train.result import INTERRUPTED, REACHED
 from pipebench.typed_json import read

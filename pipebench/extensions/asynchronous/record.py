@@ -9,7 +9,7 @@ from pipebench.extensions.asynchronous.pushes import FILE_NAME, histogram, to_te
 from pipebench.formats import percent
 from pipebench.run.drawings import record_drawn
 from pipebench.show.inline import InlineFigure, writes
-from pipebench.tracking import RunLog
+from pipebench.tracking.run_log import RunLog
 from pipebench.train.job import Job
 from pipebench.train.result import RunResult
 

@@ -15,7 +15,7 @@ from pipebench.run.drawings import record_drawn
 from pipebench.schedule.repartitions import RepartitionRecord
 from pipebench.show.inline import InlineFigure, writes
 from pipebench.show.pictures import axis_unit
-from pipebench.tracking import RunLog
+from pipebench.tracking.run_log import RunLog
 from pipebench.train.job import Job
 from pipebench.train.periods import Periods
 from pipebench.train.result import Point, RunResult

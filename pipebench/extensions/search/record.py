@@ -10,7 +10,7 @@ from pipebench.formats import measure, seconds
 from pipebench.run.drawings import record_drawn
 from pipebench.show.inline import InlineFigure, writes
 from pipebench.show.pictures import axis_unit
-from pipebench.tracking import RunLog
+from pipebench.tracking.run_log import RunLog
 from pipebench.train.job import Job
 from pipebench.train.result import Point, RunResult
 from pipebench.typed_json import write
