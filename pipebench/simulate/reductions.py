@@ -19,18 +19,6 @@ Wait = tuple[float, Instruction, float]  # waiting since, instruction, time at w
 Wake = Callable[[float, int, Wait], None]  # lets a worker continue at a time
 
 
-@dataclass
-class _Round:
-    """The sum of one round's gradients of one stage."""
-
-    ready_s: list[float]  # per bucket, when the last replica has it
-    waits_left: int
-    joined: int = 0
-    buckets_left: int = 0
-    end_s: float | None = None
-    all_joined_s: float = 0.0
-
-
 @dataclass(frozen=True)
 class _PendingReduction:
     """What is summed by which group, and its cost on each member's processor."""
@@ -41,6 +29,20 @@ class _PendingReduction:
     kind: str
     host_s: float = 0.0
     overlaps: bool = True  # whether buckets are sent while the backward still runs
+
+
+@dataclass
+class _Round:
+    """The sum of one round's gradients of one stage."""
+
+    group: _PendingReduction
+    key: tuple[int, int]  # the stage, and the round's number
+    ready_s: list[float]  # per bucket, when the last replica has it
+    waits_left: int
+    joined: int = 0
+    buckets_left: int = 0
+    end_s: float | None = None
+    all_joined_s: float = 0.0
 
 
 class Reductions:
@@ -74,10 +76,11 @@ class Reductions:
     ) -> None:
         """Add a replica's gradients to a round; buckets become ready during its backward, or a part of it."""
         group = self._groups[stage]
-        each = self._rounds.get((stage, round_index))
+        key = stage, round_index
+        each = self._rounds.get(key)
         if each is None:
             size = len(group.workers)
-            each = self._rounds[stage, round_index] = _Round([0.0] * len(group.buckets), size)
+            each = self._rounds[key] = _Round(group, key, [0.0] * len(group.buckets), size)
         each.joined += 1
         each.all_joined_s = max(each.all_joined_s, now_s + duration_s)
         for index, bucket in enumerate(group.buckets):
@@ -88,26 +91,23 @@ class Reductions:
         each.buckets_left = len(group.buckets)
         push = self._network.agenda.push
         for bucket, ready_s in zip(group.buckets, each.ready_s, strict=True):
-            push(ready_s, partial(self._start, group, bucket, stage, round_index, each))
+            push(ready_s, partial(self._start, each, bucket))
         if not group.buckets:
-            push(each.all_joined_s, partial(self._ended, stage, round_index, each))
+            push(each.all_joined_s, partial(self._ended, each))
 
     def gather(self, worker: int, stage: int, now_s: float) -> None:
         """Join the next gather of a stage's weights."""
         self.join(_GATHERS - stage, self._gathers[worker, stage], now_s)
         self._gathers[worker, stage] += 1
 
-    def wait_gathered(self, worker: int, stage: int, it: Instruction, now_s: float) -> tuple[float, float] | None:
-        """Wait for the last gather that a worker has joined; see `wait`."""
-        return self._wait(worker, (_GATHERS - stage, self._gathers[worker, stage] - 1), it, now_s)
+    def last_gather(self, worker: int, stage: int) -> tuple[int, int]:
+        """Return the round of the last gather of a stage's weights that a worker has joined."""
+        return _GATHERS - stage, self._gathers[worker, stage] - 1
 
-    def wait(self, worker: int, stage: int, instruction: Instruction, now_s: float) -> tuple[float, float] | None:
-        """Return when a round's sum is available and when it started; None if the worker waits and will be woken."""
-        return self._wait(worker, (stage, instruction.number), instruction, now_s)
-
-    def _wait(
+    def wait(
         self, worker: int, key: tuple[int, int], instruction: Instruction, now_s: float
     ) -> tuple[float, float] | None:
+        """Return when a round's sum is available and when it started; None if the worker waits and will be woken."""
         each = self._rounds[key]
         each.waits_left -= 1
         if each.waits_left == 0:
@@ -115,34 +115,24 @@ class Reductions:
         if each.end_s is None:
             self._waiting.setdefault(key, []).append((worker, now_s, instruction))
             return None
-        return max(now_s, each.end_s) + self._groups[key[0]].host_s, each.all_joined_s
+        return max(now_s, each.end_s) + each.group.host_s, each.all_joined_s
 
     def waiting(self) -> Iterator[tuple[int, float, Instruction]]:
         """Yield waiting workers, since when, and their instructions."""
         for _, waiters in sorted(self._waiting.items()):
             yield from waiters
 
-    def _start(
-        self,
-        group: _PendingReduction,
-        bucket: SimulatedBucket,
-        stage: int,
-        round_index: int,
-        each: _Round,
-        now_s: float,
-    ) -> None:
-        done = partial(self._summed, stage, round_index, each)
-        num_bytes = bucket.num_bytes
-        label = f"{'G' if group.kind == ALL_GATHER else 'R'}{round_index}"
-        self._network.sum_up(group.way, group.kind, label, group.workers, num_bytes, now_s, done)
+    def _start(self, each: _Round, bucket: SimulatedBucket, now_s: float) -> None:
+        group, done = each.group, partial(self._summed, each)
+        label = f"{'G' if group.kind == ALL_GATHER else 'R'}{each.key[1]}"
+        self._network.sum_up(group.way, group.kind, label, group.workers, bucket.num_bytes, now_s, done)
 
-    def _summed(self, stage: int, round_index: int, each: _Round, now_s: float) -> None:
+    def _summed(self, each: _Round, now_s: float) -> None:
         each.buckets_left -= 1
         if each.buckets_left == 0:
-            self._ended(stage, round_index, each, now_s)
+            self._ended(each, now_s)
 
-    def _ended(self, stage: int, round_index: int, each: _Round, now_s: float) -> None:
+    def _ended(self, each: _Round, now_s: float) -> None:
         each.end_s = now_s
-        host_s = self._groups[stage].host_s
-        for worker, since_s, instruction in self._waiting.pop((stage, round_index), ()):
-            self._wake(now_s + host_s, worker, (since_s, instruction, each.all_joined_s))
+        for worker, since_s, instruction in self._waiting.pop(each.key, ()):
+            self._wake(now_s + each.group.host_s, worker, (since_s, instruction, each.all_joined_s))

@@ -214,27 +214,26 @@ class Simulation:
         _, stage, round_index, _, reduce, *_ = wait
         if reduce >= 0:  # no backward of the round ran here
             self._reductions.join(stage, round_index, now_s)
-        return self._wait(worker, stage, wait, now_s)
+        return self._wait(worker, (stage, round_index), wait, now_s)
 
     def _wait_tied(self, worker: int, wait: Instruction, now_s: float) -> float | None:
         self._reductions.join(wait.peer, wait.number, now_s)
-        return self._wait(worker, wait.peer, wait, now_s)
+        return self._wait(worker, (wait.peer, wait.number), wait, now_s)
 
     def _wait_norm(self, worker: int, wait: Instruction, now_s: float) -> float | None:
         self._reductions.join(EVERY_STAGE, wait.number, now_s)
-        return self._wait(worker, EVERY_STAGE, wait, now_s)
+        return self._wait(worker, (EVERY_STAGE, wait.number), wait, now_s)
 
     def _gather(self, worker: int, gather: Instruction, now_s: float) -> float:
         self._reductions.gather(worker, gather.stage, now_s)
         return 0.0
 
     def _wait_gather(self, worker: int, wait: Instruction, now_s: float) -> float | None:
-        return self._awaited(worker, wait, now_s, self._reductions.wait_gathered(worker, wait.stage, wait, now_s))
+        return self._wait(worker, self._reductions.last_gather(worker, wait.stage), wait, now_s)
 
-    def _wait(self, worker: int, stage: int, wait: Instruction, now_s: float) -> float | None:
-        return self._awaited(worker, wait, now_s, self._reductions.wait(worker, stage, wait, now_s))
-
-    def _awaited(self, worker: int, wait: Instruction, now_s: float, found: tuple[float, float] | None) -> float | None:
+    def _wait(self, worker: int, key: tuple[int, int], wait: Instruction, now_s: float) -> float | None:
+        """Wait for a round of reductions."""
+        found = self._reductions.wait(worker, key, wait, now_s)
         if found is None:
             return None
         ready_s, joined_s = found

@@ -30,7 +30,8 @@ def choose_plan(recipe: Recipe, cluster: Cluster, graph: LayerGraph, profile: Pr
     planner = Planner(plan_request(recipe, cluster, profile, dataset), parallelism.mode)
     mode = planner.mode
     if parallelism.plan == AUTO and not mode.is_one_stage:
-        return _over(graph, planner.best().plan)
+        plan = planner.best().plan
+        return recut(graph, plan, plan.starts)  # of the graph's same layers, which knows buffers, too
     if is_plan_file(parallelism.plan):
         recipe = with_shard(recipe, load_plan(parallelism.plan).shard, parallelism.plan)
         streams, ties = planner.request.streams, may_tie(recipe)
@@ -147,16 +148,8 @@ def _other_than_asked(
             yield "stages", f"got {starts} as first layers of the later stages, allowed are the recipe's cuts, {cuts}"
 
 
-def _over(graph: LayerGraph, plan: Plan) -> Plan:
-    """Return a plan of a profile's layers as one of the graph's same layers; the graph knows buffers, too."""
-    return recut(graph, plan, plan.starts)
-
-
 def check_copies(cluster: Cluster, plan: Plan, where: str = "parallelism") -> None:
-    """Raise an error if layers swap and the cluster's copy rate is unknown.
-
-    `where` is the key that asks for it.
-    """
+    """Raise an error if layers swap and the cluster's copy rate is unknown; `where` is the key that asks for it."""
     stages = [str(index) for index, stage in enumerate(plan.stages) if SWAP in stage.memory]
     if stages and cluster.pcie_bytes_per_s is None:
         raise PlanError(
