@@ -5,13 +5,12 @@ from typing import Final
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from pipebench.formats import num_bytes, percent
 from pipebench.show.inline import InlineFigure
 from pipebench.show.over_time import MOST_ROWS, NUM_PARTS, Map, Stacks, map_figure, stacks_figure
-from pipebench.show.pictures import axis_unit
+from pipebench.show.pictures import axis_unit, explain_colours
 from pipebench.simulate import kinds
 from pipebench.simulate.memory_meter import Curve, MemoryPeak, MemoryTimeline
 
@@ -91,8 +90,7 @@ def peaks_figure(parts: Mapping[str, Sequence[MemoryPeak]], memory: MemoryTimeli
     step = -(-len(names) // _MOST_NAMES)
     every[-1].set_xticks(range(0, len(names), step), names[::step], fontsize=8)
     shown = [kind for kind in COLOURS if any(peak.by_kind.get(kind) for row in parts.values() for peak in row)]
-    handles = [Patch(color=COLOURS[kind], label=kind) for kind in shown]
-    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize=9)
+    explain_colours(figure, {kind: COLOURS[kind] for kind in shown})
     return figure
 
 

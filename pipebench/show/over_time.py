@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from pipebench.show.inline import InlineFigure
-from pipebench.show.pictures import axis_unit
+from pipebench.show.pictures import axis_unit, explain_colours
 
 MOST_ROWS = 12  # workers with a row of their own; of more, one has, and all have a line in a map
 NUM_PARTS = 700  # of the time: about one per two pixels
@@ -93,9 +92,5 @@ def _finish(figure: InlineFigure, every: Sequence[Axes], stacks: Stacks) -> None
     _, unit = axis_unit(stacks.end_s)
     every[-1].set_xlabel(f"time since the start [{unit}]; at the right: {stacks.unit}")
     every[0].set_title(stacks.title, loc="left", fontsize=9, pad=4, y=1.0)
-    handles = [
-        Patch(color=colour, label=label)
-        for index, (label, colour) in enumerate(stacks.colours.items())
-        if stacks.heights[:, index].any()
-    ]
-    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize=9)
+    named = enumerate(stacks.colours.items())
+    explain_colours(figure, {label: colour for row, (label, colour) in named if stacks.heights[:, row].any()})

@@ -5,7 +5,7 @@ colour-blind readers can distinguish.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from matplotlib.axes import Axes
@@ -143,11 +143,9 @@ def draw_metric(axes: Axes, results: Sequence[RunResult], metric: str) -> None:
 def text_picture(timeline: Timeline, unit_s: float | None = None, width: int = 80) -> str:
     """Draw the pipeline as text: a row per worker, a cell per `unit_s`, `.` where a worker waits.
 
-    A cell by default lasts as long as a short forward or backward; lines have at most `width` characters. A pipeline so
-    long that rows would be empty begins when its last worker does, which a line above says, or has longer cells.
-
-    Returns:
-        Lines like `stage 0  F0 F1 F2 F3 .  .  B0`, without a newline at the end.
+    A line is like `stage 0 F0 F1 F2 F3 . . B0`. A cell by default lasts as long as a short forward or backward; lines
+    have at most `width` characters. A pipeline so long that rows would be empty begins when its last worker does, which
+    a line above says, or has longer cells.
     """
     if not timeline.spans:
         return ""
@@ -277,13 +275,15 @@ def _box_text(span: Span) -> str:
 
 def _add_legend(figure: InlineFigure, spans: Sequence[Span], transfers: Sequence[Transfer]) -> None:
     span_kinds, transfer_kinds = {span.kind for span in spans}, {transfer.kind for transfer in transfers}
-    handles = [Patch(color=colour, label=kind) for kind, colour in _SPAN_COLOURS.items() if kind in span_kinds]
-    handles += [
-        Patch(color=colour, label=f"{kind} on its way")
-        for kind, colour in _TRANSFER_COLOURS.items()
-        if kind in transfer_kinds
-    ]
-    if handles:
+    meanings = {kind: colour for kind, colour in _SPAN_COLOURS.items() if kind in span_kinds}
+    sent = {f"{kind} on its way": colour for kind, colour in _TRANSFER_COLOURS.items() if kind in transfer_kinds}
+    explain_colours(figure, meanings | sent)
+
+
+def explain_colours(figure: InlineFigure, meanings: Mapping[str, str]) -> None:
+    """Write what colours mean, by meaning, in a line above a picture."""
+    if meanings:
+        handles = [Patch(color=colour, label=meaning) for meaning, colour in meanings.items()]
         figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize=9)
 
 
