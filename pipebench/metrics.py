@@ -83,6 +83,7 @@ METRICS = (
            "between a worker's pull and push, where nobody waits for replicas", COLUMN),
     Metric("staleness_max", UPDATES, LOWER, TRAINED, "the most of these", COLUMN),
     Metric("num_workers", COUNT, NEITHER, ALL, "of the plan", COLUMN),
+    Metric("num_devices", COUNT, NEITHER, ALL, "of the workers, each of which may have several", COLUMN),
     Metric("comm_bytes_total", BYTES, LOWER, ALL,
            "sent for training; buffers and evaluation are counted apart", COLUMN | ZERO),
     Metric("comm_bytes_per_sample_activation", BYTES, LOWER, ALL, "of these, activations", COLUMN | PREDICTED | ZERO),

@@ -225,7 +225,7 @@ class Control(AdmissionControl):
             return False
         now_s = time.monotonic()
         recent_s = max(_SILENT_S, _SILENT_HEARTBEATS * self._beat_s)
-        recent = [json.loads(beat) for beat, heard_s in self._heard.values() if now_s - heard_s < recent_s]
+        recent = [json.loads(beat) for beat, heard_s in self._heard.copy().values() if now_s - heard_s < recent_s]
         return any(beat["text"] != NOTHING and not beat["waits"] for beat in recent)
 
     def _activity(self) -> Activity:

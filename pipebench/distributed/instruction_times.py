@@ -166,7 +166,7 @@ class Pace:
 
     def step(self) -> None:
         """Record the launch of a forward or backward; wait for the one two before it."""
-        if self._device.type != "cuda":
+        if not runs_ahead(self._device):
             return
         end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # sleeps: a waiting host may share a core
         end.record(torch.cuda.current_stream(self._device))

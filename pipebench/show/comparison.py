@@ -65,9 +65,11 @@ class ComparedRun:
 
     @property
     def num_devices(self) -> float | None:
-        """Devices of the row's runs, None if not recorded: its workers', which may be sliced over several each."""
-        workers = self.median("num_workers")
-        return None if workers is None else workers * int(self.runs[0].recipe.get("parallelism.tensor", 1))
+        """Devices of the row's runs, None if not recorded; of runs of older versions, workers times slices."""
+        devices, workers = self.median("num_devices"), self.median("num_workers")
+        if devices is not None or workers is None:
+            return devices
+        return workers * int(self.runs[0].recipe.get("parallelism.tensor", 1))
 
     @property
     def setting(self) -> Mapping[str, str]:

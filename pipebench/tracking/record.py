@@ -1,7 +1,7 @@
 """The record of a run: a folder to which every log entry is appended before it is sent.
 
     record.jsonl    an entry a line, in order
-    mlflow.json     MLflow's id of the run, and how many of the entries it has; of an end that was dealt with, when
+    mlflow.json     MLflow's id of the run, how many of the entries it has, and when a run that ended unsaid was closed
     ...             the artifacts, under their names
 
 What a run logged is read back from here, whether MLflow has it or not.
@@ -62,9 +62,8 @@ class Start:
     parent_id: str | None = None  # MLflow's id of the run it belongs to, if known
     # Samples at the checkpoint that it goes on from, 0 at the beginning; None in early records: those at the last point
     goes_on_from: Count | None = None
-    unique_name: str | None = (
-        None  # that no other run of the experiment has, by which other writers than MLflow know it
-    )
+    # That no other run of the experiment has, by which other writers than MLflow know it
+    unique_name: str | None = None
     suite: str | None = None  # MLflow's experiment; None in early records
     parent: Begun | None = None  # the run it belongs to, in this process
 

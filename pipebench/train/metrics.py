@@ -175,6 +175,7 @@ def run_metrics(
         **({"host_peak_bytes_max": max(facts["host_peak_bytes"])} if setup.pipeline.swaps else {}),
         "samples_per_update": setup.pipeline.round_size(0) * setup.sampler.minibatch_size,
         "num_workers": setup.pipeline.num_workers,
+        "num_devices": setup.pipeline.num_workers * setup.costs.slices,
         **byte_metrics(earlier.num_bytes + facts["num_bytes"]),
         **byte_rates(facts["num_bytes"], own_samples),
     }

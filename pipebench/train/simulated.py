@@ -120,6 +120,7 @@ def totalled(setup: Setup, samples: int, totals: SegmentTotals) -> dict[str, flo
         "throughput_samples_per_s": samples / totals.end_s,
         "samples_per_update": setup.pipeline.round_size(0) * sampler.minibatch_size,
         "num_workers": num_workers,
+        "num_devices": num_workers * setup.costs.slices,
         **byte_metrics(num_bytes),
         **byte_rates(num_bytes, samples),
         **fractions(

@@ -289,3 +289,24 @@ def test_seeds_of_a_sweep_are_a_row_per_element() -> None:
     assert result.exit_code == 0, result.output
     assert "4 of 4  quickstart-dp-servers=2-seed1" in result.output
     assert "efficiency" in result.output
+
+
+@pytest.mark.slow
+def test_runs_whose_slices_are_chosen_are_recorded_with_their_devices(folder: Path) -> None:
+    """0.2.0: a traceback at the end of such a run, `int("auto")`."""
+    text = {
+        "name": "chosen",
+        "model": {"name": "gpt2", "num_layers": 1, "width": 256, "num_heads": 4, "vocabulary": 10_000},
+        "dataset": {"name": "synthetic_text", "columns": 17, "vocabulary": 10_000},
+        "train": {"minibatch_size": 1, "optimizer": {"lr": 0.1}, "max_epochs": 1},
+        "cluster": {"name": "cluster-b", "servers": 1, "count": 4, "memory": "18 MB"},  # too little for one
+        "parallelism": {"mode": "auto", "tensor": "auto"},
+        "engine": {"kind": "simulated"},
+    }
+    path = folder / "chosen.yaml"
+    path.write_text(json.dumps(text))
+    result = run(str(path), "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["metrics"]["num_devices"] == 4
+    assert found["metrics"]["num_workers"] < 4

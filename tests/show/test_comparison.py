@@ -266,6 +266,18 @@ def test_slices_count_as_devices() -> None:
     ]
 
 
+def test_slices_that_were_chosen_count_as_devices() -> None:
+    """0.2.0: a traceback, `int("auto")`, at the end of every run with `mode: auto, tensor: auto`."""
+    chosen = [swept(1, 8, 8.0), swept(2, 4, 10.0)]
+    results = [
+        replace(
+            each, metrics={**each.metrics, "num_devices": count}, recipe={**each.recipe, "parallelism.tensor": "auto"}
+        )
+        for each, count in zip(chosen, (8, 16), strict=True)
+    ]
+    assert [row[-3] for row in rows(results, groups(results)[0])] == ["8", "16"]
+
+
 def test_of_several_things_that_vary_a_row_is_measured_against_the_one_that_agrees_most() -> None:
     depth = "parallelism.depth"
     results = [swept(s, 4 * s, time_s / s, **{depth: d}) for s in (1, 2) for d, time_s in (("1", 8.0), ("4", 6.0))]
