@@ -159,7 +159,8 @@ class Leaves:
         return any(key[: len(bad)] == bad or bad[: len(key)] == key for bad in self.faulty)
 
     def _drop_replaced(self, new: Mapping[Key, Leaf]) -> None:
-        groups = {group for group in TOGETHER for key in new if key[: len(group)] == group}
+        given = [key for key, leaf in new.items() if leaf.value is not None]  # null takes nothing's place
+        groups = {group for group in TOGETHER for key in given if key[: len(group)] == group}
         for old in list(self.found):
             replaced = any(old[: len(key)] == key or key[: len(old)] == old for key in new)
             if (replaced and old not in new) or any(old[: len(group)] == group for group in groups):

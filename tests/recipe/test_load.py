@@ -207,6 +207,10 @@ def test_a_period_is_replaced_as_a_whole(write: Write) -> None:
     path = str(write(VALID.replace("max_epochs: 10", "max_epochs: 10\n  evaluate_every: {epochs: 2}")))
     assert load(path).recipe.train.evaluate_every == PeriodRecipe(2, None)
     assert load(path, ["train.evaluate_every.minibatches=5"]).recipe.train.evaluate_every == PeriodRecipe(None, 5)
+    # 0.2.0: the null of the other took the place of what was given before it
+    other = ["train.evaluate_every.minibatches=5", "train.evaluate_every.epochs=null"]
+    for overrides in (other, other[::-1]):
+        assert load(path, overrides).recipe.train.evaluate_every == PeriodRecipe(None, 5)
     assert load(str(write()), []).recipe.train.evaluate_every == PeriodRecipe(1, None)
 
 
