@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from pipebench.cluster import Cluster, Level
+from pipebench.model.sampling import Size
 from pipebench.simulate import steady
+from pipebench.simulate.costs import Crossing
 from pipebench.simulate.segments import Segments
 from pipebench.simulate.steady import simulate_all, simulate_segment
 from tests.simulate.test_averaging import varying_setup
@@ -36,9 +38,9 @@ def test_a_short_minibatch_saves_what_it_saves_at_its_place_in_the_steady_state(
     """Two minibatches take turns, since messages take longer than stages; the later one's turn decides the end."""
     cluster = Cluster("flat", "unit", None, (Level("server", 2, 1.0, 0.0),))
     setup = make_setup(Mlp(), ([6], [1, 1]), dataset=Blobs(4 * 121 - 3, 4), cluster=cluster)
-    by_size = {size: float(size) for size in range(5)}
+    by_size: dict[Size, float] = {size: float(size) for size in range(5)}
     stages = [replace(stage, forward_s=by_size, backward_s=by_size) for stage in setup.costs.stages]
-    crossing = {(0, 1): {size: 2 * size for size in range(5)}}
+    crossing: Crossing = {(0, 1): {size: 2 * size for size in range(5)}}
     costs = replace(setup.costs, stages=tuple(stages), activation_bytes=crossing, gradient_bytes=crossing)
     setup = replace(setup, costs=costs)
     found = Segments(setup).totals(begin, 200)

@@ -74,7 +74,7 @@ def test_messages_of_two_pairs_of_stages_of_the_same_workers_stay_in_order() -> 
     F0 of stage 0 is on its way from 1 to 6, F1 from 6 to 11; stage 2's, from 8 on, waits for that, and is there at 16.
     """
     pipeline = Pipeline((1, 1, 1, 1), chain(4), "interleaved", True, 1, accumulate=2, chunks=2)
-    sizes = {(0, 1): {1: 50}, (1, 2): {1: 0}, (2, 3): {1: 50}}
+    sizes: Crossing = {(0, 1): {1: 50}, (1, 2): {1: 0}, (2, 3): {1: 50}}
     cluster = Cluster("flat", "unit", None, (Level("server", 2, 10.0, 0.0),))
     costs = Costs((stage(),) * 4, sizes, sizes, values={(2, 3): (1.5, 1.5)})
     events = [*Simulation(pipeline, programs(pipeline, 2), costs, Network(cluster), lambda _: 1)]
