@@ -7,7 +7,8 @@ from typing import Any
 from pipebench.zoo.late import optional
 
 # What a reader of a score has to know. Differs: PipeDream's and S2VT's scores come from METEOR 1.5, which also matches
-# synonyms (WordNet) and paraphrases (tables): both are downloads, and its weights are tuned to having them.
+# synonyms (WordNet) and paraphrases (tables): both are downloads, and its weights are tuned to having them. nltk also
+# matches repeated words from the right, where the 2007 paper takes the alignment with the fewest crossings.
 SIGNATURE = (
     "nltk, 2007 parameters (alpha 0.9, beta 3, gamma 0.5), lower case, exact and Porter-stem matchers, no synonyms"
 )

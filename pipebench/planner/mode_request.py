@@ -230,17 +230,20 @@ class UnitsInFlight(ModeRequest):
         return replace(rule, beyond=max(0, self.request.depth - self.positions_at(width)) * width)
 
     def in_flight(self, replicas: Sequence[int], index: int, depth: int) -> int:
-        """Return the units in flight on one replica of a stage."""
+        """Return the units in flight on one replica of a stage, no more than it has between two flushes."""
         if self.mode.chunks > 1:
             return self.interleaved_in_flight(len(replicas) // self.mode.chunks)[index]
-        if order_of(self.mode.order).splits:
-            return min(self._units_per_flush, depth)
+        own = math.lcm(*replicas) // replicas[index] * self._units_per_flush
+        if self.mode.order == ALL_FORWARDS:
+            return own
+        if order_of(self.mode.order).splits:  # delayed weight parts: at least as many as the first stage
+            return min(own, max(depth, self.shape(replicas, depth).warmups[index]))
         rule = replace(self.memory(math.inf), depth_at_most=depth if set(replicas) == {1} else None)
         if rule.in_flight is None and depth > noam(replicas):
-            shape = self.shape(replicas, depth)
-            own = shape.block // replicas[index] * self._units_per_flush
-            return min(shape.warmups[index], own) if self.mode.flush else shape.warmups[index]
-        return rule.depth(replicas[index], sum(replicas[index + 1 :]))
+            found = self.shape(replicas, depth).warmups[index]
+        else:
+            found = rule.depth(replicas[index], sum(replicas[index + 1 :]))
+        return min(found, own) if self.mode.flush else found
 
     def interleaved_in_flight(self, positions: int) -> list[int]:
         """Return the most microbatches in flight per stage where workers have several."""

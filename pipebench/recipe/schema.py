@@ -187,7 +187,7 @@ class ParallelismRecipe:
     # faster, or less where it wouldn't fit
     depth: Any = "auto"
     # Microbatches per minibatch (modes that cut one); by default as many as there are stages, or fewer that divide a
-    # minibatch, and 1 with `accumulate`
+    # minibatch, and 1 with `accumulate` above 1
     microbatches: int = 1
     # Whole minibatches of every replica per update; `largest`: as many as a device's memory holds, where all of them
     # are kept until the first backward; null: the mode's own, 1, or as many as are in flight

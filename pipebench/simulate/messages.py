@@ -118,11 +118,11 @@ class Messages:
                 return None
             edge.pace.under_way[worker, peer] += 1
         num_bytes = edge.num_bytes[self._size_of(unit)] if edge.weigh is None else edge.weigh(send)
-        connection = self._network.connection(edge.kind, worker, peer, edge.values)
+        connection = self._network.connection(edge.kind, worker, peer)
         label = (
             edge.letter + (str(unit) if op is Op.GIVE else self._pipeline.label(unit)) if self._network.observed else ""
         )
-        message = self._network.send(connection, num_bytes, now_s, label)
+        message = self._network.send(connection, num_bytes, now_s, label, edge.values)
         waiting = edge.waiting.pop(unit, None)
         if waiting is None:
             edge.arrived[unit] = message, now_s

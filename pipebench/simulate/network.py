@@ -30,9 +30,9 @@ _LANE = -1  # in place of a level: joins a device, in place of the component, an
 class Connection:
     """The path of one kind of message from one worker to another."""
 
-    __slots__ = ("cap", "copies", "counted", "ends", "kind", "last", "latency_s", "level", "uses")
+    __slots__ = ("copies", "counted", "ends", "kind", "last", "latency_s", "level", "uses")
 
-    def __init__(self, kind: str, ends: tuple[int, int], level: Level, uses: Uses, values: float = 1.0) -> None:
+    def __init__(self, kind: str, ends: tuple[int, int], level: Level, uses: Uses) -> None:
         self.kind = kind
         self.ends = ends  # sender and receiver
         self.level = level
@@ -40,7 +40,6 @@ class Connection:
         # Whether messages travel between hosts, with copies at both ends.
         self.copies = level.host_copy_bytes_per_s is not None and kind in (ACTIVATION, GRADIENT)
         self.latency_s = level.latency_s
-        self.cap = level.cap_of(values)  # of a message's bytes/s
         self.uses = uses
         self.last: Flow = OVER
 
@@ -50,8 +49,8 @@ class Message(Flow):
 
     __slots__ = ("connection", "label", "num_bytes")
 
-    def __init__(self, connection: Connection, num_bytes: int, label: str) -> None:
-        super().__init__(num_bytes, connection.uses, connection.latency_s, connection.cap)
+    def __init__(self, connection: Connection, num_bytes: int, label: str, values: float) -> None:
+        super().__init__(num_bytes, connection.uses, connection.latency_s, connection.level.cap_of(values))
         self.connection = connection
         self.num_bytes = num_bytes
         self.label = label
@@ -108,25 +107,27 @@ class Network:
         self._observe = observe
         self._copies = copies
         self._ports: dict[Port, Resource] = {}
-        self._connections: dict[tuple[str, int, int, float], Connection] = {}
-        self._groups: dict[tuple[str, str, Sequence[int]], ReductionGroup] = {}
+        self._connections: dict[tuple[str, int, int], Connection] = {}
+        self._groups: dict[tuple[str, str, Sequence[int], int], ReductionGroup] = {}
 
-    def connection(self, kind: str, sender: int, receiver: int, values: float = 1.0) -> Connection:
-        """Return the connection for a kind of message of `values` equal values."""
-        found = self._connections.get((kind, sender, receiver, values))
+    def connection(self, kind: str, sender: int, receiver: int) -> Connection:
+        """Return the connection for a kind of message, of whichever stages of the two workers."""
+        found = self._connections.get((kind, sender, receiver))
         if found is None:
             index, *ports = self.path(sender, receiver)
-            found = Connection(kind, (sender, receiver), self.cluster.levels[index], (), values)
+            found = Connection(kind, (sender, receiver), self.cluster.levels[index], ())
             if not found.copies:
                 ports += self.lanes(index, sender, receiver)
             found.uses = tuple((self.port(port), 1.0) for port in ports)
-            self._connections[kind, sender, receiver, values] = found
+            self._connections[kind, sender, receiver] = found
         return found
 
-    def send(self, connection: Connection, num_bytes: int, now_s: float, label: str = "") -> Message:
-        """Send a message, after its copy to the host if there is one; return it."""
+    def send(
+        self, connection: Connection, num_bytes: int, now_s: float, label: str = "", values: float = 1.0
+    ) -> Message:
+        """Send a message of `values` equal values, after its copy to the host if there is one; return it."""
         self.num_bytes[connection.counted] += num_bytes
-        message = Message(connection, num_bytes, label)
+        message = Message(connection, num_bytes, label, values)
         copy_s = connection.level.copy_s(num_bytes) if connection.copies else 0.0
         if copy_s:
             self.copy_with_host(message, now_s, out=True)
@@ -178,10 +179,21 @@ class Network:
             self._observe(copy)
 
     def sum_up(
-        self, sync: str, kind: str, label: str, workers: Sequence[int], num_bytes: int, now_s: float, done: Action
+        self,
+        sync: str,
+        kind: str,
+        label: str,
+        workers: Sequence[int],
+        num_bytes: int,
+        now_s: float,
+        done: Action,
+        number: int = 0,
     ) -> None:
-        """Sum a buffer of a group after those before it; `done` runs when all members have the sum."""
-        group = self._group(sync, kind, workers)
+        """Sum a buffer of a group after those before it; `done` runs when all members have the sum.
+
+        `number` tells groups of the same workers apart.
+        """
+        group = self._group(sync, kind, workers, number)
         for level, sent in self._sent(group, num_bytes).items():
             self.num_bytes[kind, level] += sent
         group.queue.append(_Sum(group, kind, label, num_bytes, done))
@@ -223,8 +235,8 @@ class Network:
         if group.queue:
             self._go_on(group.queue[0], now_s)
 
-    def _group(self, sync: str, kind: str, workers: Sequence[int]) -> ReductionGroup:
-        found = self._groups.get((sync, kind, workers))
+    def _group(self, sync: str, kind: str, workers: Sequence[int], number: int = 0) -> ReductionGroup:
+        found = self._groups.get((sync, kind, workers, number))
         if found is None:
             ring = sorted(workers, key=self.devices.__getitem__)
             servers = self.cluster.servers([self.devices[worker] for worker in ring])
@@ -233,7 +245,7 @@ class Network:
             levels = [self.cluster.levels[index] for index in sorted(crossed)]
             # A single worker crosses none.
             level = min(levels, key=lambda each: each.sum_bytes_per_s, default=self.cluster.levels[0])
-            found = self._groups[sync, kind, workers] = ReductionGroup(sync, ring, servers, phases, level)
+            found = self._groups[sync, kind, workers, number] = ReductionGroup(sync, ring, servers, phases, level)
         return found
 
     def _sent(self, group: ReductionGroup, num_bytes: int) -> Counter[str]:

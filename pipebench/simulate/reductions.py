@@ -53,6 +53,8 @@ class Reductions:
         self._wake = wake
         self._rounds: dict[tuple[int, int], _Round] = {}
         self._waiting: dict[tuple[int, int], list[tuple[int, float, Instruction]]] = {}
+        # Stages, and ties, have a group of processes each, but sharded groups of layers have theirs together
+        self._together = pipeline.is_sharded and pipeline.num_positions == 1
         sync = SYNCS[pipeline.sync]
         squares = SimulatedBucket(8 * max(1, costs.num_parameters), 1.0)  # a float64 per parameter
         self._groups = {EVERY_STAGE: _PendingReduction((squares,), range(pipeline.num_workers), ALL_REDUCE, CONTROL)}
@@ -123,9 +125,10 @@ class Reductions:
             yield from waiters
 
     def _start(self, each: _Round, bucket: SimulatedBucket, now_s: float) -> None:
-        group, done = each.group, partial(self._summed, each)
-        label = f"{'G' if group.kind == ALL_GATHER else 'R'}{each.key[1]}"
-        self._network.sum_up(group.way, group.kind, label, group.workers, bucket.num_bytes, now_s, done)
+        group, (stage, round_index), done = each.group, each.key, partial(self._summed, each)
+        number = 0 if self._together else stage
+        label = f"{'G' if group.kind == ALL_GATHER else 'R'}{round_index}"
+        self._network.sum_up(group.way, group.kind, label, group.workers, bucket.num_bytes, now_s, done, number)
 
     def _summed(self, each: _Round, now_s: float) -> None:
         each.buckets_left -= 1

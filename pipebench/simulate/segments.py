@@ -51,19 +51,20 @@ class Segments:
             return simulate_all(workload, num_minibatches, meter, first=begin)
         ends_epoch = (begin + num_minibatches) % per_epoch == 0
         totals = simulate_segment(workload, num_minibatches, meter, ends_epoch=ends_epoch)
+        period = totals.periods.num_minibatches if totals.periods else workload.pipeline.period
         for epoch in range(1, inside + 1):
             before = epoch * per_epoch - 1 - begin
             after = num_minibatches - 1 - before
-            totals = totals.extended(self._short(self._near(before), self._near(after)), 1)
+            totals = totals.extended(self._short(self._near(before, period), self._near(after, period)), 1)
         return totals
 
-    def _near(self, count: int) -> int:
+    def _near(self, count: int, period: int) -> int:
         """Return a count of minibatches that is no less to one after or before them: as many, or less by whole periods.
 
-        What a short one saves goes by its place: how full the pipeline is, which replica runs it, and what else is in
-        its update.
+        What a short one saves goes by its place: how full the pipeline is, which replica runs it, what else is in its
+        update, and where in a `period` of the steady state it is.
         """
-        return min(count, self._window + (count - self._window) % self._workload.pipeline.period)
+        return min(count, self._window + (count - self._window) % period)
 
     def _of_short(self, before: int, after: int) -> SegmentTotals:
         """Return what an epoch's last, short minibatch adds with so many others before and after it: less than 0."""

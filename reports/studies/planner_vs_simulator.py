@@ -94,24 +94,36 @@ class _RingsApart(Network):
         self._others.sharing = self.sharing
 
     def sum_up(
-        self, sync: str, kind: str, label: str, workers: Sequence[int], num_bytes: int, now_s: float, done: Action
+        self,
+        sync: str,
+        kind: str,
+        label: str,
+        workers: Sequence[int],
+        num_bytes: int,
+        now_s: float,
+        done: Action,
+        number: int = 0,
     ) -> None:
-        self._others.sum_up(sync, kind, label, workers, num_bytes, now_s, done)
+        self._others.sum_up(sync, kind, label, workers, num_bytes, now_s, done, number)
 
 
 class _PortsApart(Network):
     """Every message has ports of its own."""
 
-    def send(self, connection: Connection, num_bytes: int, now_s: float, label: str = "") -> Message:
+    def send(
+        self, connection: Connection, num_bytes: int, now_s: float, label: str = "", values: float = 1.0
+    ) -> Message:
         uses = tuple((Resource(port.capacity), weight) for port, weight in connection.uses)
         apart = Connection(connection.kind, connection.ends, connection.level, uses)
-        return super().send(apart, num_bytes, now_s, label)
+        return super().send(apart, num_bytes, now_s, label, values)
 
 
 class _Instant(Network):
     """Messages take no time."""
 
-    def send(self, connection: Connection, num_bytes: int, now_s: float, label: str = "") -> Message:
+    def send(
+        self, connection: Connection, num_bytes: int, now_s: float, label: str = "", values: float = 1.0
+    ) -> Message:
         level = replace(connection.level, latency_s=0.0)
         return super().send(Connection(connection.kind, connection.ends, level, ()), 0, now_s, label)
 

@@ -40,6 +40,24 @@ def test_with_a_flush_no_more_is_in_flight_than_an_update_takes_in() -> None:
     assert [stage.in_flight for stage in straight(7, "pipedream-flush").stages] == [4, 4, 4, 1]  # 4 microbatches
 
 
+@pytest.mark.parametrize(
+    ("mode", "replicas", "microbatches", "in_flight"),
+    [
+        ("gpipe", (3, 1), 4, [4, 12]),  # of three minibatches an update, one on each replica of stage 0
+        ("gpipe", (1, 2, 3), 4, [24, 12, 8]),
+        ("zero-bubble", (3, 1, 3), 4, [3, 4, 3]),  # d_1 is 4, more than the depth
+        ("zero-bubble", (1, 1, 1, 3), 1, [3, 3, 3, 1]),
+        ("pipedream-flush", (1,) * 6, 4, [4, 4, 4, 3, 2, 1]),
+    ],
+)
+def test_of_a_flush_a_replica_has_its_own_units_in_flight(
+    mode: str, replicas: tuple[int, ...], microbatches: int, in_flight: list[int]
+) -> None:
+    asked = replace(request([0.1] * 12, sum(replicas)), microbatches=microbatches, accumulate=1)
+    found = planner(mode, asked).for_replicas(replicas)
+    assert [stage.in_flight for stage in found.stages] == in_flight
+
+
 def test_the_search_weighs_what_a_depth_beyond_noam_keeps() -> None:
     free = replace(request([0.1] * 12), depth=7)
     kept = planner("pipedream", free).best()

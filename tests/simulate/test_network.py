@@ -153,7 +153,7 @@ def test_values_with_connections_of_their_own_have_a_limit_each(
 ) -> None:
     """60 bytes at 2 per second and connection; eight connections have the port's 10 between them."""
     network = limited(2, p2p_bytes_per_s=2.0, connections=connections)
-    message = network.send(network.connection("activation", 0, 1, values), 60, 0.0)
+    message = network.send(network.connection("activation", 0, 1), 60, 0.0, values=values)
     network.agenda.play()
     assert message.arrival_s == seconds + 0.5
 

@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 
+from pipebench.cluster import Cluster, Level
+from pipebench.model.sampling import Size
 from pipebench.simulate import steady
+from pipebench.simulate.costs import Crossing
 from pipebench.simulate.segments import Segments
 from pipebench.simulate.steady import simulate_all, simulate_segment
 from tests.simulate.test_averaging import varying_setup
@@ -28,6 +31,20 @@ def test_a_short_minibatch_saves_what_it_saves_at_its_place_in_an_update(begin: 
     assert found.busy_s == pytest.approx(whole.busy_s, rel=1e-9)
     assert found.stall_s == pytest.approx(whole.stall_s, rel=1e-9)
     assert found.num_bytes == whole.num_bytes
+
+
+@pytest.mark.parametrize("begin", [0, 1])
+def test_a_short_minibatch_saves_what_it_saves_at_its_place_in_the_steady_state(begin: int) -> None:
+    """Two minibatches take turns, since messages take longer than stages; the later one's turn decides the end."""
+    cluster = Cluster("flat", "unit", None, (Level("server", 2, 1.0, 0.0),))
+    setup = make_setup(Mlp(), ([6], [1, 1]), dataset=Blobs(4 * 121 - 3, 4), cluster=cluster)
+    by_size: dict[Size, float] = {size: float(size) for size in range(5)}
+    stages = [replace(stage, forward_s=by_size, backward_s=by_size) for stage in setup.costs.stages]
+    crossing: Crossing = {(0, 1): {size: 2 * size for size in range(5)}}
+    costs = replace(setup.costs, stages=tuple(stages), activation_bytes=crossing, gradient_bytes=crossing)
+    setup = replace(setup, costs=costs)
+    found = Segments(setup).totals(begin, 200)
+    assert found.end_s == pytest.approx(simulate_all(setup, 200, first=begin).end_s, rel=1e-9)
 
 
 def test_the_error_of_an_estimate_stays_where_a_short_minibatch_is_in_its_middle(

@@ -68,6 +68,32 @@ def test_workers_of_a_server_share_its_uplink() -> None:
     assert starts == [pytest.approx(1 + 2 + 2 + 1)] * 2
 
 
+def test_messages_of_two_pairs_of_stages_of_the_same_workers_stay_in_order() -> None:
+    """Stages 0 and 2, 1 and 3 share a worker; from 2 to 3 go three values of two sizes, from 0 to 1 one.
+
+    F0 of stage 0 is on its way from 1 to 6, F1 from 6 to 11; stage 2's, from 8 on, waits for that, and is there at 16.
+    """
+    pipeline = Pipeline((1, 1, 1, 1), chain(4), "interleaved", True, 1, accumulate=2, chunks=2)
+    sizes: Crossing = {(0, 1): {1: 50}, (1, 2): {1: 0}, (2, 3): {1: 50}}
+    cluster = Cluster("flat", "unit", None, (Level("server", 2, 10.0, 0.0),))
+    costs = Costs((stage(),) * 4, sizes, sizes, values={(2, 3): (1.5, 1.5)})
+    events = [*Simulation(pipeline, programs(pipeline, 2), costs, Network(cluster), lambda _: 1)]
+    starts = {str(e.instruction): e.start_s for e in events if e.instruction.op is Op.FORWARD}
+    assert (starts["1F1@0"], starts["2F0@0"], starts["3F0@0"]) == (11, 7, 16)
+
+
+def test_sums_of_two_stages_of_the_same_workers_go_side_by_side() -> None:
+    """Stage 1's gradients are there at 4, stage 0's at 6; 40 bytes take 4 s alone, and 2 s of latency.
+
+    From 6 on both have half of the links: stage 1's last byte is sent at 10, stage 0's at 12.
+    """
+    pipeline = Pipeline((2, 2), chain(2), "interleaved", True, 1, chunks=2)
+    cluster = Cluster("flat", "unit", None, (Level("server", 2, 10.0, 1.0),))
+    events, _ = simulate(pipeline, 2, [stage(1.0, 2.0, 0.0, 0.0, SimulatedBucket(40, 1.0))] * 2, 0, cluster)
+    waits = {(e.instruction.stage, e.worker): e.end_s for e in events if e.instruction.op is Op.WAIT_ALL_REDUCE}
+    assert waits == {(0, 0): 14.0, (0, 1): 14.0, (1, 0): 14.0, (1, 1): 14.0}
+
+
 def test_all_reduce_overlaps_the_backward() -> None:
     """Two replicas, a bucket ready half-way (40 bytes) and one at the end (20 bytes); ring of two: 2 steps of half."""
     cluster = Cluster("flat", "unit", None, (Level("server", 2, 10.0, 0.0),))
