@@ -77,6 +77,15 @@ def num_epochs(count: float) -> str:
     return f"{count:g} epoch{'' if count == 1 else 's'}"
 
 
+def num_samples(count: int) -> str:
+    """Return a number of samples.
+
+    >>> num_samples(1), num_samples(64)
+    ('1 sample', '64 samples')
+    """
+    return f"{count} sample{'' if count == 1 else 's'}"
+
+
 def num_bytes(value: float | None) -> str:
     """Return a count of bytes in decimal units.
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from pipebench import formats
 from pipebench.engine.feed import Feed
 from pipebench.engine.setup import Setup, loss_divisors
 from pipebench.engine.worker import Worker
@@ -167,7 +168,7 @@ def in_use(profile: Profile, setup: Setup, profiled_in_situ: InSituTimes) -> Pro
     before_s, after_s = (sum(map(_seconds, each[sizes[-1]])) for each in (profile.layers, layers))
     return replace(
         profile,
-        note=f"{profile.note}; in use {after_s / before_s:.3f} of that at {sizes[-1]} samples",
+        note=f"{profile.note}; in use {after_s / before_s:.3f} of that at {formats.num_samples(sizes[-1])}",
         layers=layers,
         load_s={**profile.load_s, **loads},
         update_floor_s=floor_s,

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from pipebench import formats
 from pipebench.errors import ProfileError
 from pipebench.model.graph import LayerGraph, copied
 from pipebench.model.optimizer import state_bytes_per_byte
@@ -80,7 +81,9 @@ class _Walks:
         for size in sizes:
             self._done += 1
             if self._on_progress:
-                self._on_progress(f"computing all layers at {size} samples, {self._done} of {self._num_walks}")
+                self._on_progress(
+                    f"computing all layers at {formats.num_samples(size)}, {self._done} of {self._num_walks}"
+                )
             found[size] = self._rows(dataset, size)
         return found
 

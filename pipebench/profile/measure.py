@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipebench import formats
 from pipebench.model.allocator import allocator_of, release_copies
 from pipebench.model.device import torch_settings
 from pipebench.model.graph import LayerGraph, copied
@@ -119,7 +120,7 @@ def note_on_sums(sum_over_whole: Mapping[int, float]) -> str:
     >>> note_on_sums({8: 1.02, 64: 1.466})
     'sum over layers / whole step: 1.020 at 8 samples, 1.466 at 64 samples'
     """
-    ratios = ", ".join(f"{ratio:.3f} at {size} samples" for size, ratio in sum_over_whole.items())
+    ratios = ", ".join(f"{ratio:.3f} at {formats.num_samples(size)}" for size, ratio in sum_over_whole.items())
     far = ", ".join(str(size) for size, ratio in sum_over_whole.items() if not 1 / _FAR <= ratio <= _FAR)
     causes = "other work on the machine slowed one of the two down, or layers take microseconds"
     doubt = f"; not near 1 at {far}: {causes}; engine.timing=anew measures again" if far else ""
@@ -189,7 +190,7 @@ def _counted(found: Mapping[int, _AtSize]) -> str:
         share = uncertainty(each.series)
         known = f"+-{share:.1%}" if math.isfinite(share) else "too few to say how precise"
         count = len(each.passes)
-        parts.append(f"{count} pass{'es' * (count > 1)} at {size} samples ({known})")
+        parts.append(f"{count} pass{'es' * (count > 1)} at {formats.num_samples(size)} ({known})")
     return ", ".join(parts)
 
 
@@ -261,7 +262,7 @@ class _Passes:
             now_s = time.perf_counter()
             if now_s >= due_s:
                 due_s = now_s + _TELL_EVERY_S
-                self.on_progress(f"measuring layer {index + 1} of {num_layers} at {size} samples")
+                self.on_progress(f"measuring layer {index + 1} of {num_layers} at {formats.num_samples(size)}")
 
         tell(0)
         return tell
