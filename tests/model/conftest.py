@@ -131,7 +131,7 @@ class Tiring(nn.Module):
 
     def forward(self, x):
         self.calls += 1
-        if self.calls > 9 and torch.is_grad_enabled():
+        if self.calls > 6 and torch.is_grad_enabled():
             raise Beyond("over")
         return self.a(x)
 
