@@ -3,16 +3,21 @@
 Hosts that differ would still train: each would take its own learning rate, or its own order of minibatches.
 """
 
+import hashlib
 import socket
 from collections.abc import Mapping
 from importlib.metadata import version
 
+import torch
+
 from pipebench.checkpoint.identity import RunIdentity
 from pipebench.distributed.world import World
-from pipebench.errors import UserError
+from pipebench.errors import Fault, RecipeError, UserError
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.tracking.identity import content_of
+from pipebench.zoo.registry import Dataset
 
+_SAMPLES = 2
 _MOST_NAMED = 4
 _NOTHING = "nothing"
 
@@ -39,6 +44,32 @@ def check_agreement(world: World, loaded: LoadedRecipe, identity: RunIdentity) -
                 f"rank {rank} on {host} doesn't run what rank 0 on {first_host} does: {differing}; give every host the "
                 f"same command, files and versions (what each has elsewhere, such as data, by ${{oc.env:NAME}})"
             )
+
+
+def check_same_samples(world: World, loaded: LoadedRecipe, dataset: Dataset) -> None:
+    """Check that all workers' data set has rank 0's first samples, if the user's code makes it; collective.
+
+    Inputs and targets of a minibatch are read by different workers.
+
+    Raises:
+        RecipeError: on every worker, names the first that has others.
+    """
+    target = loaded.recipe.dataset.get("target")
+    if target is None:
+        return
+    digest, fields = hashlib.sha256(), [*dataset.inputs, *dataset.targets]
+    for split, number in (("train", dataset.num_train), ("eval", dataset.num_eval)):
+        for value in dataset.fetch(split, range(min(_SAMPLES, number)), fields).values():
+            digest.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    expected, *others = world.exchange(digest.hexdigest())
+    for rank, found in enumerate(others, 1):
+        if found != expected:
+            problem = (
+                f"{target} makes other samples for rank {rank} than for rank 0, and each process makes its own: draw "
+                "from torch, NumPy or random without a generator, which are seeded, or seed yours, as in "
+                "numpy.random.default_rng(0); and read the same files everywhere"
+            )
+            raise RecipeError([Fault(loaded.origin("dataset.target"), "dataset.target", problem)])
 
 
 def _differing(found: Mapping[str, str], expected: Mapping[str, str]) -> str:

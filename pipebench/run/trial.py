@@ -49,11 +49,16 @@ def try_out(loaded: LoadedRecipe) -> None:
         tries_optimizer = recipe.train.optimizer.name not in FUSED  # fused ones are tested under every plan
         if not own and not tries_optimizer:
             return
+        first = (
+            _sums(initial_model(recipe)) if recipe.model.get("target") is not None else {}
+        )  # freed before the second
         model = initial_model(recipe, "cpu" if own else "meta")
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trained:
             none = f"{recipe.model['target']} has no parameters to train: none, or none with requires_grad"
             raise UserCodeError(none, "model.target")
+        if first:
+            _refuse_another(str(recipe.model["target"]), first, _sums(model))
         if own:
             _refuse_what_gets_lost(model)
             _try_minibatch(recipe, model, make_dataset(recipe.dataset))
@@ -151,6 +156,24 @@ def _try_metrics(dataset: Dataset, output: Any, targets: Mapping[str, torch.Tens
 
 def _score(dataset: Dataset, name: str, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return dataset.score(output, targets)[name]
+
+
+def _sums(model: nn.Module) -> dict[str, str]:
+    """Return the sums of a model's parameters and buffers as text, in which NaN equals itself."""
+    tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+    large = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.itemsize > 1}
+    return {name: str(tensor.detach().sum(dtype=torch.float64).item()) for name, tensor in large.items()}
+
+
+def _refuse_another(target: str, first: Mapping[str, str], second: Mapping[str, str]) -> None:
+    """Refuse a model that is another one in every call: each process makes it, and so does whoever goes on."""
+    other = next((name for name in {**first, **second} if first.get(name) != second.get(name)), None)
+    if other is not None:
+        raise UserCodeError(
+            f"{target} makes another model in every call: {other} differs, and each process makes its own; draw from "
+            "torch, NumPy or random without a generator, which are seeded, or seed yours",
+            "model.target",
+        )
 
 
 def _refuse_what_gets_lost(model: nn.Module) -> None:

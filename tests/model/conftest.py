@@ -140,6 +140,18 @@ def tiring():
     return nn.Sequential(Tiring())
 
 
+def unseeded():
+    points = torch.from_numpy(numpy.random.default_rng().random((60, 2), dtype=numpy.float32))
+    pairs = torch.utils.data.TensorDataset(points, (points[:, 0] > 0.5).long())
+    return pairs, pairs
+
+
+def another():
+    made = Net()
+    made.register_buffer("noise", torch.from_numpy(numpy.random.default_rng().random(3)))
+    return made
+
+
 def endless(output, target):
     return output.sum() * float("nan")
 

@@ -128,6 +128,10 @@ REFUSED: list[tuple[Sequence[str], str]] = [
         ["dataset.loss=OWN:endless"],
         "dataset.loss: the loss of 10 samples is nan at the initial weights, needed is a number: the data, OWN:Net or",
     ),
+    (
+        ["model.target=OWN:another"],
+        "model.target: OWN:another makes another model in every call: noise differs, and each process makes its own",
+    ),
     (["model.target=torch.nn:Identity"], "model.target: torch.nn:Identity has no parameters to train: none, or none"),
     (["model.target=OWN:frozen"], "model.target: OWN:frozen has no parameters to train: none, or none with requires"),
     (
@@ -282,6 +286,15 @@ def test_worker_processes_tell_once(here: Path, verbose: bool) -> None:
 
 
 @pytest.mark.usefixtures("here")
+def test_samples_that_each_process_draws_anew_are_refused(here: Path) -> None:
+    """0.2.0: the first stage's inputs were other ones than those that the last stage's targets are of."""
+    words = [f"dataset.target={OWN}:unseeded", "engine.kind=distributed", "engine.device=cpu", "parallelism.plan=1-1"]
+    done = run_copy(["run", "r.yaml", *words, "parallelism.mode=pipedream"], here / "mine")
+    assert done.returncode == 2
+    (line,) = without_phases(done.stderr).splitlines()
+    assert f"dataset.target: {OWN}:unseeded makes other samples for rank 1 than for rank 0" in line
+
+
 def test_the_line_of_the_user_s_own_code_is_named_and_ours_is_not() -> None:
     from pipebench.recipe.users_code import as_users, message_of
     from tests.support import raise_as_ours
