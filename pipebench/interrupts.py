@@ -5,14 +5,20 @@ Imports almost nothing: the program needs it before all else.
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
     from typing import Any
 
+# Functions of importlib that take the lock of all imports: an exception right then leaves it locked, and other threads,
+# such as the one that imports MLflow, wait forever. A signal that comes while they wait is handled just then.
+_LOCKING = ("<frozen importlib._bootstrap>", ("_get_module_lock", "cb"))
+_LATER_S = 0.01
 _BY_SIGNAL = 128  # an exit code less the signal's number
 _heard: list[int] = []  # numbers of the signals that raised KeyboardInterrupt
 _owner = os.getpid()
@@ -74,8 +80,23 @@ def _end(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         return
-    _heard.append(number)
-    raise KeyboardInterrupt
+    if not comes_again(number, frame):
+        _heard.append(number)
+        raise KeyboardInterrupt
+
+
+def comes_again(number: int, frame: FrameType | None) -> bool:
+    """Return whether a signal's handler may raise nothing in this frame; the signal is sent again a moment later."""
+    file, names = _LOCKING
+    if frame is None or frame.f_code.co_filename != file or frame.f_code.co_name not in names:
+        return False
+    _thread.start_new_thread(_send_later, (number,))
+    return True
+
+
+def _send_later(number: int) -> None:
+    time.sleep(_LATER_S)
+    os.kill(os.getpid(), number)
 
 
 def _is_importing(module: str, frame: FrameType | None) -> bool:

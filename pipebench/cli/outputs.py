@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from pipebench.cli.json_output import print_json
 from pipebench.errors import UserError
-from pipebench.files import rename
+from pipebench.files import folder_problem, rename
 from pipebench.show.console import print_written
 from pipebench.show.shown import Shown
 from pipebench.show.terminal import standard_output
@@ -51,7 +52,8 @@ class Output:
         except OSError as error:
             raise UserError(f"{self.option}: {self.path} can't be written: {error.strerror or error}") from error
         finally:
-            beside.unlink(missing_ok=True)
+            with suppress(OSError):  # a read-only disk refuses even where there is no file
+                beside.unlink()
         print_written(str(self.path), console)
 
 
@@ -90,6 +92,8 @@ def refuse_to_overwrite(outputs: Sequence[Output]) -> None:
             raise UserError(f"{option}: got {path}, but there is no folder {path.parent}")
         if there and not (path.is_file() and each.is_ours(path)):
             raise UserError(f"{option}: {path} is there and isn't {what}, so it is left alone; name another file")
+        if problem := folder_problem(path.resolve().parent):
+            raise UserError(f"{option}: got {path}, but {problem}")
     for each in outputs:
         if each.path is not None and each.suffixes and each.path.suffix.lower() not in each.suffixes:
             fitting = each.path.with_suffix(each.suffixes[0]).name

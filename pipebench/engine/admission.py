@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple
 
+from pipebench.interrupts import comes_again
 from pipebench.schedule.instructions import MOVE_OPS, Instruction
 from pipebench.schedule.operations import OPERATIONS, ROUND
 from pipebench.schedule.pipeline import Pipeline
@@ -178,6 +179,8 @@ def stopping_on_signals(stop: StopRequest) -> Iterator[None]:
 
     def hear(number: int, frame: FrameType | None) -> None:
         if stop.reason is not None:
+            if comes_again(number, frame):
+                return
             raise KeyboardInterrupt
         stop.reason = "interrupted"
         with contextlib.suppress(OSError, RuntimeError):  # the terminal is gone, or in the middle of a line

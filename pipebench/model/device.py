@@ -113,4 +113,6 @@ def _git(*words: str) -> str:
     git = shutil.which("git")
     if git is None or not (root / ".git").exists():
         return ""
-    return subprocess.run([git, "-C", str(root), *words], capture_output=True, text=True, check=False).stdout
+    # Another user's checkout, as one mounted into a container is: its code runs anyway, so its settings may, too.
+    command = [git, "-c", f"safe.directory={root}", "-C", str(root), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout

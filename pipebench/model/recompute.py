@@ -55,7 +55,7 @@ class _SavedInputs:
                 for buffer, value in self._buffers:
                     buffer.copy_(value)
             hooks = saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _refuse)
-            with _as(AGAIN), torch.enable_grad(), hooks:
+            with self._layers.same_buffers(writes=False), _as(AGAIN), torch.enable_grad(), hooks:
                 self._run(*self._values)
             self._layers.note_again(saved, self._values)
             if len(saved) != self._num_saved:
@@ -98,20 +98,35 @@ class Recomputed(FoldedRun):
         if not torch.is_grad_enabled():
             return self.run(*values)
         if self._own is None:
-            self._own = self._own_buffers()
+            self._own = [buffer for part in self._parts() for buffer in part.buffers(recurse=False)]
         buffers = [(buffer, buffer.clone()) for buffer in (self._own if self._changing is None else self._changing)]
         saved_inputs, versions = _SavedInputs(self, values, buffers), [buffer._version for buffer in self._own]
-        found = saved_inputs()
+        with self.same_buffers():
+            found = saved_inputs()
         self._note_changes(buffers, versions)
         if self.saved is not None:
             self.saved.update(_storages([*values, *(before for _, before in buffers)]))
         return found
 
-    def _own_buffers(self) -> list[torch.Tensor]:
-        """Return the buffers of its layers but torch's BatchNorm, which doesn't read in training what it changes."""
+    def _parts(self) -> list[nn.Module]:
+        """Return the modules of its layers but torch's BatchNorm, which doesn't read in training what it changes."""
         parts = self.run.modules()
-        read = (p for p in parts if not (isinstance(p, nn.modules.batchnorm._NormBase) and is_torchs_own(p)))
-        return [buffer for part in read for buffer in part.buffers(recurse=False)]
+        return [p for p in parts if not (isinstance(p, nn.modules.batchnorm._NormBase) and is_torchs_own(p))]
+
+    @contextmanager
+    def same_buffers(self, *, writes: bool = True) -> Iterator[None]:
+        """Keep the tensors that are buffers, where a forward assigns others like them; `writes` has these in them."""
+        tables = [(part._buffers, dict(part._buffers)) for part in self._parts() if part._buffers]
+        yield
+        for table, before in tables:
+            for name, buffer in before.items():
+                new = table[name]
+                if buffer is new or buffer is None or new is None or _form(buffer) != _form(new):
+                    continue  # of another form it is no running value, but what the module has made of constants
+                table[name] = buffer
+                if writes:
+                    with torch.no_grad():
+                        buffer.copy_(new)
 
     def _note_changes(self, buffers: Buffers, versions: Sequence[int]) -> None:
         """Note which buffers a forward has changed, at first; later ones may change no others."""
@@ -131,6 +146,10 @@ class Recomputed(FoldedRun):
         if self.again is not None:
             read = _storages(values)
             self.again.update((place, storage) for place, storage in _storages(saved).items() if place not in read)
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _storages(values: Sequence[Any]) -> dict[int, torch.UntypedStorage]:

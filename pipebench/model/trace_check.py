@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from pipebench.errors import GraphError
 from pipebench.model.graph import LayerGraph, attribute, copied, forget_states
 from pipebench.model.in_place import overwritten
+from pipebench.model.tracing import attributes_as_before
 from pipebench.zoo.measures import plain_output
 from pipebench.zoo.registry import Dataset
 from pipebench.zoo.seeding import seeded
@@ -49,14 +50,15 @@ def check_traced(graph: LayerGraph, dataset: Dataset, sizes: Sequence[int] = ())
         Exception: whatever the model, or the loss, raises for all these numbers of samples.
     """
     *first, last = dict.fromkeys((min(_SAMPLES, dataset.num_train), *sorted(sizes)))
-    for count in first:
-        try:
-            return _compare(graph, dataset, count)
-        except GraphError:
-            raise
-        except Exception as error:  # the user's code may raise anything
-            _LOG.debug("%d samples are no minibatch for it: %s", count, error)
-    return _compare(graph, dataset, last)
+    with attributes_as_before(graph.model):  # only now: a layer that counts its calls is to be found
+        for count in first:
+            try:
+                return _compare(graph, dataset, count)
+            except GraphError:
+                raise
+            except Exception as error:  # the user's code may raise anything
+                _LOG.debug("%d samples are no minibatch for it: %s", count, error)
+        return _compare(graph, dataset, last)
 
 
 def _compare(graph: LayerGraph, dataset: Dataset, num_samples: int) -> None:
@@ -188,7 +190,11 @@ class _Apart(fx.Interpreter):
             for name, parameter in own._parameters.items():
                 if parameter is not None:
                     new._parameters[name] = self._weights[id(parameter)]
-        return made(*args, **kwargs)
+        output = made(*args, **kwargs)
+        for own, new in zip(module.modules(), made.modules(), strict=True):
+            own._buffers.update(new._buffers)  # a forward may assign another tensor to a buffer
+            self._copies |= {id(buffer): buffer for buffer in new._buffers.values()}
+        return output
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return a tensor of the model, or what is in its place."""
@@ -219,6 +225,7 @@ def _overwrites(graph: LayerGraph, node: fx.Node) -> bool:
 def _as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Seed all generators, and undo what a forward does to the model and to them."""
     modes = [(module, module.training) for module in model.modules()]
+    tables = [(module, dict(module._buffers)) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     forget_states(model)
     model.train(training)
@@ -228,6 +235,8 @@ def _as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+        for module, table in tables:  # a forward may have assigned another tensor
+            module._buffers.update(table)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)

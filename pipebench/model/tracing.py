@@ -44,7 +44,7 @@ def record(model: nn.Module, is_leaf: IsLeaf, fed: Fed = None) -> fx.GraphModule
     """
     versions = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
     try:
-        with _nothing_drawn(), _attributes_as_before(model):
+        with _nothing_drawn(), attributes_as_before(model):
             graph = _Tracer(is_leaf, fed).trace(model)
             held = {name: attrgetter(name)(model) for name, _, _ in versions}
     except Exception as error:  # tracing runs the user's forward: anything can come out of it
@@ -70,7 +70,7 @@ def _is_value_of(held: Any, buffer: torch.Tensor, name: str) -> bool:
 
 
 @contextmanager
-def _attributes_as_before(model: nn.Module) -> Iterator[None]:
+def attributes_as_before(model: nn.Module) -> Iterator[None]:
     """Give modules their attributes and buffers back that are assigned to meanwhile; new ones stay: torch.fx's."""
     before = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     try:

@@ -3,16 +3,24 @@
 Hosts that differ would still train: each would take its own learning rate, or its own order of minibatches.
 """
 
+import hashlib
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from importlib.metadata import version
+from itertools import chain
+
+import torch
 
 from pipebench.checkpoint.identity import RunIdentity
 from pipebench.distributed.world import World
-from pipebench.errors import UserError
+from pipebench.engine.setup import Setup
+from pipebench.errors import Fault, RecipeError, UserError
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.tracking.identity import content_of
+from pipebench.zoo.registry import Dataset
 
+_SAMPLES = 2
 _MOST_NAMED = 4
 _NOTHING = "nothing"
 
@@ -39,6 +47,47 @@ def check_agreement(world: World, loaded: LoadedRecipe, identity: RunIdentity) -
                 f"rank {rank} on {host} doesn't run what rank 0 on {first_host} does: {differing}; give every host the "
                 f"same command, files and versions (what each has elsewhere, such as data, by ${{oc.env:NAME}})"
             )
+
+
+def check_made_alike(world: World, loaded: LoadedRecipe, setup: Setup) -> None:
+    """Check that the user's code makes the same data set and the same model in all workers; collective.
+
+    Inputs and targets of a minibatch are read by different workers, and stages and replicas are cut from each one's own
+    model. Of data sets the first samples are compared.
+
+    Raises:
+        RecipeError: on every worker, names the first whose are others.
+    """
+    recipe, root = loaded.recipe, setup.graph.root
+    samples, weights = partial(_first_samples, setup.dataset), lambda: chain(root.parameters(), root.buffers())
+    for key, given, what, tensors in (
+        ("dataset.target", recipe.dataset.get("target"), "samples", samples),
+        ("model.target", recipe.model.get("target"), "weights", weights),
+    ):
+        if given is None:
+            continue
+        expected, *others = world.exchange(_digest(tensors()))
+        for rank, found in enumerate(others, 1):
+            if found != expected:
+                problem = (
+                    f"{given} makes other {what} for rank {rank} than for rank 0, and each process makes its own: draw "
+                    "from torch, NumPy or random without a generator, which are seeded, or seed yours, as in "
+                    "numpy.random.default_rng(0); and read the same files everywhere"
+                )
+                raise RecipeError([Fault(loaded.origin(key), key, problem)])
+
+
+def _first_samples(dataset: Dataset) -> Iterator[torch.Tensor]:
+    fields = [*dataset.inputs, *dataset.targets]
+    for split, number in (("train", dataset.num_train), ("eval", dataset.num_eval)):
+        yield from dataset.fetch(split, range(min(_SAMPLES, number)), fields).values()
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _differing(found: Mapping[str, str], expected: Mapping[str, str]) -> str:

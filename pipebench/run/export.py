@@ -11,9 +11,11 @@ from torch import nn
 from pipebench import files
 from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.store import Checkpoint, reason_of
-from pipebench.errors import RecipeError, UserError
-from pipebench.model.graph import LayerGraph, trace
+from pipebench.errors import PipebenchError, RecipeError, TracingError, UserError
+from pipebench.model.graph import LayerGraph, as_one_layer, trace
 from pipebench.model.optimizer import average_in
+from pipebench.model.tracing import Fed
+from pipebench.recipe.make import make_dataset
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.targets import import_target
 from pipebench.run.folder import RunFolder, find_trusted
@@ -62,8 +64,12 @@ class _ExportedModel:
 
     @cached_property
     def traced(self) -> LayerGraph:
-        """Return the layer graph."""
-        return trace(initial_model(self._recipe), list(self._recipe.model.get("leaves") or ()))
+        """Return the layer graph; that of one layer where no trace is possible, as modes that cut nothing have it."""
+        model, fed = initial_model(self._recipe), _fed(self._recipe)
+        try:
+            return trace(model, list(self._recipe.model.get("leaves") or ()), fed)
+        except TracingError:
+            return as_one_layer(model, fed)
 
     def fits(self, checkpoint: Checkpoint) -> None:
         """Check that a checkpoint has this model's tensors, undamaged.
@@ -79,6 +85,17 @@ class _ExportedModel:
             self.fitting = state
         except CheckpointError as error:
             raise CheckpointError(f"{checkpoint.path}: {error} (recipe {self._recipe.name})") from None
+
+
+def _fed(recipe: Recipe) -> Fed:
+    """Return the arguments that the data set gives a user's model; None without the data, which may be gone by now."""
+    if recipe.model.get("target") is None:
+        return None
+    try:
+        dataset = make_dataset(recipe.dataset)
+        return dataset.argument_names or len(dataset.inputs)
+    except (PipebenchError, OSError, TypeError, ValueError):
+        return None
 
 
 def _filled(model: nn.Module, state: ModelState) -> nn.Module:

@@ -35,7 +35,7 @@ from pipebench.profile.choose import is_measured
 from pipebench.profile.model import Profile
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.users_code import during
-from pipebench.run.agreement import check_agreement
+from pipebench.run.agreement import check_agreement, check_made_alike
 from pipebench.run.collected_log import collected_log
 from pipebench.run.deciding import decision_of, prepare_job, read_decision, store_decision, stored_decision
 from pipebench.run.folder import RunFolder
@@ -212,6 +212,7 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
         identity = identity_of(folder, loaded, job)
         if not world.place.one_host:
             check_agreement(world, loaded, identity)
+        check_made_alike(world, loaded, job.setup)
         checkpoints = checkpoints_of(folder, job, identity)
         goes_on = suite.resumed is not None
         policy = _checkpoint_policy(world, folder, checkpoints, job, restarted=restarted, goes_on=goes_on)

@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from omegaconf import OmegaConf
 from torch import nn
 
+import pipebench
 from pipebench.cli.main import cli
 from pipebench.model.optimizer import make_optimizer
 from pipebench.recipe.load import LoadedRecipe, load
@@ -125,6 +126,72 @@ def test_the_model_takes_what_is_exported(model: str, make: Any) -> None:
         assert torch.equal(found[name], value), name
     initial = make()
     assert not all(torch.equal(a, b) for a, b in zip(fresh.parameters(), initial.parameters(), strict=True))
+
+
+class Optional(nn.Module):
+    """Reads arguments that have defaults, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.unused = nn.Linear(6, 4), nn.Linear(4, 4), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor | None = None, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Map [n, 6] and [n, 6] to [n, 4]."""
+        assert x is not None
+        assert mask is not None
+        return self.last(torch.tanh(self.first(x * mask)))
+
+
+class Undecided(Optional):
+    """Decides by its data, which torch.fx can't trace: one layer."""
+
+    def forward(self, x: torch.Tensor | None = None, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Map [n, 6] and [n, 6] to [n, 4]."""
+        made = super().forward(x, mask)
+        return made * 2 if made.sum() > 0 else made
+
+
+class Fed(torch.utils.data.Dataset[dict[str, Any]]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index >= 8:
+            raise IndexError
+        return {"x": torch.arange(6.0) / 6 + index / 8, "mask": torch.ones(6), "label": index % 4}
+
+
+def fed() -> tuple[Fed, Fed]:
+    return Fed(), Fed()
+
+
+FED = """{target: "tests.checkpoint.test_export:fed", loss: cross_entropy, inputs: [x, mask], targets: [label]}"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "gone"),
+    [(Optional, "pipedream", False), (Undecided, "single", False), (Undecided, "single", True)],
+)
+def test_what_runs_is_exported(kind: type[Optional], mode: str, gone: bool) -> None:
+    """0.2.0: it said that the model can't be traced, as nothing fed its arguments or no mode let it be one layer.
+
+    A parameter that no layer of a traced model uses is in no checkpoint; without the data, a model may be one layer.
+    """
+    text = RECIPE.replace("MAKE", kind.__name__).replace("{name: mnist5k}", FED).replace("size: 32", "size: 4")
+    plan = "1-1" if mode == "pipedream" else "1"
+    Path("small.yaml").write_text(text.replace("mode: pipedream, plan: 2-1-1", f"mode: {mode}, plan: {plan}"))
+    pipebench.run("small.yaml")
+    (folder,) = Path("pipebench-runs").iterdir()
+    recipe = folder / "recipe.yaml"
+    if gone:
+        recipe.write_text(recipe.read_text().replace("test_export:fed", "test_export:no_more"))
+    result = export(folder.name)
+    assert result.exit_code == 0, result.output
+    found, fresh = torch.load(f"{folder.name}.pt", weights_only=True), kind()
+    fresh.load_state_dict(found, strict=True)
+    initial = initial_model(load("small.yaml").recipe).state_dict()
+    assert torch.equal(found["unused.weight"], initial["unused.weight"])
+    assert not any(torch.equal(found[name], initial[name]) for name in ("first.weight", "last.weight"))
 
 
 def test_averages_are_exported_where_evaluations_see_them() -> None:

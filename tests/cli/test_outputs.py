@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipebench.cli.outputs import Output
+from pipebench.cli.outputs import Output, refuse_to_overwrite
 from pipebench.errors import UserError
 
 
@@ -33,3 +33,20 @@ def test_a_link_stays_one(tmp_path: Path) -> None:
     Output("--out", link, "a profile", lambda path: True).write(lambda path: path.write_text("all"))
     assert link.is_symlink()
     assert there.read_text() == "all"
+
+
+def test_a_read_only_folder_is_told_before_any_work_and_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.2.0: a traceback, minutes later, as removing what isn't there fails on a read-only disk, too."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    out = Output("--out", tmp_path / "plan.json", "a plan", lambda path: True)
+    monkeypatch.setattr("os.unlink", refuse)
+    with pytest.raises(UserError, match="json can't be written: Read-only file system"):
+        out.write(refuse)
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    with pytest.raises(UserError, match=r"--out: got .*plan.json, but .* can't be written to: Read-only"):
+        refuse_to_overwrite([out])

@@ -1,13 +1,16 @@
 """Ctrl-C on the virtual clock: the run drains, keeps a checkpoint, says how to go on, and goes on."""
 
 import signal
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from pipebench.cli.main import cli
 from pipebench.engine.admission import STOPPING, StopRequest, stopping_on_signals
+from pipebench.interrupts import RaisedBySignals
 from reports.studies.watched_run import recorded
 from tests.checkpoint.spoiling import RECIPE
 from tests.commands import CopiedRun
@@ -25,6 +28,27 @@ def test_the_first_signal_asks_and_the_second_ends(number: signal.Signals, capsy
             signal.raise_signal(number)
     assert signal.getsignal(number) is before
     assert capsys.readouterr().err == f"{STOPPING}\n"
+
+
+IN_IMPORTLIB = """
+import signal
+def _get_module_lock(number):
+    signal.raise_signal(number)
+    return "locked and released"
+"""
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_signal_while_an_import_takes_its_lock_ends_a_moment_later(stops: bool) -> None:
+    """0.2.0: a second Ctrl-C while MLflow was being imported left Python's lock of imports locked, and the run hung."""
+    made: dict[str, Any] = {}
+    exec(compile(IN_IMPORTLIB, "<frozen importlib._bootstrap>", "exec"), made)
+    stop = StopRequest("interrupted")
+    with stopping_on_signals(stop) if stops else RaisedBySignals():
+        number = signal.SIGINT if stops else signal.SIGTERM
+        assert made["_get_module_lock"](number) == "locked and released"
+        with pytest.raises(KeyboardInterrupt):
+            threading.Event().wait(PATIENCE_S)
 
 
 def test_a_signal_that_is_to_be_ignored_stays_so() -> None:

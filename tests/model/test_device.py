@@ -2,14 +2,17 @@
 
 import operator
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from pipebench.model import device
-from pipebench.model.device import torch_settings
+from pipebench.model.device import commit_diff, torch_settings, tree_of
 from pipebench.recipe.schema import EngineRecipe
 
 
@@ -98,3 +101,20 @@ def test_old_switches_are_put_back() -> None:
     with torch_settings(EngineRecipe(tf32=True)):
         pass
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_of_a_checkout_that_belongs_to_another_user_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.2.0: git refused it, so runs in a container recorded neither commit nor changes, and nothing said so."""
+    (tmp_path / "pipebench").mkdir()
+    (tmp_path / "pipebench" / "__init__.py").write_text("")
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    for words in (("init", "-q"), ("add", "-A"), (*identity, "commit", "-q", "-m", "first")):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    (tmp_path / "pipebench" / "__init__.py").write_text("changed = True\n")
+    monkeypatch.setattr("pipebench.__file__", str(tmp_path / "pipebench" / "__init__.py"))
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    assert tree_of(["pipebench"]).endswith(" and 1 changed files")
+    assert "+changed = True" in commit_diff()

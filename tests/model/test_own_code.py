@@ -281,7 +281,16 @@ def test_worker_processes_tell_once(here: Path, verbose: bool) -> None:
     assert f"{OWN}.py:" in line
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(("key", "own", "what"), [("dataset", "unseeded", "samples"), ("model", "another", "weights")])
+def test_what_each_process_draws_anew_is_refused(key: str, own: str, what: str, here: Path) -> None:
+    """0.2.0: inputs were of other samples than targets in another process, and replicas began with other weights."""
+    words = [f"{key}.target={OWN}:{own}", "engine.kind=distributed", "engine.device=cpu", "parallelism.plan=1-1"]
+    done = run_copy(["run", "r.yaml", *words, "parallelism.mode=pipedream"], here / "mine")
+    assert done.returncode == 2
+    (line,) = without_phases(done.stderr).splitlines()
+    assert f"{key}.target: {OWN}:{own} makes other {what} for rank 1 than for rank 0" in line
+
+
 def test_the_line_of_the_user_s_own_code_is_named_and_ours_is_not() -> None:
     from pipebench.recipe.users_code import as_users, message_of
     from tests.support import raise_as_ours

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from pipebench.errors import GraphError, TracingError
-from pipebench.model.graph import as_one_layer, is_random, trace
+from pipebench.model.graph import LayerGraph, as_one_layer, is_random, trace
 from pipebench.model.plan import make_plan
 from pipebench.model.trace_check import check_traced
 from pipebench.model.tracing import TracedModule
@@ -237,6 +237,48 @@ def test_comparing_leaves_everything_as_it_was() -> None:
     assert model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Assigning(nn.Module):
+    """Makes its buffer by assigning."""
+
+    one_layer = True
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [n, 6] without the running mean of it."""
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+class Counting(Assigning):
+    """Counts its calls, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [n, 6] without the running mean of it, times the number of calls."""
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+@pytest.mark.parametrize(("form", "kind"), [(as_one_layer, Assigning), (as_one_layer, Counting), (trace, Assigning)])
+def test_comparing_leaves_what_a_forward_assigns_to_as_it_was(
+    form: Callable[[nn.Module], LayerGraph], kind: type[Assigning]
+) -> None:
+    """0.2.0: a run began with the running means and counts of the samples that were compared."""
+    part = kind()
+    graph = form(nn.Sequential(nn.Linear(6, 6), part, nn.Linear(6, 4)).double())
+    assert (len(graph.layers) > 1) is (form is trace)
+    check_traced(graph, Blobs())
+    assert not getattr(part, "calls", 0)
+    assert not part.mean.any()
 
 
 def test_a_buffer_counts_in_a_graph_as_in_the_model_which_tracing_leaves_as_it_was() -> None:
