@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipebench.distributed import channel, collectives, reducer, shard_exchange, transport
+from pipebench.distributed import channel, collectives, message, reducer, shard_exchange, transport
 from pipebench.distributed import engine as distributed
 from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.instruction_times import _READ_EVERY, DeviceTimer, Moment, Pace
@@ -235,7 +235,7 @@ def test_two_messages_through_the_hosts_memory(
     0.2.0 in its beginnings: it told the time at which its host had begun to wait for them.
     """
     for name in ("pack", "layout_in"):
-        monkeypatch.setattr(channel, name, _after_the_gpu(getattr(channel, name)))
+        monkeypatch.setattr(message, name, _after_the_gpu(getattr(message, name)))
     done = run(TWO_UNITS, 1, {(Op.FORWARD, 1): forward_s}, by_nccl=False, wire_s=4.0)
     row = done.found.workers[1]
     assert (row["waiting_activation_s"], row["stall_s"]) == pytest.approx((waiting_s, stall_s))
