@@ -178,7 +178,6 @@ LONG_LISTS_OF_PARAMETERS = {
     "engine.virtual.__init__": "listeners, all with defaults",
     "model.plan.make_plan": "a plan's parts, most with defaults",
     "simulate.drawing.draw_cells": "a pipeline and three times of its stages, which tests write side by side",
-    "simulate.network.sum_up": "called for every sum of a simulation: an object for each would take time",
     "tracking.run_log.start": "a record's head, most with defaults",
     "train.prepare.prepare": "what the engines' commands want besides a recipe, all with defaults",
 }

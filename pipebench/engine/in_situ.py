@@ -7,8 +7,8 @@ waiting: messages from others are copies of what their own list sent, gradients 
 so units get samples by rows: a row has a unit of every replica, and all of them the samples that the messages were of.
 Measured instruction times are the sums for a stage's layers; the profile divides them among its layers.
 
-Workers compute on copies, which are discarded before the next one's: of a model that fits nowhere as a whole, measuring
-takes no more than training its largest stage does.
+Workers compute on copies, which are discarded before the next one's: beside the model itself, measuring takes what
+training its largest stage takes, where no worker has several.
 """
 
 import statistics

@@ -16,6 +16,7 @@ from pipebench.checkpoint.identity import RunIdentity
 from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup
 from pipebench.errors import Fault, RecipeError, UserError
+from pipebench.model.memory_format import as_bytes, in_order
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.tracking.identity import content_of
 from pipebench.zoo.registry import Dataset
@@ -87,7 +88,7 @@ def _first_samples(dataset: Dataset) -> Iterator[torch.Tensor]:
 def _digest(tensors: Iterable[torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
-        digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+        digest.update(as_bytes(in_order(tensor.detach())).numpy().data)
     return digest.hexdigest()
 
 

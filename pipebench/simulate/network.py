@@ -61,6 +61,7 @@ class ReductionGroup:
     """Workers that sum buffers in one way, a name in `syncs.SYNCS`."""
 
     sync: str
+    kind: str  # of bytes
     ring: Sequence[int]  # in the order of devices, so that a ring leaves and enters every component once
     servers: Sequence[Sequence[int]]  # positions in the ring of those that sum first, see `Cluster.servers`
     phases: Phases  # in sequence; the parts of each run side by side
@@ -74,7 +75,6 @@ class _Sum:
     """One buffer that a group sums."""
 
     group: ReductionGroup
-    kind: str
     label: str
     num_bytes: int
     done: Action
@@ -178,31 +178,17 @@ class Network:
         if self._observe is not None:
             self._observe(copy)
 
-    def sum_up(
-        self,
-        sync: str,
-        kind: str,
-        label: str,
-        workers: Sequence[int],
-        num_bytes: int,
-        now_s: float,
-        done: Action,
-        number: int = 0,
-    ) -> None:
-        """Sum a buffer of a group after those before it; `done` runs when all members have the sum.
-
-        `number` tells groups of the same workers apart.
-        """
-        group = self._group(sync, kind, workers, number)
+    def sum_up(self, group: ReductionGroup, label: str, num_bytes: int, now_s: float, done: Action) -> None:
+        """Sum a buffer of a group after those before it; `done` runs when all members have the sum."""
         for level, sent in self._sent(group, num_bytes).items():
-            self.num_bytes[kind, level] += sent
-        group.queue.append(_Sum(group, kind, label, num_bytes, done))
+            self.num_bytes[group.kind, level] += sent
+        group.queue.append(_Sum(group, label, num_bytes, done))
         if len(group.queue) == 1:
             self._go_on(group.queue[0], now_s)
 
     def alone_s(self, sync: str, workers: Sequence[int], num_bytes: int) -> float:
         """Return the seconds of a group's sum beside no other traffic."""
-        phases = self._group(sync, sync, workers).phases
+        phases = self.group(sync, sync, workers).phases
         return math.fsum(max(part.alone_s(num_bytes) for part in parts) for parts in phases)
 
     def _go_on(self, begun: _Sum, now_s: float) -> None:
@@ -229,13 +215,14 @@ class Network:
         if self._observe is not None and group.phases:
             members, total = tuple(sorted(group.ring)), self._sent(group, ended.num_bytes).total()
             level, start_s = group.level.name, ended.start_s
-            self._observe(Transfer(ended.kind, ended.label, members, members, level, total, start_s, now_s))
+            self._observe(Transfer(group.kind, ended.label, members, members, level, total, start_s, now_s))
         group.queue.popleft()
         ended.done(now_s)
         if group.queue:
             self._go_on(group.queue[0], now_s)
 
-    def _group(self, sync: str, kind: str, workers: Sequence[int], number: int = 0) -> ReductionGroup:
+    def group(self, sync: str, kind: str, workers: Sequence[int], number: int = 0) -> ReductionGroup:
+        """Return the group of workers for sums of a kind; `number` tells groups of the same workers apart."""
         found = self._groups.get((sync, kind, workers, number))
         if found is None:
             ring = sorted(workers, key=self.devices.__getitem__)
@@ -245,7 +232,7 @@ class Network:
             levels = [self.cluster.levels[index] for index in sorted(crossed)]
             # A single worker crosses none.
             level = min(levels, key=lambda each: each.sum_bytes_per_s, default=self.cluster.levels[0])
-            found = self._groups[sync, kind, workers, number] = ReductionGroup(sync, ring, servers, phases, level)
+            found = self._groups[sync, kind, workers, number] = ReductionGroup(sync, kind, ring, servers, phases, level)
         return found
 
     def _sent(self, group: ReductionGroup, num_bytes: int) -> Counter[str]:

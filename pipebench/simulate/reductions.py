@@ -126,9 +126,9 @@ class Reductions:
 
     def _start(self, each: _Round, bucket: SimulatedBucket, now_s: float) -> None:
         group, (stage, round_index), done = each.group, each.key, partial(self._summed, each)
-        number = 0 if self._together else stage
+        members = self._network.group(group.way, group.kind, group.workers, 0 if self._together else stage)
         label = f"{'G' if group.kind == ALL_GATHER else 'R'}{round_index}"
-        self._network.sum_up(group.way, group.kind, label, group.workers, bucket.num_bytes, now_s, done, number)
+        self._network.sum_up(members, label, bucket.num_bytes, now_s, done)
 
     def _summed(self, each: _Round, now_s: float) -> None:
         each.buckets_left -= 1

@@ -20,7 +20,7 @@ from pipebench.planner.plans import PlanEstimate, Request
 from pipebench.planner.predict import PlannedWorkload
 from pipebench.schedule.programs import programs
 from pipebench.simulate.agenda import Action
-from pipebench.simulate.network import Connection, Message, Network
+from pipebench.simulate.network import Connection, Message, Network, ReductionGroup
 from pipebench.simulate.sharing import Resource
 from pipebench.simulate.simulation import Simulation
 from reports.studies.planned_models import Subject, analytic, cluster, flat, measured, missing, names, table
@@ -93,18 +93,11 @@ class _RingsApart(Network):
         self._others.agenda = self.agenda
         self._others.sharing = self.sharing
 
-    def sum_up(
-        self,
-        sync: str,
-        kind: str,
-        label: str,
-        workers: Sequence[int],
-        num_bytes: int,
-        now_s: float,
-        done: Action,
-        number: int = 0,
-    ) -> None:
-        self._others.sum_up(sync, kind, label, workers, num_bytes, now_s, done, number)
+    def group(self, sync: str, kind: str, workers: Sequence[int], number: int = 0) -> ReductionGroup:
+        return self._others.group(sync, kind, workers, number)
+
+    def sum_up(self, group: ReductionGroup, label: str, num_bytes: int, now_s: float, done: Action) -> None:
+        self._others.sum_up(group, label, num_bytes, now_s, done)
 
 
 class _PortsApart(Network):

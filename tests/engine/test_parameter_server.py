@@ -106,7 +106,7 @@ def test_flows_share_ports() -> None:
     nested = Network(Cluster("nested", "unit", None, levels))
     ends: list[float] = []
     for network in (flat, nested):
-        network.sum_up(PARAMETER_SERVER, "parameter-server", "r", range(4), 12, 0.0, ends.append)
+        network.sum_up(network.group(PARAMETER_SERVER, "parameter-server", range(4)), "r", 12, 0.0, ends.append)
         network.agenda.play()
     assert ends == [2 * (3 * 3 + 0.5), 2 * (4 * 3)]
     assert dict(nested.num_bytes) == {

@@ -199,7 +199,7 @@ def test_where_workers_stand_changes_times_and_levels_but_not_what_is_computed()
 
 def test_a_ring_follows_the_devices_whatever_the_workers_numbers() -> None:
     network = Network(two_servers(), (0, 2, 1, 3))
-    network.sum_up(ALL_REDUCE, "all-reduce", "", range(4), 400, 0.0, lambda _: None)
+    network.sum_up(network.group(ALL_REDUCE, "all-reduce", range(4)), "", 400, 0.0, lambda _: None)
     # 4 members pass on 150 bytes in each of 2 x 3 steps over 4; two of the four links leave a server.
     assert network.num_bytes["all-reduce", "server"] == network.num_bytes["all-reduce", "cluster"] == 1200
 

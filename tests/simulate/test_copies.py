@@ -212,7 +212,7 @@ def test_what_crosses_nvlink_leaves_the_lane_alone() -> None:
 def test_a_ring_takes_its_part_of_every_members_lanes() -> None:
     """Two workers sum 40 bytes at 4 bytes/s: each sends 40 and receives 40 in 10 s."""
     network, done = Network(cluster_of(2, 4.0), copies=True), list[float]()
-    network.sum_up("all-reduce", "all-reduce", "R0", (0, 1), 40, 0.0, done.append)
+    network.sum_up(network.group("all-reduce", "all-reduce", (0, 1)), "R0", 40, 0.0, done.append)
     ends = copy_beside(network, [(0.0, 100, True), (0.0, 30, False)])
     network.agenda.play()
     assert (done, ends) == ([10.0], [14.0, 5.0])

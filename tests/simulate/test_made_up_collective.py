@@ -61,7 +61,7 @@ def _made_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_its_seconds_are_those_of_the_port_that_all_of_it_crosses() -> None:
     ends: list[float] = []
     network = Network(Cluster("flat", "unit", None, (Level("server", 4, 2.0, 0.5),)))
-    network.sum_up(STAR, STAR, "r", range(4), 12, 0.0, ends.append)
+    network.sum_up(network.group(STAR, STAR, range(4)), "r", 12, 0.0, ends.append)
     network.agenda.play()
     assert ends == [2 * (3 * 12 / 2.0 + 0.5)]
     assert dict(network.num_bytes) == {(STAR, "server"): 2 * 3 * 12}
@@ -86,6 +86,6 @@ def test_planner_and_simulator_say_the_same_of_a_ring(size: int) -> None:
     """Two places say it: a change of one alone shows here."""
     level, ends = Level("server", size, 3.0, 0.25, efficiency=0.5, ring_bytes_per_s=1.25), list[float]()
     network = Network(Cluster("flat", "unit", None, (level,)))
-    network.sum_up(ALL_REDUCE, ALL_REDUCE, "r", range(size), 4096, 0.0, ends.append)
+    network.sum_up(network.group(ALL_REDUCE, ALL_REDUCE, range(size)), "r", 4096, 0.0, ends.append)
     network.agenda.play()
     assert ends == [pytest.approx(ring_s([level] * size, 4096), rel=1e-12)]

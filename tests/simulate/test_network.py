@@ -1,7 +1,6 @@
 """Links: what is on its way at once shares its ports, in order on each connection."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ def send(network: Network, sender: int, receiver: int, num_bytes: int, now_s: fl
 
 
 def reduce(network: Network, workers: range, num_bytes: int, now_s: float, ends: list[float]) -> None:
-    network.sum_up(ALL_REDUCE, "all-reduce", "r", workers, num_bytes, now_s, ends.append)
+    network.sum_up(network.group(ALL_REDUCE, "all-reduce", workers), "r", num_bytes, now_s, ends.append)
 
 
 def test_two_messages_through_one_port_get_half_of_it_each() -> None:
@@ -91,7 +90,7 @@ def test_devices_behind_a_switch_share_its_port_to_others_of_their_server_alone(
 def test_servers_share_their_ports_connection_by_connection() -> None:
     """Of a port that carries three pushes, an activation gets a fourth; a ring's one connection would leave it half."""
     network, ends = flat(4), list[float]()
-    network.sum_up(PARAMETER_SERVER, PARAMETER_SERVER, "r", range(4), 40, 0.0, ends.append)
+    network.sum_up(network.group(PARAMETER_SERVER, PARAMETER_SERVER, range(4)), "r", 40, 0.0, ends.append)
     message = send(network, 0, 1, 2)
     network.agenda.play()
     assert message.arrival_s == 8.0
@@ -103,8 +102,8 @@ def test_who_observes_is_told_when_transfers_really_began_and_ended() -> None:
     told: list[Transfer] = []
     network = Network(Cluster("flat", "unit", None, (Level("server", 3, 1.0, 0.5),)), observe=told.append)
     first, second = send(network, 0, 1, 4), send(network, 0, 1, 2)
-    later = partial(network.sum_up, ALL_REDUCE, "all-reduce", "R0", range(1, 3), 6, done=lambda _: None)
-    network.agenda.push(20.0, lambda now_s: later(now_s=now_s))
+    group = network.group(ALL_REDUCE, "all-reduce", range(1, 3))
+    network.agenda.push(20.0, lambda now_s: network.sum_up(group, "R0", 6, now_s, lambda _: None))
     network.agenda.play()
     network.arrived(first)
     network.arrived(second)
@@ -139,7 +138,7 @@ def test_what_is_alone_goes_at_the_smallest_of_its_limits_and_its_port(
     assert message.arrival_s == message_s + 0.5
     for sync, steps, seconds in ((ALL_REDUCE, 4, ring_s), (PARAMETER_SERVER, 2, servers_s)):
         network, ends = limited(3, **limits), list[float]()
-        network.sum_up(sync, sync, "r", range(3), 60, 0.0, ends.append)
+        network.sum_up(network.group(sync, sync, range(3)), "r", 60, 0.0, ends.append)
         network.agenda.play()
         assert ends == [pytest.approx(seconds + steps * 0.5)]
 
@@ -215,7 +214,7 @@ def test_shards_are_summed_in_the_faster_way(
     ends: dict[str, list[float]] = {RING: [], ALL_TO_ALL: []}
     for way, end in ends.items():
         network = Network(cluster, devices)
-        network.sum_up(way, REDUCE_SCATTER, "s", range(len(devices)), 8400, 0.0, end.append)
+        network.sum_up(network.group(way, REDUCE_SCATTER, range(len(devices))), "s", 8400, 0.0, end.append)
         network.agenda.play()
     assert faster_sums(cluster, devices) == expected
     assert (ends[RING][0] < ends[ALL_TO_ALL][0] * (1 - 1e-9)) == (expected == RING)

@@ -20,7 +20,7 @@ NESTED = Cluster("nested", "unit", None, LEVELS, TWO_LEVEL)
 
 def summed(cluster: Cluster, devices: tuple[int, ...], num_bytes: int) -> tuple[float, Network]:
     network, ends = Network(cluster, devices), list[float]()
-    network.sum_up(ALL_REDUCE, ALL_REDUCE, "r", range(len(devices)), num_bytes, 0.0, ends.append)
+    network.sum_up(network.group(ALL_REDUCE, ALL_REDUCE, range(len(devices))), "r", num_bytes, 0.0, ends.append)
     network.agenda.play()
     return ends[0], network
 
