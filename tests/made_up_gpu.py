@@ -8,6 +8,7 @@ numbers, and the indices of an indexing. Streams and events have always done alr
 Modes are of one thread: there is no other thread's work on such a GPU, and no loader's.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -34,16 +35,26 @@ _FILLED = {_ATEN.scatter.src, _ATEN.scatter.value}  # of zeros, which backwards 
 class _Storages:
     """Some of the storages that there are."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_bytes: float = math.inf) -> None:
         self._known: dict[int, StorageWeakRef] = {}
         self._most = 1 << 8  # known before those that are gone are forgotten, which keeps their memory
+        self._limit_bytes, self._bytes = limit_bytes, dict[int, int]()
 
     def add(self, tensor: torch.Tensor) -> None:
+        """Add a tensor's storage; raises torch's error if there is no memory for it."""
         reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call] # torch lists no types
         self._known[reference.cdata] = reference
+        if self._limit_bytes < math.inf:
+            self._check(reference.cdata, tensor.untyped_storage().nbytes())
         if len(self._known) > self._most:
             self._known = {address: each for address, each in self._known.items() if not each.expired()}  # type: ignore[no-untyped-call]
             self._most = max(self._most, 2 * len(self._known))
+
+    def _check(self, address: int, num_bytes: int) -> None:
+        self._bytes[address] = num_bytes
+        self._bytes = {each: size for each, size in self._bytes.items() if not self._known[each].expired()}  # type: ignore[no-untyped-call]
+        if sum(self._bytes.values()) > self._limit_bytes:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes.")
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor's storage is one of them; one that is gone may have left its address to it."""
@@ -226,9 +237,9 @@ def _always(value: Any) -> Callable[..., Any]:
 
 
 @contextmanager
-def made_up_gpu() -> Iterator[None]:
-    """Let torch have a GPU, in this thread."""
-    generator, stream, on_gpu = torch.default_generator, _Stream(), _Storages()
+def made_up_gpu(limit_bytes: float = math.inf) -> Iterator[None]:
+    """Let torch have a GPU, in this thread, with so many bytes of memory."""
+    generator, stream, on_gpu = torch.default_generator, _Stream(), _Storages(limit_bytes)
     values = {
         **dict.fromkeys(("is_available", "is_initialized"), True),
         **dict.fromkeys(("_lazy_init", "init", "synchronize", "empty_cache", "reset_peak_memory_stats")),

@@ -30,7 +30,7 @@ from pipebench.profile.load import load_profile
 from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.profile.request import ProfileRequest
-from pipebench.profile.walk import LOSS
+from pipebench.profile.step import LOSS
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.ranges import ANEW, MEASURED, TIMINGS
 from pipebench.recipe.schema import Recipe

@@ -2,7 +2,8 @@
 
 A pass runs the layers in the order of training, so that caches and the allocator are in the state training leaves them
 in; each layer gets the median over several passes, each with a minibatch of its own, as many as it takes to know the
-medians well enough. All sizes take turns, so that the drift of a machine's speed is that of none.
+medians well enough. All sizes take turns, so that the drift of a machine's speed is that of none. A model that the
+device can't hold as a whole, which is what pipelines are for, is measured in pieces.
 """
 
 import math
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 
 from pipebench import formats
+from pipebench.errors import is_out_of_memory
 from pipebench.model.allocator import allocator_of, release_copies
 from pipebench.model.device import torch_settings
 from pipebench.model.graph import LayerGraph, copied
@@ -34,6 +36,7 @@ from pipebench.profile.clocks import Clock, Reading, device_clock
 from pipebench.profile.devices import local_device_name
 from pipebench.profile.enough import StopRule, uncertainty
 from pipebench.profile.model import LayerProfile, Profile
+from pipebench.profile.pieces import Pieces
 from pipebench.profile.request import ProfileRequest
 from pipebench.profile.walk import idle_backward_s, walk
 from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe
@@ -65,29 +68,38 @@ def measured_profile(
     The model is copied: its parameters, buffers and gradients stay as they are, and so does the random state. The
     copy's memory is released afterwards. Passes at each size go on until `rule` is met there; the note says
     how many there were and how well a pass is known. `on_progress` gets what is measured, in words.
-    `whole_steps`: time whole steps as well, to compare the sum over the layers with.
+    `whole_steps`: time whole steps as well, to compare the sum over the layers with; not of a model that the device
+    can't hold as a whole, which is measured in as few pieces as it can, by powers of 2.
 
     Raises:
-        ProfileError: a layer fails; names it.
+        ProfileError: a layer fails, or the device can't hold it; names it.
     """
     keep_freed_blocks()  # as training does
     report = on_progress or (lambda work: None)
-
-    def measured() -> Profile:
-        passes = _Passes(request.graph, request.dataset, device, rule, report, whole_steps, engine.channels_last)
-        return _measured(passes, request)
-
-    try:
-        with torch_settings(engine):
-            return measured()
-    finally:
-        release_copies(device, request.graph.root)
+    with torch_settings(engine):
+        for num_pieces in (1 << k for k in count()):
+            whole = num_pieces == 1 and whole_steps
+            passes = _Passes(
+                request.graph, request.dataset, device, rule, report, whole, engine.channels_last, num_pieces
+            )
+            try:
+                return _measured(passes, request)
+            except Exception as error:
+                if num_pieces > len(request.graph.layers) or not is_out_of_memory(error.__cause__ or error):
+                    raise
+            finally:
+                del passes
+                release_copies(device, request.graph.root)
+            report(f"measuring in {2 * num_pieces} pieces, larger ones are too much for {device}")
+    raise AssertionError("it ends with pieces of one layer each")
 
 
 def _measured(passes: "_Passes", request: ProfileRequest) -> Profile:
     graph, device, (_, _, sizes, optimizer, model) = passes.graph, passes.device, request
     trained: list[torch.Tensor] = [each for each in passes.root.parameters() if each.requires_grad]
     trained = trained[: 1 + bisect_left([*accumulate(each.nbytes for each in trained)], _STEPPED_BYTES)]
+    if passes.pieces:
+        trained = [each.detach().to(device).requires_grad_() for each in trained]
     whole: list[torch.Tensor] = [each for each in graph.root.parameters() if each.requires_grad]
     masters = whole[: len(trained)] if graph.rounding else trained
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -95,12 +107,13 @@ def _measured(passes: "_Passes", request: ProfileRequest) -> Profile:
         load_s = {size: passes.load_s(size) for size in sizes}
         entry_s = _median_s(partial(idle_backward_s, device, passes.clock), passes.rule)
         update_s_per_byte, update_floor_s = _update_s(trained, masters, optimizer, passes)
+    pieces = f"in {passes.num_pieces} pieces, as the device can't hold the whole, " if passes.pieces else ""
     profile = Profile(
         model=model,
         device=local_device_name(device),
         source="measured",
         # When: the cache gives the same profile again.
-        note=f"medians of {_counted(found)} after warm-up, torch {torch.__version__}, "
+        note=f"medians of {_counted(found)} after warm-up, {pieces}torch {torch.__version__}, "
         f"on {datetime.now(UTC):%Y-%m-%d at %H:%M} UTC",
         layers={size: each.layers(entry_s) for size, each in found.items()},
         update_s_per_byte=update_s_per_byte,
@@ -133,6 +146,8 @@ def mean_profile(profiles: Sequence[Profile]) -> Profile:
     They are of one model, at the same sizes, on devices of one kind; at least one.
     """
     first = profiles[0]
+    # Steps of the whole model are timed where the device holds it, which may be with other memory in use elsewhere.
+    whole_sizes = [size for size in first.whole_step_s if all(size in each.whole_step_s for each in profiles)]
     return replace(
         first,
         note=f"{first.note}; mean of {len(profiles)} processes that measured at the same time",
@@ -143,7 +158,7 @@ def mean_profile(profiles: Sequence[Profile]) -> Profile:
         update_s_per_byte=fmean(each.update_s_per_byte for each in profiles),
         update_floor_s=fmean(each.update_floor_s for each in profiles),
         load_s={size: fmean(each.load_s[size] for each in profiles) for size in first.load_s},
-        whole_step_s={size: fmean(each.whole_step_s[size] for each in profiles) for size in first.whole_step_s},
+        whole_step_s={size: fmean(each.whole_step_s[size] for each in profiles) for size in whole_sizes},
     )
 
 
@@ -204,14 +219,20 @@ class _Passes:
     rule: StopRule
     on_progress: OnProgress
     whole_steps: bool
-    channels_last: bool = False
+    channels_last: bool
+    num_pieces: int
 
     @cached_property
     def root(self) -> nn.Module:
-        """The copy, on the device and in the precision of training."""
-        root = copied(self.graph.root).to(self.device).train()
-        lower([root], self.graph.rounding)
+        """The copy, in the precision of training; on the device, unless pieces of it take turns there."""
+        root = copied(self.graph.root).train()
+        lower([root if self.num_pieces > 1 else root.to(self.device)], self.graph.rounding)
         return lay_out(root) if self.channels_last else root
+
+    @cached_property
+    def pieces(self) -> Pieces | None:
+        """The pieces that take turns on the device, if they do."""
+        return Pieces(self.graph, self.root, self.device, self.num_pieces) if self.num_pieces > 1 else None
 
     @property
     def clock(self) -> Clock:
@@ -238,11 +259,11 @@ class _Passes:
         samples = self._fetch(size, k, [*self.dataset.inputs, *self.dataset.targets])
         start_s, allocator = time.perf_counter(), allocator_of(self.device)
         # Counting saved bytes takes time: only the first pass, which isn't timed, does.
-        timed = walk(self.graph, self.root, self.dataset, samples, self.clock, tell if k > 0 else None)
+        timed = self._walk(samples, self.clock, tell if k > 0 else None)
         if k == 0:
             found.counted = timed
         if k == 1 and allocator is not None:  # the first pass may try algorithms
-            beside = walk(self.graph, self.root, self.dataset, samples, allocator.beside, tell)
+            beside = self._walk(samples, allocator.beside, tell)
             found.counted = tuple(map(_with_workspace, found.counted, beside))
         step_s = [self._whole_step(samples)()] if self.whole_steps else []
         spent_s = time.perf_counter() - start_s
@@ -252,6 +273,9 @@ class _Passes:
             found.passes.append(timed)
             found.steps_s += step_s
             found.spent_s += spent_s
+
+    def _walk(self, samples: _Samples, clock: Clock, tell: Callable[[int], None] | None) -> tuple[LayerProfile, ...]:
+        return walk(self.graph, self.pieces or self.root, self.dataset, samples, clock, tell)
 
     def _reporter(self, size: int) -> Callable[[int], None]:
         """Return a function that reports which layer is measured, by its index, now and then."""

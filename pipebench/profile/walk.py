@@ -1,20 +1,20 @@
 """One pass through the layer graph, node by node: every forward alone, then every backward alone, last layer first.
 
 The measured and the analytic profile make the same pass with another clock, on tensors with data or without. It holds
-no more memory than training does: with more memory in use the same additions take up to eight times as long.
+no more memory than training does: with more memory in use the same additions take up to eight times as long. Where a
+device can't hold even that, pieces of the model take turns on it, as in activation checkpointing: one pass of forwards
+puts what pieces read of each other on the host, then every piece does its forwards again and its backwards.
 """
 
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
 from pipebench.errors import ProfileError
@@ -33,55 +33,11 @@ from pipebench.model.splitting import splittable
 from pipebench.model.values import tensors_in
 from pipebench.profile.clocks import Clock, Reading
 from pipebench.profile.model import LayerProfile
+from pipebench.profile.pieces import Pieces
+from pipebench.profile.step import LOSS, StepOutput, WalkStep
+from pipebench.profile.storages import SavedStorages
 from pipebench.recipe.users_code import message_of
 from pipebench.zoo.registry import Dataset
-
-LOSS = "loss"
-
-
-@dataclass
-class _Step:
-    """A layer, or the loss, during the pass. Times are read when the pass is over."""
-
-    name: str
-    kind: str
-    parameters: Mapping[str, torch.Tensor]
-    buffers: Mapping[str, torch.Tensor]
-    reads: tuple[int, ...]
-    inputs: tuple[str, ...]
-    wanted: list[Any] = field(default_factory=list)  # gradient edges: inputs that have a gradient, then parameters
-    # For each wanted input, the step that computed it and the tensor's index in its output
-    origins: list[tuple["_Step", int]] = field(default_factory=list)
-    outputs: dict[int, "_Output"] = field(default_factory=dict)  # index to each output tensor that has a gradient
-    forward_s: Reading = float
-    backward_s: Reading = float
-    splits: bool = False  # whether its backward can be split
-    weight_s: Reading = float  # seconds of its backward for gradients of parameters, if it can be split
-    output_parts: tuple[int, ...] = ()  # bytes of each tensor of its output
-    gradient_bytes: int = 0  # bytes of its output's tensors that have a gradient
-    saved_bytes: int = 0  # this and the next four: see `LayerProfile`, storages as number to bytes
-    saved_with: Counter[int] = field(default_factory=Counter)
-    keeps: dict[int, int] = field(default_factory=dict)
-    puts_out: dict[int, int] = field(default_factory=dict)
-    takes: dict[int, int] = field(default_factory=dict)
-    masters: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of the optimizer in fp32, by qualified name
-    untrained: Mapping[str, torch.Tensor] = field(default_factory=dict)  # parameters that aren't, and buffers
-    runs_once: bool = False
-    reads_samples: bool = False
-
-
-@dataclass
-class _Output:
-    """An output tensor that has a gradient: its edge, shape (a meta tensor), device, and number of gradients so far."""
-
-    edge: GradientEdge
-    like: torch.Tensor
-    device: torch.device
-    num_arrived: int = 0
-
-    def gradient(self) -> torch.Tensor:
-        """Return a gradient to run backward with; its values don't matter."""
-        return torch.ones_like(self.like, device=self.device)
 
 
 class _Cut(torch.autograd.Function):
@@ -100,7 +56,7 @@ class _Cut(torch.autograd.Function):
 
 def walk(
     graph: LayerGraph,
-    root: nn.Module,
+    root: nn.Module | Pieces,
     dataset: Dataset,
     samples: Mapping[str, torch.Tensor],
     clock: Clock,
@@ -110,9 +66,10 @@ def walk(
 
     Args:
         graph: the layer graph.
-        root: a copy of `graph.root` to run on; its buffers and carried states change.
+        root: a copy of `graph.root` to run on, whose buffers and carried states change; or pieces of one, which take
+            turns on a device that can't hold the whole.
         dataset: gives the loss.
-        samples: every input and target of the dataset, on the device of `root`.
+        samples: every input and target of the dataset, on the device.
         clock: times each piece of work.
         on_layer: called with a layer's index before its forward and its backward. The bytes saved for backwards aren't
             counted then, which slows small layers down: a pass that is timed has it.
@@ -123,82 +80,178 @@ def walk(
     Raises:
         ProfileError: a layer fails; names it.
     """
-    forget_states(root)  # of another number of samples
-    steps = _forwards(graph, root, dataset, samples, clock, on_layer)
-    for output in steps[-1].outputs.values():
-        output.num_arrived = 1
-    uses = Counter(name for step in steps for name in step.parameters)
-    sums = {name: torch.zeros_like(p) for step in steps for name, p in step.parameters.items() if uses[name] > 1}
-    met: set[str] = set()
-    for index, step in reversed([*enumerate(steps)]):
-        if on_layer is not None:
-            on_layer(index)
-        _backward(step, clock, sums, met)
-    return tuple(_profile(step) for step in steps)
+    module = root.root if isinstance(root, Pieces) else root
+    forget_states(module)  # of another number of samples
+    walked = _Walk(graph, module, dataset, samples, on_layer)
+    whole = range(len(walked.steps))
+    if isinstance(root, Pieces):
+        _in_turn(walked, root, clock)
+    else:
+        walked.forwards(whole, whole.stop, clock)
+        walked.backwards(whole, clock)
+    return tuple(step.row() for step in walked.steps)
+
+
+def _in_turn(walked: "_Walk", pieces: Pieces, clock: Clock) -> None:
+    """Let pieces take turns: forwards alone from the first to the last, then both, timed, from the last to the first.
+
+    What pieces read of earlier ones waits on the host. The first forwards count what is saved, since storages of values
+    that have been on the host are others.
+    """
+    on_host: dict[fx.Node, Any] = {}
+    for piece in pieces.ranges:
+        with pieces.on_device(piece) as tensors:
+            walked.note_there(tensors)
+            walked.forwards(piece, len(walked.steps), _untimed)
+            walked.forget(piece)
+            on_host |= {node: pieces.to_host(value) for node, value in walked.read_later(piece).items()}
+    walked.stop_counting()
+    for piece in reversed(pieces.ranges):
+        with pieces.on_device(piece):
+            walked.begin_with({node: pieces.to_device(on_host[node]) for node in walked.reads(piece)})
+            walked.forwards(piece, piece.stop, clock)
+            walked.backwards(piece, clock)
+
+
+def _untimed(work: Callable[[], Any]) -> tuple[Any, Reading]:
+    """Do some work that isn't timed: a clock for forwards that come again."""
+    return work(), float
 
 
 def idle_backward_s(device: torch.device, clock: Clock) -> Reading:
     """Time the backward of a layer that computes nothing: entering and leaving autograd."""
     value = torch.ones(1, device=device, requires_grad=True)
-    owner, step = (_Step("idle", "idle", {}, {}, (), ()) for _ in range(2))
+    owner, step = (WalkStep("idle", "idle", {}, {}, (), ()) for _ in range(2))
     read = _cut(value, step, owner)
     like = torch.empty_like(value, device="meta")
-    owner.outputs = {0: _Output(get_gradient_edge(value), like, device)}
-    step.outputs = {0: _Output(get_gradient_edge(read), like, device, num_arrived=1)}
-    _backward(step, clock, {}, set())
+    owner.outputs = {0: StepOutput(get_gradient_edge(value), like, device)}
+    step.outputs, step.arrived = {0: StepOutput(get_gradient_edge(read), like, device)}, Counter([0])
+    _backward(step, clock, {}, ())
     return step.backward_s
 
 
-def _forwards(
-    graph: LayerGraph,
-    root: nn.Module,
-    dataset: Dataset,
-    samples: Mapping[str, torch.Tensor],
-    clock: Clock,
-    on_layer: Callable[[int], None] | None,
-) -> list[_Step]:
-    placeholders = graph.graph.find_nodes(op="placeholder")
-    env: dict[fx.Node, Any] = {node: samples[name] for node, name in zip(placeholders, dataset.inputs, strict=True)}
-    storages = _SavedStorages([*root.parameters(), *root.buffers()]) if on_layer is None else None
-    unread = {node: len(node.users) for node in graph.graph.nodes}
-    owners: dict[fx.Node, _Step] = {}
-    steps = _steps(graph, root)
-    for layer, step in zip(graph.layers, steps, strict=True):
-        if layer.idle:
-            continue
-        if on_layer is not None:
-            on_layer(layer.index)
-        env[layer.node] = _forward(step, _call_of(layer, root, env, owners, step), clock, storages, layer.index)
-        if storages is not None:
-            # A stage hands on a copy of a buffer that the next minibatch changes: a storage of its own.
-            copied = [cloned(env[layer.node])] if layer.runs_once else [env[layer.node]]
-            step.puts_out = storages.storages(copied)
-            step.takes = storages.storages(env[node] for node in layer.node.all_input_nodes if node.op == "placeholder")
-        owners[layer.node] = step
-        for node in layer.node.all_input_nodes:
-            unread[node] -= 1
-            if not unread[node]:
-                env.pop(node, None)
-    (output,) = graph.graph.find_nodes(op="output")
-    loss = _Step(LOSS, LOSS, {}, {}, graph.outputs, (), reads_samples=not dataset.targets_apart)
-    prediction = run_node(root, output, {node: _cut(value, loss, owners.get(node)) for node, value in env.items()})
-    env.clear()
-    targets = {name: samples[name] for name in dataset.targets}
-    _forward(loss, lambda: dataset.loss(prediction, targets), clock, storages, len(steps))
-    return [*steps, loss]
+class _Walk:
+    """One pass, of all layers at once or of a piece after the other; the loss is the last step."""
+
+    def __init__(
+        self,
+        graph: LayerGraph,
+        root: nn.Module,
+        dataset: Dataset,
+        samples: Mapping[str, torch.Tensor],
+        on_layer: Callable[[int], None] | None,
+    ) -> None:
+        self._root, self._dataset, self._samples, self._on_layer = root, dataset, samples, on_layer
+        self._storages = SavedStorages([*root.parameters(), *root.buffers()]) if on_layer is None else None
+        loss = WalkStep(LOSS, LOSS, {}, {}, graph.outputs, (), reads_samples=not dataset.targets_apart)
+        self.steps = [*_steps(graph, root), loss]
+        placeholders = graph.graph.find_nodes(op="placeholder")
+        self._inputs = {node: samples[name] for node, name in zip(placeholders, dataset.inputs, strict=True)}
+        self._env: dict[fx.Node, Any] = {**self._inputs}
+        # What steps run, by index; idle layers nothing, the loss what puts the model's output together.
+        self._nodes = [None if layer.idle else layer.node for layer in graph.layers]
+        self._nodes += graph.graph.find_nodes(op="output")
+        self._owners = {node: step for node, step in zip(self._nodes, self.steps, strict=True) if node is not None}
+        self._readers: dict[fx.Node, list[int]] = {node: [] for node in graph.graph.nodes}  # indices, ascending
+        for index, node in enumerate(self._nodes):
+            for read in node.all_input_nodes if node is not None else ():
+                self._readers[read].append(index)
+        uses = Counter(name for step in self.steps for name in step.parameters)
+        self._tied = frozenset(name for name, count in uses.items() if count > 1)
+        self._sums: dict[str, torch.Tensor] = {}  # of the gradients of tied parameters that have one
+
+    def forwards(self, piece: range, stop: int, clock: Clock) -> None:
+        """Run the forwards of a piece; what nothing reads before the step with index `stop` is freed."""
+        for index in piece:
+            step, node = self.steps[index], self._nodes[index]
+            if node is None:
+                continue
+            self._tell(index)
+            value = _forward(step, self._call(step, node), clock, self._storages, index)
+            if self._storages is not None and node.op != "output":
+                # A stage hands on a copy of a buffer that the next minibatch changes: a storage of its own.
+                step.puts_out = self._storages.storages([cloned(value) if step.runs_once else value])
+                step.takes = self._storages.storages(
+                    self._env[each] for each in node.all_input_nodes if each.op == "placeholder"
+                )
+            self._env[node] = value
+            for each in [*node.all_input_nodes, node]:
+                if not any(index < reader < stop for reader in self._readers[each]):
+                    self._env.pop(each, None)
+
+    def backwards(self, piece: range, clock: Clock) -> None:
+        """Run the backwards of a piece, whose forwards ran last, last layer first."""
+        for index in reversed(piece):
+            step = self.steps[index]
+            self._tell(index)
+            if step.name == LOSS:
+                step.arrived = Counter([*step.outputs])
+            _backward(step, clock, self._sums, self._tied)
+
+    def forget(self, piece: range) -> None:
+        """Free what a piece's forwards saved for its backwards."""
+        for step in self.steps[piece.start : piece.stop]:
+            step.forget()
+        for node in self._made(piece):
+            self._env[node] = tree_map_only(torch.Tensor, _without_graph, self._env[node])
+
+    def note_there(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take storages of parameters and buffers, which are no part of what is saved."""
+        if self._storages is not None:
+            self._storages.note_there(tensors)
+
+    def stop_counting(self) -> None:
+        """Count no more of what is saved, and let carried states begin anew."""
+        self._storages = None
+        forget_states(self._root)
+
+    def read_later(self, piece: range) -> dict[fx.Node, Any]:
+        """Return the values of a piece that later ones read."""
+        return {node: self._env[node] for node in self._made(piece)}
+
+    def reads(self, piece: range) -> list[fx.Node]:
+        """Return the nodes whose values a piece reads of earlier ones."""
+        earlier = [node for node in self._nodes[: piece.start] if node is not None]
+        return [node for node in earlier if any(reader in piece for reader in self._readers[node])]
+
+    def begin_with(self, values: Mapping[fx.Node, Any]) -> None:
+        """Begin a piece with the values that it reads of others."""
+        self._env = {**self._inputs, **values}
+
+    def _made(self, piece: range) -> list[fx.Node]:
+        """Return a piece's nodes whose values are there."""
+        return [node for node in self._nodes[piece.start : piece.stop] if node is not None and node in self._env]
+
+    def _tell(self, index: int) -> None:
+        if self._on_layer is not None:
+            self._on_layer(index)
+
+    def _call(self, step: WalkStep, node: fx.Node) -> Callable[[], Any]:
+        """Return a step's forward, bound to inputs that are cut off from what computed them."""
+        env = self._env
+        own = {each: _cut(env[each], step, self._owners.get(each)) for each in node.all_input_nodes if each in env}
+        if node.op == "output":
+            prediction = run_node(self._root, node, own)
+            targets = {name: self._samples[name] for name in self._dataset.targets}
+            return lambda: self._dataset.loss(prediction, targets)
+        first = node.args[0] if node.args else None
+        if is_inplace(self._root, node) and isinstance(first, fx.Node) and first in own:
+            # autograd refuses to overwrite a view like this; a clone isn't one, and is made outside the clock.
+            own[first] = cloned(own[first])
+        return bind_node(self._root, node, own)
 
 
-def _steps(graph: LayerGraph, root: nn.Module) -> list[_Step]:
+def _steps(graph: LayerGraph, root: nn.Module) -> list[WalkStep]:
     parameters = dict(root.named_parameters())
     exact = dict(graph.root.named_parameters()) if graph.rounding else {}
     can_be_split, averaged = {*splittable(root, graph.graph)}, averaged_buffers(graph)
     steps = []
     for layer in graph.layers:
         if layer.idle:
-            steps.append(_Step(layer.name, layer.kind, {}, {}, (), ()))
+            steps.append(WalkStep(layer.name, layer.kind, {}, {}, (), ()))
             continue
         own = {name: parameters[name] for name in layer.parameters}
-        step = _Step(layer.name, layer.kind, own, _buffers(layer, root, averaged), layer.reads, layer.inputs)
+        step = WalkStep(layer.name, layer.kind, own, _buffers(layer, root, averaged), layer.reads, layer.inputs)
         step.splits = layer.node.op == "call_module" and str(layer.node.target) in can_be_split
         step.runs_once = layer.runs_once
         step.masters = {name: exact[name] for name in own if name in exact}
@@ -215,19 +268,7 @@ def _buffers(layer: Layer, root: nn.Module, averaged: Collection[str]) -> dict[s
     return {name: buffer if name in averaged else buffer.new_empty(0) for name, buffer in named.items()}
 
 
-def _call_of(
-    layer: Layer, root: nn.Module, env: Mapping[fx.Node, Any], owners: Mapping[fx.Node, _Step], step: _Step
-) -> Callable[[], Any]:
-    """Return the layer's forward, bound to inputs that are cut off from what computed them."""
-    own = {node: _cut(env[node], step, owners.get(node)) for node in layer.node.all_input_nodes if node in env}
-    first = layer.node.args[0] if layer.node.args else None
-    if is_inplace(root, layer.node) and isinstance(first, fx.Node) and first in own:
-        # autograd refuses to overwrite a view like this; a clone isn't one, and is made outside the clock.
-        own[first] = cloned(own[first])
-    return bind_node(root, layer.node, own)
-
-
-def _cut(value: Any, step: _Step, owner: _Step | None) -> Any:
+def _cut(value: Any, step: WalkStep, owner: WalkStep | None) -> Any:
     """Return a value cut off from `owner`, the step that computed it, or None for a model input.
 
     Its tensors that have a gradient become wanted by `step`, the reader.
@@ -246,7 +287,7 @@ def _cut(value: Any, step: _Step, owner: _Step | None) -> Any:
     return tree_map_only(torch.Tensor, cut, value)
 
 
-def _forward(step: _Step, call: Callable[[], Any], clock: Clock, saved: "_SavedStorages | None", index: int) -> Any:
+def _forward(step: WalkStep, call: Callable[[], Any], clock: Clock, saved: "SavedStorages | None", index: int) -> Any:
     """Time the step's forward; count the bytes it saves for its backward in `saved`, unless that is None."""
     try:
         with saved.counted(step, index) if saved is not None else nullcontext():
@@ -258,75 +299,37 @@ def _forward(step: _Step, call: Callable[[], Any], clock: Clock, saved: "_SavedS
     step.output_parts = tuple(tensor.nbytes for tensor in tensors)
     step.gradient_bytes = sum(tensor.nbytes for tensor in tensors if tensor.requires_grad)
     step.outputs = {
-        index: _Output(get_gradient_edge(tensor), torch.empty_like(tensor, device="meta"), tensor.device)
+        index: StepOutput(get_gradient_edge(tensor), torch.empty_like(tensor, device="meta"), tensor.device)
         for index, tensor in enumerate(tensors)
         if tensor.requires_grad
     }
     return value
 
 
-class _SavedStorages:
-    """Numbers storages and notes the last step that saves each; None for those of parameters and buffers, `there`."""
-
-    def __init__(self, there: Iterable[torch.Tensor]) -> None:
-        self._holders: dict[int, int | None] = {tensor.untyped_storage()._cdata: None for tensor in there}
-        self._numbers: dict[int, int] = {}
-        self._known: list[StorageWeakRef] = []  # while these are here nothing else has their addresses
-
-    def storages(self, values: Iterable[Any]) -> dict[int, int]:
-        """Return number to bytes of the storages of the values' tensors, but parameters and buffers."""
-        found = (tensor.untyped_storage() for tensor in tensors_in([*values]))
-        return {self._number(each): each.nbytes() for each in found if self._holders.get(each._cdata, -1) is not None}
-
-    def _number(self, storage: torch.UntypedStorage) -> int:
-        if storage._cdata not in self._numbers:
-            self._numbers[storage._cdata] = len(self._numbers)
-            self._known.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
-        return self._numbers[storage._cdata]
-
-    def counted(self, step: _Step, index: int) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return a context that counts what the forward of the step with this index saves."""
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            holder = self._holders.setdefault(storage._cdata, -1)
-            if holder is None or holder == index:
-                return tensor
-            step.keeps[self._number(storage)] = storage.nbytes()
-            if holder < 0:
-                step.saved_bytes += storage.nbytes()
-            else:
-                step.saved_with[holder] += storage.nbytes()
-            self._holders[storage._cdata] = index
-            return tensor
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-
-
-def _backward(step: _Step, clock: Clock, sums: Mapping[str, torch.Tensor], met: set[str]) -> None:
+def _backward(step: WalkStep, clock: Clock, sums: dict[str, torch.Tensor], tied: Collection[str]) -> None:
     """Time the step's backward, then release what it saved.
 
     Gradients that meet are added, as in training: those of a value by the layer that made it, those of a parameter that
-    several layers use (in `sums`) by all of them but the last, which is the first to add to `met`.
+    several layers use (`tied`) by all of them but the last, whose backward is the first and begins the sum in `sums`.
     """
-    outputs = [output for output in step.outputs.values() if output.num_arrived]
-    gradients = [output.gradient() for output in outputs]
-    others = [output.gradient() if output.num_arrived > 1 else None for output in outputs]
-    tied = [name if name in sums else None for name in step.parameters]
-    edges = [output.edge for output in outputs]
+    there = [(output, step.arrived[index]) for index, output in step.outputs.items() if step.arrived[index]]
+    gradients = [output.gradient() for output, _ in there]
+    others = [output.gradient() if count > 1 else None for output, count in there]
+    met = [sums.get(name) for name in step.parameters]
+    edges = [output.edge for output, _ in there]
 
     def call() -> Sequence[torch.Tensor | None]:
-        for output, gradient, other in zip(outputs, gradients, others, strict=True):
-            for _ in range(output.num_arrived - 1):
+        for (_, count), gradient, other in zip(there, gradients, others, strict=True):
+            for _ in range(count - 1):
                 assert other is not None
                 gradient.add_(other)
         found = torch.autograd.grad(edges, step.wanted, gradients, allow_unused=True)
-        for name, gradient in zip(tied, found[len(step.origins) :], strict=True):
-            if name in met and gradient is not None:
-                sums[name].add_(gradient)
+        for total, gradient in zip(met, found[len(step.origins) :], strict=True):
+            if total is not None and gradient is not None:
+                total.add_(gradient)
         return found
 
-    if outputs and step.wanted:
+    if there and step.wanted:
         try:
             if step.splits and step.origins:
                 wanted = step.wanted[len(step.origins) :]
@@ -336,41 +339,20 @@ def _backward(step: _Step, clock: Clock, sums: Mapping[str, torch.Tensor], met: 
             raise ProfileError(_failed(step, "backward", error), step.name) from error
         for (owner, index), gradient in zip(step.origins, found, strict=False):
             if gradient is not None:
-                owner.outputs[index].num_arrived += 1
+                owner.arrived[index] += 1
         if step.splits and not step.origins:  # it computes nothing else
             step.weight_s = step.backward_s
-        met.update(name for name in tied if name is not None)
-    step.wanted, step.origins, step.outputs = [], [], {}
+        for name in [name for name in step.parameters if name in tied and name not in sums]:
+            sums[name] = torch.zeros_like(step.parameters[name])
+    step.forget()
 
 
-def _profile(step: _Step) -> LayerProfile:
-    backward_s = step.backward_s()
-    return LayerProfile(
-        name=step.name,
-        kind=step.kind,
-        forward_s=step.forward_s(),
-        backward_s=backward_s,
-        weight_s=min(step.weight_s(), backward_s),
-        output_bytes=sum(step.output_parts),
-        gradient_bytes=step.gradient_bytes,
-        reads=step.reads,
-        inputs=step.inputs,
-        parameter_sizes={name: parameter.nbytes for name, parameter in step.parameters.items()},
-        buffer_sizes={name: buffer.nbytes for name, buffer in step.buffers.items()},
-        saved_bytes=step.saved_bytes,
-        master_sizes={name: master.nbytes for name, master in step.masters.items()},
-        untrained_sizes={name: tensor.nbytes for name, tensor in step.untrained.items()},
-        output_parts=step.output_parts if len(step.output_parts) > 1 else (),
-        saved_with=tuple(sorted(step.saved_with.items())),
-        keeps=tuple(step.keeps.items()),
-        puts_out=tuple(step.puts_out.items()),
-        takes=tuple(step.takes.items()),
-        runs_once=step.runs_once,
-        reads_samples=step.reads_samples,
-    )
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor cut off from what computed it, which still has a gradient if it had one."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _failed(step: _Step, what: str, error: Exception) -> str:
+def _failed(step: WalkStep, what: str, error: Exception) -> str:
     if step.kind == LOSS:
         return f"the loss can't be profiled: {message_of(error)}"
     return f"layer {step.name} ({step.kind}) can't be profiled, its {what} fails: {message_of(error)}"

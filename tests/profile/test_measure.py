@@ -164,10 +164,9 @@ def test_progress_names_layers_and_sizes_which_take_turns(monkeypatch: pytest.Mo
     measured_profile(
         ProfileRequest(graph, Blobs(), [2, 3], SGD, "linear"), CPU, StopRule(most=1), told.append, engine=ENGINE
     )
-    one = [f"measuring layer {k} of 2 at {size} samples" for size in (2, 3) for k in (1, 1, 2, 1)]
+    one = [f"measuring layer {k} of 2 at {size} samples" for size in (2, 3) for k in (1, 1, 2, 2, 1)]
     first = [line for line in one if line.startswith("measuring layer 1")][::3]
-    # The first pass counts bytes and says only that it begins; forwards go up, backwards down, but for the loss, whose
-    # forward needs no word.
+    # The first pass counts bytes and says only that it begins; forwards go up, backwards down.
     assert told == [*first, *one, *one]
 
 

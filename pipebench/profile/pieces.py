@@ -1,0 +1,76 @@
+"""A model's layers in pieces that take turns on a device which can't hold the whole model; the rest is on the host."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from pipebench.errors import ProfileError
+from pipebench.model.graph import LayerGraph, tensors_read
+from pipebench.recipe.users_code import message_of
+
+
+class Pieces:
+    """The layers of a graph, then the loss, in pieces of about as many each.
+
+    Attributes:
+        root: the model that layers are run of, on the host but for what is on the device for a while.
+        ranges: the indices of every piece's layers; the loss has the one after the last layer's.
+    """
+
+    def __init__(self, graph: LayerGraph, root: nn.Module, device: torch.device, count: int) -> None:
+        """Cut a graph into `count` pieces, no more than it has layers."""
+        self._graph, self.root, self._device = graph, root, device
+        num_steps = len(graph.layers) + 1
+        count = min(count, num_steps)
+        self.ranges = [range(*ends) for ends in pairwise(num_steps * k // count for k in range(count + 1))]
+
+    @contextmanager
+    def on_device(self, piece: range) -> Iterator[list[torch.Tensor]]:
+        """Let a piece's parameters and buffers be on the device meanwhile; yield them.
+
+        They are copies: what layers change in them is lost.
+
+        Raises:
+            ProfileError: the device can't hold them; names the first layer.
+        """
+        nodes = [layer.node for layer in self._graph.layers[piece.start : piece.stop] if not layer.idle]
+        nodes += self._graph.graph.find_nodes(op="output")
+        used = {id(tensor): tensor for node in nodes for _, tensor in tensors_read(self.root, node)}
+        modules = [self.root.get_submodule(str(node.target)) for node in nodes if node.op == "call_module"]
+        tensors, on_host = [*used.values()], [tensor.data for tensor in used.values()]
+        try:
+            self._place(tensors, modules)
+            yield tensors
+        except torch.OutOfMemoryError as error:
+            first = self._graph.layers[min(piece.start, len(self._graph.layers) - 1)].name
+            raise ProfileError(f"from layer {first} on nothing can be profiled: {message_of(error)}", first) from error
+        finally:
+            for tensor, data in zip(tensors, on_host, strict=True):
+                tensor.data = data
+
+    def _place(self, tensors: list[torch.Tensor], modules: list[nn.Module]) -> None:
+        for tensor in tensors:
+            tensor.data = tensor.data.to(self._device, copy=True)
+        for part in (part for module in modules for part in module.modules()):
+            if isinstance(part, nn.RNNBase):
+                part.flatten_parameters()  # as moving the module would: cuDNN wants the weights side by side
+
+    def to_host(self, value: Any) -> Any:
+        """Return a layer's value with copies of its tensors on the host, cut off from what computed them."""
+        return _moved(value, torch.device("cpu"))
+
+    def to_device(self, value: Any) -> Any:
+        """Return a value with copies of its tensors on the device."""
+        return _moved(value, self._device)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
+
+    return tree_map_only(torch.Tensor, move, value)

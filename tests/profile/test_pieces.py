@@ -1,0 +1,124 @@
+"""A model that a device can't hold as a whole is measured in pieces, and nothing of its profile is another's."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from pipebench.errors import ProfileError
+from pipebench.model.graph import trace
+from pipebench.model.optimizer import make_optimizer
+from pipebench.profile import measure
+from pipebench.profile.devices import DEVICES
+from pipebench.profile.enough import StopRule
+from pipebench.profile.measure import mean_profile, measured_profile
+from pipebench.profile.model import LayerProfile, Profile
+from pipebench.profile.pieces import Pieces
+from pipebench.profile.request import ProfileRequest
+from pipebench.profile.roofline import priced
+from pipebench.profile.walk import walk
+from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe
+from tests.made_up_gpu import made_up_gpu
+from tests.models import HalfFrozen
+from tests.profile.test_walk import Fork, InPlace, Sequences, Tokens
+from tests.support import Blobs
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+IMAGES = Blobs(shape=(2, 8, 8))
+MODELS: dict[str, tuple[Callable[[], nn.Module], Blobs]] = {
+    "in place": (InPlace, Blobs()),
+    "tuples and integers": (Sequences, Tokens()),
+    "a tied parameter and a value of three readers": (Fork, Blobs()),
+    "frozen layers and buffers": (lambda: HalfFrozen().double(), IMAGES),
+}
+
+
+@pytest.mark.parametrize("num_pieces", [2, 3, 100])
+@pytest.mark.parametrize("named", MODELS)
+@pytest.mark.parametrize("counts", [True, False], ids=["saved bytes are counted", "passes are timed"])
+def test_every_layer_does_what_it_does_in_a_whole_pass(named: str, num_pieces: int, counts: bool) -> None:
+    """Its operations and their sizes, priced as a device of the catalogue would take for them, and its bytes."""
+    make, dataset = MODELS[named]
+    graph = trace(make())
+    samples = {name: torch.zeros_like(value, device=CPU) for name, value in dataset.example(3).items()}
+    clock = partial(priced, DEVICES["V100"], with_data=True)
+
+    def rows(root: nn.Module | Pieces) -> tuple[LayerProfile, ...]:
+        return walk(graph, root, dataset, samples, clock, None if counts else lambda index: None)
+
+    whole = rows(graph.root)
+    before = copy.deepcopy(graph.root.state_dict())
+    pieces = Pieces(graph, graph.root, CPU, num_pieces)
+    assert [index for piece in pieces.ranges for index in piece] == [*range(len(graph.layers) + 1)]
+    assert len(pieces.ranges) == min(num_pieces, len(graph.layers) + 1)
+    assert rows(pieces) == whole
+    assert any(row.saved_bytes for row in whole) == counts
+    torch.testing.assert_close(graph.root.state_dict(), before, rtol=0, atol=0)
+
+
+WIDTH, NUM_LAYERS = 64, 15
+LAYER_BYTES = 4 * WIDTH**2
+
+
+@pytest.fixture
+def little_to_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time an optimizer's step on one layer, as it is on a small part of a model of gigabytes."""
+    monkeypatch.setattr(measure, "_STEPPED_BYTES", LAYER_BYTES // 2)
+
+
+def measured(limit_bytes: float, told: list[str]) -> Profile:
+    """Measure a stack of layers on a made-up GPU with so much memory."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)))
+    dataset = Blobs(classes=WIDTH, shape=(WIDTH,), dtype=torch.float32)
+    request = ProfileRequest(trace(model), dataset, [2, 4], OptimizerRecipe("sgd", lr=0.1), "it")
+    with made_up_gpu(limit_bytes):
+        return measured_profile(request, CUDA, StopRule(most=2), told.append, engine=EngineRecipe())
+
+
+@pytest.mark.usefixtures("little_to_step_on")
+@pytest.mark.parametrize(("layers_held", "num_pieces"), [(100, 1), (14, 2), (9, 4), (4.5, 16)])
+def test_as_few_pieces_as_the_device_can_hold(
+    layers_held: float, num_pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepped: list[str] = []
+
+    def noted(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+        stepped.extend(str(each.device) for each in parameters)
+        return make_optimizer(recipe, parameters)
+
+    monkeypatch.setattr(measure, "make_optimizer", noted)
+    told: list[str] = []
+    found = measured(layers_held * LAYER_BYTES, told)
+    assert f"in {num_pieces} pieces" in found.note or num_pieces == 1
+    assert bool(found.whole_step_s) == (num_pieces == 1)
+    tried = [2**k for k in range(1, 10) if 2**k <= num_pieces]
+    assert [each for each in told if "pieces" in each] == [
+        f"measuring in {k} pieces, larger ones are too much for cuda" for k in tried
+    ]
+    whole = measured(1e9, [])
+    bytes_of = [
+        [replace(row, forward_s=0, backward_s=0, weight_s=0) for row in profile.layers[4]] for profile in (found, whole)
+    ]
+    assert bytes_of[0] == bytes_of[1]
+    assert {*stepped} == {"cuda:0"}
+
+
+@pytest.mark.usefixtures("little_to_step_on")
+def test_a_layer_too_large_for_the_device_is_named() -> None:
+    with pytest.raises(
+        ProfileError, match=r"^(from layer _[0-9]+ on nothing|layer _[0-9]+ .Linear.) can.*CUDA out of memory"
+    ):
+        measured(1.5 * LAYER_BYTES, [])
+
+
+@pytest.mark.usefixtures("little_to_step_on")
+def test_steps_of_the_whole_count_where_every_process_has_timed_them() -> None:
+    """Of two GPUs, something else has taken memory of one."""
+    whole, apart = measured(1e9, []), measured(9 * LAYER_BYTES, [])
+    assert whole.whole_step_s
+    assert mean_profile([whole, whole]).whole_step_s == whole.whole_step_s
+    assert mean_profile([whole, apart]).whole_step_s == mean_profile([apart, whole]).whole_step_s == {}
