@@ -342,5 +342,5 @@ class DistributedEngine(TrainingEngine):
         stages = self._all.gather(self.worker.tensors())
         found: dict[str, float] = {}
         if self.is_first:
-            found = self.setup.dataset.whole_model_metrics(self._whole.filled(joined(stages, self.setup.graph.slices)))
+            found = self._whole.metrics(joined(stages, self.setup.graph.slices))
         return next(metrics for metrics in self._all.exchange(found) if metrics)

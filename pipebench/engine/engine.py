@@ -221,7 +221,7 @@ class TrainingEngine(Engine):
         return WholeModel(self.setup)
 
     def _whole_model_metrics(self) -> dict[str, float]:
-        return self.setup.dataset.whole_model_metrics(self._whole.filled(worker.tensors() for worker in self.workers))
+        return self._whole.metrics(worker.tensors() for worker in self.workers)
 
     def parts(self) -> list[tuple[str, ModelState]]:
         """Return this process's parts of a checkpoint, by name."""

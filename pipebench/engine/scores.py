@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from pipebench.checkpoint.share import own_names
 from pipebench.engine.setup import Setup
@@ -46,22 +45,27 @@ class Scores:
 
 
 class WholeModel:
-    """A copy of the whole model, in evaluation mode, filled with the stages' weights.
+    """A copy of the whole model, in evaluation mode, for metrics that no single stage can compute.
 
-    The model of `setup` must still hold its initial weights, for those that no stage trains.
+    The model of `setup` must still hold its initial weights, for those that no stage trains. The copy is on the host
+    between evaluations: on a GPU it would take memory from training, and a pipeline's model may be more than one holds.
     """
 
     def __init__(self, setup: Setup) -> None:
-        self._model = copied(setup.graph.model).to(setup.device).eval()
-        self._tensors = dict(self._model.named_buffers()) | dict(self._model.named_parameters(remove_duplicate=False))
+        self._model = copied(setup.graph.model).eval()
+        self._dataset, self._device = setup.dataset, setup.device
         self._own_names = own_names(setup.graph)
 
-    def filled(self, stages: Iterable[Mapping[str, torch.Tensor]]) -> nn.Module:
-        """Return the model with the stages' parameters and buffers by qualified name."""
+    def metrics(self, stages: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, float]:
+        """Return the dataset's metrics of the model with the stages' parameters and buffers, by qualified name."""
+        named = dict(self._model.named_buffers()) | dict(self._model.named_parameters(remove_duplicate=False))
         with torch.no_grad():
             for tensors in stages:
                 for stages_name, tensor in tensors.items():
                     name = self._own_names[stages_name]
-                    if name in self._tensors:  # tracing adds buffers for tensors made in forward
-                        self._tensors[name].copy_(tensor)
-        return self._model
+                    if name in named:  # tracing adds buffers for tensors made in forward
+                        named[name].copy_(tensor)
+        try:
+            return dict(self._dataset.whole_model_metrics(self._model.to(self._device)))
+        finally:
+            self._model.to("cpu")

@@ -1,6 +1,7 @@
 """Evaluations of averaged SGD: the average is what is scored and exported, and training never goes on from it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -69,12 +70,21 @@ def test_what_is_in_flight_keeps_its_versions(plan: tuple[list[int], list[int]])
     assert engine.evaluate() == other.evaluate() != scores
 
 
+class Whole(Blobs):
+    """Keeps the model that it was to score."""
+
+    def whole_model_metrics(self, model: nn.Module) -> dict[str, float]:
+        self.model = model
+        return {}
+
+
 def test_what_only_the_whole_model_can_give_is_of_averages() -> None:
     engine = make_engine(make_setup(Mlp(), ([2, 4], [1, 1, 1]), make_optimizer=ASGD))
     engine.train(0, 9)
-    whole = WholeModel(engine.setup).filled(worker.tensors() for worker in engine.workers)
+    data = Whole()
+    WholeModel(replace(engine.setup, dataset=data)).metrics(worker.tensors() for worker in engine.workers)
     averages = {name: kept["ax"] for name, kept in captured(engine).optimizer.items()}
-    assert all(torch.equal(value, averages[name]) for name, value in whole.named_parameters())
+    assert all(torch.equal(value, averages[name]) for name, value in data.model.named_parameters())
 
 
 def test_a_buffer_for_averages_lasts_until_the_next_update() -> None:

@@ -21,6 +21,7 @@ from pipebench.engine.feed import Feed
 from pipebench.model import loading
 from pipebench.model.loading import Loaders, Source, Task
 from pipebench.simulate.costs import stage_costs
+from tests.made_up_gpu import made_up_gpu
 from tests.models import ConvNet
 from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of
 
@@ -223,7 +224,7 @@ class Writing(Blobs):
     def whole_model_metrics(self, model: nn.Module) -> dict[str, float]:
         self.models.append(model)
         with torch.no_grad():
-            return {"whole": float(model(self._x).detach().square().sum())}
+            return {"whole": float(model(self._x.to(next(model.parameters()).device)).detach().square().sum())}
 
 
 def test_the_whole_model_has_the_newest_weights_and_statistics() -> None:
@@ -241,6 +242,22 @@ def test_the_whole_model_has_the_newest_weights_and_statistics() -> None:
         buffers = {n: b for r in engine.replicas for n, b in r.module.named_buffers()}
         assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
         assert len(buffers) == len(list(model.named_buffers())) == 6
+    assert values[0] != values[1]
+
+
+def test_the_whole_model_is_on_a_gpu_only_while_it_is_scored() -> None:
+    """There it would take memory from training."""
+    data = Writing()
+    with made_up_gpu():
+        setup = replace(make_setup(ConvNet(), ([2, 5], [1, 2, 1]), dataset=data), device=torch.device("cuda"))
+        engine = make_engine(setup)
+        values = []
+        for start in (0, 5):
+            engine.train(start, 5)
+            values.append(engine.evaluate()["whole"])
+            tensors = [*data.models[-1].parameters(), *data.models[-1].buffers()]
+            assert {each.device.type for each in tensors} == {"cpu"}
+    assert len(tensors) > 6
     assert values[0] != values[1]
 
 
