@@ -244,7 +244,8 @@ def made_up_gpu(limit_bytes: float = math.inf) -> Iterator[None]:
         **dict.fromkeys(("is_available", "is_initialized"), True),
         **dict.fromkeys(("_lazy_init", "init", "synchronize", "empty_cache", "reset_peak_memory_stats")),
         **dict.fromkeys(("memory_allocated", "max_memory_allocated", "max_memory_reserved", "current_device"), 0),
-        "device_count": 1, "get_device_name": "made up", "get_device_properties": SimpleNamespace(total_memory=1 << 36),
+        "device_count": 1, "get_device_name": "made up",
+        "get_device_properties": SimpleNamespace(total_memory=min(limit_bytes, 1 << 36)),
         "current_stream": stream, "stream": nullcontext(), "is_current_stream_capturing": False,
     }  # fmt: skip
     cuda: dict[str, Any] = {name: _always(value) for name, value in values.items()} | {

@@ -97,7 +97,9 @@ def measured_profile(
 def _measured(passes: "_Passes", request: ProfileRequest) -> Profile:
     graph, device, (_, _, sizes, optimizer, model) = passes.graph, passes.device, request
     trained: list[torch.Tensor] = [each for each in passes.root.parameters() if each.requires_grad]
-    trained = trained[: 1 + bisect_left([*accumulate(each.nbytes for each in trained)], _STEPPED_BYTES)]
+    first_bytes = [*accumulate(each.nbytes for each in trained)]
+    stepped_bytes = min(_STEPPED_BYTES, first_bytes[-1] // passes.num_pieces) if trained else 0
+    trained = trained[: 1 + bisect_left(first_bytes, stepped_bytes)]
     if passes.pieces:
         trained = [each.detach().to(device).requires_grad_() for each in trained]
     whole: list[torch.Tensor] = [each for each in graph.root.parameters() if each.requires_grad]
@@ -107,6 +109,7 @@ def _measured(passes: "_Passes", request: ProfileRequest) -> Profile:
         load_s = {size: passes.load_s(size) for size in sizes}
         entry_s = _median_s(partial(idle_backward_s, device, passes.clock), passes.rule)
         update_s_per_byte, update_floor_s = _update_s(trained, masters, optimizer, passes)
+    allocator = allocator_of(device)
     pieces = f"in {passes.num_pieces} pieces, as the device can't hold the whole, " if passes.pieces else ""
     profile = Profile(
         model=model,
@@ -120,6 +123,7 @@ def _measured(passes: "_Passes", request: ProfileRequest) -> Profile:
         update_floor_s=update_floor_s,
         load_s=load_s,
         loaders=request.dataset.loader_processes,
+        device_bytes=0 if allocator is None else allocator.total_bytes,
         whole_step_s={size: statistics.median(each.steps_s) for size, each in found.items() if each.steps_s},
         state_bytes_per_byte=state_bytes_per_byte(optimizer),
     )
@@ -158,6 +162,7 @@ def mean_profile(profiles: Sequence[Profile]) -> Profile:
         update_s_per_byte=fmean(each.update_s_per_byte for each in profiles),
         update_floor_s=fmean(each.update_floor_s for each in profiles),
         load_s={size: fmean(each.load_s[size] for each in profiles) for size in first.load_s},
+        device_bytes=min(each.device_bytes for each in profiles),
         whole_step_s={size: fmean(each.whole_step_s[size] for each in profiles) for size in whole_sizes},
     )
 

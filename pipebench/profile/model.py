@@ -128,6 +128,7 @@ class Profile:
     # Loader processes of which `load_s` is, all of them at work for one worker; 0: a worker loads itself
     loaders: Count = 0
     slices: Count = 1  # devices that a worker stands for; costs are those of one of them
+    device_bytes: Count = 0  # memory of the GPU that it was measured on; 0: of none, or not known
 
     @property
     def rows(self) -> tuple[LayerProfile, ...]:

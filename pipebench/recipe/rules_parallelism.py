@@ -114,7 +114,7 @@ def _largest(cluster: Any, row: Mode, accumulate: Any) -> Problems:
         yield "parallelism.accumulate", f"{why}: allowed is a whole number, or order: {orders}"
     elif cluster.memory_bytes is None:
         why = f"got {LARGEST} on cluster {cluster.name}, whose file gives no memory size"
-        yield "parallelism.accumulate", f"{why}: allowed is a whole number"
+        yield "parallelism.accumulate", f"{why}: allowed is a whole number, or a size as in cluster.memory: 16 GB"
 
 
 @rule

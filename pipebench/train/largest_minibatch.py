@@ -82,7 +82,8 @@ def _check_known(recipe: Recipe, cluster: Cluster) -> None:
     """Check that the limit and the layers of other sizes are known; raises a PlanError."""
     if cluster.memory_bytes is None:
         raise PlanError(
-            f"cluster.name: got {cluster.name}, whose file gives no memory size; a largest minibatch needs one"
+            f"cluster.name: got {cluster.name}, whose file gives no memory size; a largest minibatch needs one, "
+            "such as cluster.memory=16GB"
         )
     if has_one_size(recipe):
         key = "engine.timing" if recipe.model.get("profile") is None else "model.profile"

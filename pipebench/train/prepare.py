@@ -45,6 +45,7 @@ from pipebench.train.request import (
     shares_norm,
     sliced,
     value_at,
+    with_device_memory,
 )
 from pipebench.zoo.registry import Dataset
 
@@ -76,6 +77,7 @@ def prepare(
     whole_only |= not trains and any(part.profiles_often for part in parts.values())
     wanted = Wanted(trains, None if decision is None else decision.profile, whole_only=whole_only, group=group)
     whole = profile_model(recipe, cluster, on_progress, wanted)
+    cluster = with_device_memory(recipe, cluster, whole.profile)
     known, extensions = _extended(recipe, cluster, whole, parts)
     recipe, plan, comparison = _planned(recipe, cluster, known, decision)
     recipe, chosen = as_planned(recipe, plan)

@@ -16,6 +16,7 @@ from pipebench.planner.plans import Request
 from pipebench.profile.devices import is_computed
 from pipebench.profile.model import Profile
 from pipebench.recipe.draft import turned_on
+from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.schema import ParallelismRecipe, Recipe, TrainRecipe
 from pipebench.recipe.suited import unshared, unsuited_modes
 from pipebench.schedule.modes import AUTO, KEEP, MODES, RECOMPUTE
@@ -79,6 +80,16 @@ def whole_minibatches(dataset: Dataset, minibatch_size: int) -> Dataset:
     return whole
 
 
+def with_device_memory(recipe: Recipe, cluster: Cluster, profile: Profile) -> Cluster:
+    """Return a cluster whose devices have the memory of the GPU that was measured, if its file gives no size.
+
+    Workers in processes: in one process they share a device, whatever they stand for.
+    """
+    if cluster.memory_bytes is None and profile.device_bytes and engine_kind(recipe).in_processes:
+        return replace(cluster, memory_bytes=profile.device_bytes)
+    return cluster
+
+
 def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Dataset) -> Request:
     """Return a recipe's request to the planner; raises a PlanError if it names layers that the profile lacks."""
     parallelism, size = recipe.parallelism, _minibatch_size(recipe, dataset)
@@ -89,7 +100,7 @@ def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Da
     names = [each.name for each in profile.rows[:-1]]
     return Request(
         profile=profile,
-        cluster=cluster,
+        cluster=with_device_memory(recipe, cluster, profile),
         model=COST_MODELS[parallelism.cost_model],
         minibatch_size=size,
         microbatches=parallelism.microbatches if cuts else _of_others(cluster.num_workers, size, profile),
