@@ -32,6 +32,7 @@ COMMANDS: Mapping[str, str] = {
     "draw": "Draw the pipeline that a recipe makes.",
     "export": "Write the weights of a run's checkpoint to a file.",
     "largest": "Find the largest minibatch that fits in memory.",
+    "links": "Measure what a cluster's links carry, and write them as its file.",
     "ls": "List models, data sets, optimizers, schedules, clusters, modes and more.",
     "plan": "Find the best plan: stages, replicas, and why.",
     "profile": "Show what every layer of a model costs.",

@@ -27,6 +27,7 @@ def cli() -> None:
       pipebench largest vpipe/vgg16/gpipe  the largest minibatch that fits in memory
       pipebench report --list              published tables and figures beside what is reproduced
       pipebench calibrate table1           a report's constants, fitted on the cells that it names
+      pipebench links --workers 4          what the links between this host's GPUs carry
       pipebench ls modes                   what there is to choose from
       pipebench ui                         the recorded runs in a browser
       pipebench runs                       past runs and comparisons

@@ -1,4 +1,4 @@
-"""Reads clusters from YAML; each number states its source: published, assumed or calibrated."""
+"""Reads clusters from YAML; each number states its source: published, assumed, measured or calibrated."""
 
 import json
 import math
@@ -22,7 +22,8 @@ from pipebench.units import UnitError, parse_bandwidth, parse_bytes, parse_durat
 MAX_WORKERS = 4096  # a straight plan lists every worker; the papers' largest cluster has 256
 CHANGED = "cluster."  # begins the keys of faults of a recipe's own numbers
 SERVERS = "servers"  # the key of the fault when only the number of servers is wrong
-SOURCES = {"published": "where", "assumed": "why", "calibrated": "on what"}  # of a number, and what its text says
+# Of a number, and what its text says
+SOURCES = {"published": "where", "assumed": "why", "measured": "how", "calibrated": "on what"}
 _FORM = " or ".join(f"{{value: ..., {source}: {word}}}" for source, word in SOURCES.items())
 
 

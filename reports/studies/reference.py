@@ -231,8 +231,8 @@ def cluster_page() -> Iterator[str]:
     yield (
         "A cluster is a YAML file, named by `cluster.name` in a recipe. Every value but `name` and "
         "`max_servers` says its source, numbers, words and flags alike: "
-        "`{value: 10 GB/s, published: where}`, `assumed: why` or `calibrated: on what`. [Clusters](../clusters.md) "
-        "shows one and lists those that come along."
+        "`{value: 10 GB/s, published: where}`, `assumed: why`, `measured: how` or `calibrated: on what`. "
+        "[Clusters](../clusters.md) shows one and lists those that come along."
     )
     yield "## Of a cluster"
     yield table(("key", "what it is"), _cluster_rows(KEYS, Cluster))

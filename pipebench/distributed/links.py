@@ -1,0 +1,178 @@
+"""What a cluster's links carry, measured between the processes of one job: the levels of a cluster's file.
+
+Messages and sums go the way that training's go: NCCL between GPUs of their own, else Gloo through the hosts' memory.
+Each rate is the payload's, so a level needs no `efficiency` besides.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipebench.distributed.launch_join import peers
+from pipebench.distributed.world import World
+from pipebench.errors import UserError
+
+_FIRST_BYTES, _MOST_BYTES = 1 << 18, 1 << 28  # of a message: doubled until it lasts
+_LONG_S = 0.1  # beside which the workers' start, some 100 us apart, is nothing
+_REPEATED = 7  # times that a median is of, after one of warm-up
+_ROUND_TRIPS = 50  # of a small message, in one of these times
+
+NO_LINKS = "processes on the CPUs of one host share memory, and use no link: cluster local says what that carries"
+Pairs = Sequence[tuple[int, int]]  # ranks
+
+
+@dataclass(frozen=True)
+class MeasuredLevel:
+    """One level of links, from measurements of the workers of two of its components, or one each.
+
+    Attributes:
+        name: what one component of the level is, `server` or `cluster`.
+        count: components of the level below in one of it.
+        port_bytes_per_s: payload of all workers of one component together, to another and back at the same time; each
+            way.
+        pair_bytes_per_s: the same of one pair of workers alone.
+        sum_bytes_per_s: what an all-reduce of one worker of every component passes on: 2 (r - 1) / r of its bytes.
+        latency_s: half of a small message's way there and back.
+        message_bytes: size of the messages of `port_bytes_per_s`.
+    """
+
+    name: str
+    count: int
+    port_bytes_per_s: float
+    pair_bytes_per_s: float
+    sum_bytes_per_s: float
+    latency_s: float
+    message_bytes: int
+
+
+def measure_links(world: World, tell: Callable[[str], None]) -> tuple[MeasuredLevel, ...]:
+    """Return the levels that join a job's workers, two at least, innermost first; collective.
+
+    `tell` gets what is measured, in words.
+
+    Raises:
+        UserError: hosts have different numbers of workers, or all are on the CPUs of one, and share its memory.
+        PeerLostError: a worker is gone.
+    """
+    hosts = _hosts(world)
+    if len({len(ranks) for ranks in hosts}) > 1:
+        counts = ", ".join(str(len(ranks)) for ranks in hosts)
+        raise UserError(f"a cluster's servers are alike: got hosts of {counts} workers, needed are as many on each")
+    if len(hosts) == 1 and world.device.type == "cpu":
+        raise UserError(NO_LINKS)
+    links, found = _Links(world, tell), []
+    if len(hosts[0]) > 1:
+        first = [(hosts[0][0], hosts[0][1])]
+        found.append(links.level("server", first, hosts[0]))
+    if len(hosts) > 1:
+        each = [*zip(hosts[0], hosts[1], strict=True)]
+        found.append(links.level("cluster", each, [ranks[0] for ranks in hosts]))
+    return tuple(found)
+
+
+def _hosts(world: World) -> list[list[int]]:
+    """Return the ranks of every host's workers; those of a host follow each other."""
+    starts = world.exchange(world.place.rank - world.place.local_rank)
+    return [[rank for rank, start in enumerate(starts) if start == each] for each in dict.fromkeys(starts)]
+
+
+class _Links:
+    """Timed messages and sums among a world's workers. All of them call every method, with the same arguments."""
+
+    def __init__(self, world: World, tell: Callable[[str], None]) -> None:
+        self._world, self._tell = world, tell
+        self._backend = "nccl" if world.direct else "gloo"
+        self._device = world.device if world.direct else torch.device("cpu")
+        # One for each way, as activations and gradients have: a connection of Gloo's that carries both ways at the same
+        # time carries half as much each way.
+        self._all, self._back = (world.new_group(self._backend) for _ in range(2))
+        with peers():
+            for group in (self._all, self._back):  # NCCL's first use is everybody's
+                dist.all_reduce(self._bytes(1), group=group)
+                self._synchronize()
+
+    def level(self, name: str, pairs: Pairs, ring: Sequence[int]) -> MeasuredLevel:
+        """Measure one level: between `pairs` of workers of two components, and among one worker of each, `ring`."""
+        self._tell(f"measuring messages of level {name}")
+        port, num_bytes = self._rate(lambda size: self._messages(pairs, size))
+        pair, _ = self._rate(lambda size: self._messages(pairs[:1], size)) if len(pairs) > 1 else (port, 0)
+        latency_s = self._median_s(lambda: self._round_trips(*pairs[0])) / (2 * _ROUND_TRIPS)
+        self._tell(f"measuring sums of level {name}")
+        group = self._world.new_group(self._backend, ring)
+        passed, _ = self._rate(lambda size: self._sum(group, ring, size))
+        share = 2 * (len(ring) - 1) / len(ring)
+        return MeasuredLevel(name, len(ring), len(pairs) * port, pair, share * passed, latency_s, num_bytes)
+
+    def _rate(self, work: Callable[[int], Callable[[], None]]) -> tuple[float, int]:
+        """Return bytes per second of work on so many bytes, and how many: enough that it lasts."""
+        num_bytes = _FIRST_BYTES
+        while True:
+            run = work(num_bytes)
+            if self._slowest_s(run) >= _LONG_S or num_bytes >= _MOST_BYTES:
+                return num_bytes / self._median_s(run), num_bytes
+            num_bytes *= 2
+
+    def _median_s(self, run: Callable[[], None]) -> float:
+        return statistics.median([self._slowest_s(run) for _ in range(1 + _REPEATED)][1:])
+
+    def _slowest_s(self, run: Callable[[], None]) -> float:
+        """Return the seconds of the worker that takes longest."""
+        self._world.barrier()
+        start_s = time.perf_counter()
+        with peers():
+            run()
+            self._synchronize()
+        return float(max(self._world.exchange(time.perf_counter() - start_s)))
+
+    def _messages(self, pairs: Pairs, num_bytes: int) -> Callable[[], None]:
+        """Return what sends so many bytes from either worker of every pair to the other, all at the same time."""
+        rank = self._world.rank
+        partner = dict([*pairs, *((b, a) for a, b in pairs)]).get(rank)
+        if partner is None:
+            return _nothing
+        mine, theirs = self._bytes(num_bytes), self._bytes(num_bytes)
+
+        def run() -> None:
+            if rank < partner:
+                _wait([dist.isend(mine, partner, self._all), dist.irecv(theirs, partner, self._back)])
+            else:  # in the same order, in which NCCL's kernels can't wait for each other
+                _wait([dist.irecv(theirs, partner, self._all), dist.isend(mine, partner, self._back)])
+
+        return run
+
+    def _round_trips(self, first: int, second: int) -> None:
+        word, rank = self._bytes(4), self._world.rank
+        for _ in range(_ROUND_TRIPS if rank in (first, second) else 0):
+            if rank == first:
+                dist.send(word, second, group=self._all)
+                dist.recv(word, second, group=self._all)
+            else:
+                dist.recv(word, first, group=self._all)
+                dist.send(word, first, group=self._all)
+
+    def _sum(self, group: Any, ranks: Sequence[int], num_bytes: int) -> Callable[[], None]:
+        if self._world.rank not in ranks:
+            return _nothing
+        values = torch.zeros(num_bytes // 4, device=self._device)
+        return lambda: _wait([dist.all_reduce(values, group=group, async_op=True)])
+
+    def _bytes(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.uint8, device=self._device)
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _nothing() -> None:
+    """Take no part."""
+
+
+def _wait(works: Iterable[Any]) -> None:
+    for work in works:
+        work.wait()

@@ -1,0 +1,80 @@
+"""Links are measured between real processes, and what is written is a cluster."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pipebench.cli import links
+from pipebench.cli.main import cli
+from pipebench.distributed.links import MeasuredLevel
+from pipebench.recipe.clusters import load_cluster, sources
+from pipebench.run.links import MeasuredLinks, cluster_text
+from tests.distributed.test_launch import ROOT
+
+
+def level(name: str, port: float, pair: float, ring: float) -> MeasuredLevel:
+    return MeasuredLevel(name, 2, port, pair, ring, 12.34e-6, 1 << 20)
+
+
+def test_a_limit_is_written_where_it_binds(tmp_path: Path) -> None:
+    path = tmp_path / "ours.yaml"
+    found = (level("server", 1e11, 1e11, 7e10), level("cluster", 4e9, 1e9, 0.98e9))
+    path.write_text(cluster_text(MeasuredLinks(found, "NVIDIA H100", "NCCL"), links._MADE_BY))
+    server, cluster = load_cluster(str(path), 1).levels
+    assert (server.bandwidth_bytes_per_s, server.flow_bytes_per_s, server.ring_bytes_per_s) == (1e11, None, 7e10)
+    assert (cluster.bandwidth_bytes_per_s, cluster.flow_bytes_per_s, cluster.ring_bytes_per_s) == (4e9, 1e9, None)
+    assert server.latency_s == pytest.approx(12.3e-6)
+    assert sources(path) == "numbers: 2 assumed, 8 measured"
+    assert links._is_ours(path)
+
+
+def started(rank: int, port: int, words: list[str], folder: Path) -> "subprocess.Popen[str]":
+    """Start one of two processes, each alone on its host for all that they are told."""
+    place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "pipebench", "links", *words]
+    environ = {**os.environ, **place, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        command, cwd=folder, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def test_two_processes_measure_what_is_between_them(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    both = [started(rank, port, ["--device", "cpu", "--out", "ours.yaml"], tmp_path) for rank in range(2)]
+    outputs = [each.communicate()[0] for each in both]
+    assert [each.returncode for each in both] == [0, 0], outputs
+    assert "written  ours.yaml" in outputs[0]
+    assert "written" not in outputs[1]
+    (found,) = load_cluster(str(tmp_path / "ours.yaml"), 1).levels
+    assert (found.name, found.count) == ("cluster", 2)
+    # Loopback: slower than memory, faster than a slow network, on any machine.
+    assert 1e6 < found.bandwidth_bytes_per_s < 1e12
+    assert 1e-7 < found.latency_s < 1.0
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "problem"),
+    [
+        ([], {}, "links join processes, and there is one: start as many as there are GPUs, here by --workers 4"),
+        (["--workers", "2"], {"RANK": "0"}, "--workers: a launcher has started the processes already, leave it out"),
+        (["--out", "other.yaml"], {"RANK": "0"}, "--out: other.yaml"),
+        ([], {"RANK": "0", "WORLD_SIZE": "1"}, "links join processes, and there is one"),
+        (["--workers", "2", "--device", "cpu"], {}, "processes on the CPUs of one host share memory, and use no link"),
+    ],
+)
+def test_refused_in_one_sentence(
+    words: list[str], environ: dict[str, str], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.yaml").write_text("name: other\n")
+    result = CliRunner(env=environ).invoke(cli, ["links", *words])
+    assert result.exit_code == 2, result.output
+    assert problem in " ".join(result.output.split())
+    assert not (tmp_path / "cluster.yaml").exists()
