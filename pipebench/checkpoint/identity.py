@@ -1,7 +1,7 @@
 """The identity of a checkpoint's run, and what its weights depend on besides the recipe and plan.
 
 Files are copied between folders, data sets grow, models are edited. A run that resumes must have the same seed, data
-and minibatches; changed code is reported.
+and minibatches; changed code is reported, and so are samples that changed under the same names and numbers.
 """
 
 from dataclasses import dataclass, fields
@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pipebench.checkpoint.state import CheckpointError
 from pipebench.formats import listed
 
-_CODE = "code"
+_REPORTED = ("code", "samples")  # may differ
 _MOST_NAMED = 5  # modules in a sentence
 
 
@@ -22,6 +22,7 @@ class RunIdentity:
     dataset: str  # the data set's name, options, fields and numbers of samples
     minibatch_size: int  # in samples
     code: dict[str, str]  # module to the SHA-256 of the user's code; and pipebench's own version
+    samples: str = ""  # digest of the first samples; "" in checkpoints of earlier releases
 
 
 def check_same_run(found: RunIdentity | None, expected: RunIdentity | None) -> None:
@@ -32,16 +33,21 @@ def check_same_run(found: RunIdentity | None, expected: RunIdentity | None) -> N
     """
     if found is None or expected is None:
         return
-    names = [each.name for each in fields(RunIdentity) if each.name != _CODE]
+    names = [each.name for each in fields(RunIdentity) if each.name not in _REPORTED]
     pairs = [(name, getattr(found, name), getattr(expected, name)) for name in names]
     differing = [f"{name}: found {mine}, expected is {other}" for name, mine, other in pairs if mine != other]
     if differing:
         raise CheckpointError(f"is of another run: {'; '.join(differing)}")
 
 
-def changed_code(found: RunIdentity | None, now: RunIdentity | None) -> str | None:
-    """Return the modules that changed since a checkpoint was written, as the end of a sentence; None without any."""
-    if found is None or now is None or found.code == now.code:
-        return None
-    names = sorted(name for name in {*found.code, *now.code} if found.code.get(name) != now.code.get(name))
-    return listed(names, _MOST_NAMED)
+def changes(found: RunIdentity | None, now: RunIdentity | None, step: int) -> list[str]:
+    """Return what has changed since the checkpoint of a step was written, a sentence each: code, and samples."""
+    if found is None or now is None:
+        return []
+    sentences, since = [], f"since the checkpoint of step {step} was written"
+    if names := sorted(name for name in {*found.code, *now.code} if found.code.get(name) != now.code.get(name)):
+        sentences.append(f"code has changed {since}: {listed(names, _MOST_NAMED)}")
+    if found.samples and found.samples != now.samples:
+        why = "files, or what reads them, or a data set that draws without a seed"
+        sentences.append(f"the first samples have changed {since}, so the rest of the run has other data: {why}")
+    return sentences

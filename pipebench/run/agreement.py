@@ -3,25 +3,18 @@
 Hosts that differ would still train: each would take its own learning rate, or its own order of minibatches.
 """
 
-import hashlib
 import socket
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Mapping
 from importlib.metadata import version
-from itertools import chain
-
-import torch
 
 from pipebench.checkpoint.identity import RunIdentity
 from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup
 from pipebench.errors import Fault, RecipeError, UserError
-from pipebench.model.memory_format import as_bytes, in_order
 from pipebench.recipe.load import LoadedRecipe
+from pipebench.run.identity import digest
 from pipebench.tracking.identity import content_of
-from pipebench.zoo.registry import Dataset
 
-_SAMPLES = 2
 _MOST_NAMED = 4
 _NOTHING = "nothing"
 
@@ -50,24 +43,24 @@ def check_agreement(world: World, loaded: LoadedRecipe, identity: RunIdentity) -
             )
 
 
-def check_made_alike(world: World, loaded: LoadedRecipe, setup: Setup) -> None:
+def check_made_alike(world: World, loaded: LoadedRecipe, setup: Setup, samples: str) -> None:
     """Check that the user's code makes the same data set and the same model in all workers; collective.
 
     Inputs and targets of a minibatch are read by different workers, and stages and replicas are cut from each one's own
-    model. Of data sets the first samples are compared.
+    model. Of data sets the first samples are compared, by their digest `samples`.
 
     Raises:
         RecipeError: on every worker, names the first whose are others.
     """
     recipe, root = loaded.recipe, setup.graph.root
-    samples, weights = partial(_first_samples, setup.dataset), lambda: chain(root.parameters(), root.buffers())
-    for key, given, what, tensors in (
-        ("dataset.target", recipe.dataset.get("target"), "samples", samples),
-        ("model.target", recipe.model.get("target"), "weights", weights),
+    for key, given, what in (
+        ("dataset.target", recipe.dataset.get("target"), "samples"),
+        ("model.target", recipe.model.get("target"), "weights"),
     ):
         if given is None:
             continue
-        digests = world.exchange(_digest(tensors()))
+        own = samples if what == "samples" else digest([*root.parameters(), *root.buffers()])
+        digests = world.exchange(own)
         for rank, found in enumerate(digests):
             same = rank % setup.costs.slices  # with as many weights of each layer
             if found != digests[same]:
@@ -77,19 +70,6 @@ def check_made_alike(world: World, loaded: LoadedRecipe, setup: Setup) -> None:
                     "numpy.random.default_rng(0); and read the same files everywhere"
                 )
                 raise RecipeError([Fault(loaded.origin(key), key, problem)])
-
-
-def _first_samples(dataset: Dataset) -> Iterator[torch.Tensor]:
-    fields = [*dataset.inputs, *dataset.targets]
-    for split, number in (("train", dataset.num_train), ("eval", dataset.num_eval)):
-        yield from dataset.fetch(split, range(min(_SAMPLES, number)), fields).values()
-
-
-def _digest(tensors: Iterable[torch.Tensor]) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(as_bytes(in_order(tensor.detach())).numpy().data)
-    return digest.hexdigest()
 
 
 def _differing(found: Mapping[str, str], expected: Mapping[str, str]) -> str:

@@ -1,7 +1,9 @@
 """The identity that a run's checkpoints carry; known once the run is prepared."""
 
+import hashlib
 import os
 import platform
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 
 import torch
@@ -9,6 +11,7 @@ import torch
 from pipebench.checkpoint.identity import RunIdentity
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.model.device import tree_of
+from pipebench.model.memory_format import as_bytes, in_order
 from pipebench.profile.devices import processor
 from pipebench.recipe.code_identity import code_hashes
 from pipebench.recipe.load import LoadedRecipe
@@ -16,6 +19,9 @@ from pipebench.run.folder import RunFolder
 from pipebench.tracking.identity import source_version
 from pipebench.tracking.inputs import Inputs
 from pipebench.train.job import Job
+from pipebench.zoo.registry import Dataset
+
+_SAMPLES = 2
 
 
 def identity_of(folder: RunFolder, loaded: LoadedRecipe, job: Job) -> RunIdentity:
@@ -26,7 +32,23 @@ def identity_of(folder: RunFolder, loaded: LoadedRecipe, job: Job) -> RunIdentit
         dataset=_text(Inputs.of(loaded, job.setup.dataset)),
         minibatch_size=job.recipe.train.minibatch_size,
         code={"pipebench": source_version(), **code_hashes(loaded)},
+        samples=digest(_first_samples(job.setup.dataset)),
     )
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Return a digest of the bits of tensors, in their order."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(as_bytes(in_order(tensor.detach())).numpy().data)
+    return found.hexdigest()
+
+
+def _first_samples(dataset: Dataset) -> Iterator[torch.Tensor]:
+    """Yield the fields of the first samples to train on, and held out."""
+    fields = [*dataset.inputs, *dataset.targets]
+    for split, number in (("train", dataset.num_train), ("eval", dataset.num_eval)):
+        yield from dataset.fetch(split, range(min(_SAMPLES, number)), fields).values()
 
 
 def checkpoints_of(folder: RunFolder, job: Job, identity: RunIdentity) -> Checkpoints:

@@ -212,7 +212,7 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
         identity = identity_of(folder, loaded, job)
         if not world.place.one_host:
             check_agreement(world, loaded, identity)
-        check_made_alike(world, loaded, job.setup)
+        check_made_alike(world, loaded, job.setup, identity.samples)
         checkpoints = checkpoints_of(folder, job, identity)
         goes_on = suite.resumed is not None
         policy = _checkpoint_policy(world, folder, checkpoints, job, restarted=restarted, goes_on=goes_on)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pipebench.checkpoint.identity import RunIdentity, changed_code, check_same_run
+from pipebench.checkpoint.identity import RunIdentity, changes, check_same_run
 from pipebench.checkpoint.optimizers import check_updates
 from pipebench.checkpoint.progress import Facts, SavedProgress
 from pipebench.checkpoint.state import CheckpointError, ModelState
@@ -76,14 +76,12 @@ def load_checked(checkpoint: Checkpoint, optimizer: Collection[str], job: Job) -
 def newest(checkpoints: Checkpoints, job: Job) -> tuple[ResumePoint | None, list[str]]:
     """Return the newest complete checkpoint that fits, and messages for the user, a sentence each.
 
-    These say why newer ones were skipped, and which code has changed since it was written.
+    These say why newer ones were skipped, and what has changed since it was written.
     """
     fitting: list[ResumePoint] = []
     run = checkpoints.run
     found, remarks = checkpoints.latest(fits=lambda each: fitting.append(resume_point(each, job, run)))
-    changed = None if found is None else changed_code(found.run, run)
-    if found is not None and changed is not None:
-        remarks.append(f"code has changed since the checkpoint of step {found.step} was written: {changed}")
+    remarks += [] if found is None else changes(found.run, run, found.step)
     return (fitting[0] if fitting else None), remarks
 
 

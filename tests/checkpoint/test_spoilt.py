@@ -374,6 +374,11 @@ TAKEN: Mapping[str, tuple[Way, str]] = {
         of_run(code={"pipebench": "0.0.9+abc", "tests.checkpoint.spoiling": "0" * 64}),
         f"code has changed since the checkpoint of step {LAST} was written: pipebench, ",
     ),
+    "other data under the same names": (
+        of_run(samples="0" * 64),
+        f"the first samples have changed since the checkpoint of step {LAST} was written, so the rest of the run has ",
+    ),
+    "before samples were compared": (of_run(samples=""), ""),
 }
 TAKEN_WAYS = {name: way for name, (way, _) in TAKEN.items()}
 FOREIGN = {"another run": take_other_run_s}

@@ -51,7 +51,7 @@ def test_slices_of_a_worker_may_differ_but_workers_may_not(
     setup = replace(setup, costs=replace(setup.costs, slices=slices))
     world = cast("World", Found(digests))
     if other is None:
-        check_made_alike(world, load(str(path)), setup)
+        check_made_alike(world, load(str(path)), setup, "")
         return
     with pytest.raises(RecipeError, match=rf"model.target: pipebench.zoo.gpt2:gpt2 makes other weights for {other}"):
-        check_made_alike(world, load(str(path)), setup)
+        check_made_alike(world, load(str(path)), setup, "")
