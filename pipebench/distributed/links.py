@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,8 +51,22 @@ class MeasuredLevel:
     message_bytes: int
 
 
-def measure_links(world: World, tell: Callable[[str], None]) -> tuple[MeasuredLevel, ...]:
-    """Return the levels that join a job's workers, two at least, innermost first; collective.
+@dataclass(frozen=True)
+class MeasuredLinks:
+    """A cluster's links.
+
+    Attributes:
+        levels: innermost first.
+        pcie_bytes_per_s: what a GPU copies to pinned memory of its host and, at the same time, back, while all others
+            do; None of CPUs.
+    """
+
+    levels: tuple[MeasuredLevel, ...]
+    pcie_bytes_per_s: float | None = None
+
+
+def measure_links(world: World, tell: Callable[[str], None]) -> MeasuredLinks:
+    """Return the links that join a job's workers, two at least; collective.
 
     `tell` gets what is measured, in words.
 
@@ -72,7 +87,7 @@ def measure_links(world: World, tell: Callable[[str], None]) -> tuple[MeasuredLe
     if len(hosts) > 1:
         each = [*zip(hosts[0], hosts[1], strict=True)]
         found.append(links.level("cluster", each, [ranks[0] for ranks in hosts]))
-    return tuple(found)
+    return MeasuredLinks(tuple(found), links.pcie() if world.device.type == "cuda" else None)
 
 
 def _hosts(world: World) -> list[list[int]]:
@@ -107,6 +122,11 @@ class _Links:
         passed, _ = self._rate(lambda size: self._sum(group, ring, size))
         share = 2 * (len(ring) - 1) / len(ring)
         return MeasuredLevel(name, len(ring), len(pairs) * port, pair, share * passed, latency_s, num_bytes)
+
+    def pcie(self) -> float:
+        """Return the bytes per second of all GPUs' copies to their hosts and back, each way."""
+        self._tell("measuring copies between GPUs and their hosts")
+        return self._rate(partial(copies, self._world.device))[0]
 
     def _rate(self, work: Callable[[int], Callable[[], None]]) -> tuple[float, int]:
         """Return bytes per second of work on so many bytes, and how many: enough that it lasts."""
@@ -167,6 +187,21 @@ class _Links:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def copies(device: torch.device, num_bytes: int) -> Callable[[], None]:
+    """Return what copies so many bytes from a GPU to pinned memory of its host, and back at the same time."""
+    mine, theirs = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+    out, back = (torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+    streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
+
+    def run() -> None:
+        for stream, (target, source) in zip(streams, ((out, mine), (theirs, back)), strict=True):
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(device)
+
+    return run
 
 
 def _nothing() -> None:

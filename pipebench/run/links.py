@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from pipebench import formats
-from pipebench.distributed.links import NO_LINKS, MeasuredLevel, measure_links
+from pipebench.distributed.links import NO_LINKS, MeasuredLinks, measure_links
 from pipebench.distributed.world import join
 from pipebench.errors import UserError
 from pipebench.profile.devices import local_device_name
@@ -16,15 +16,15 @@ _BINDS = 0.95  # of what a port carries; a connection or a sum that gets no less
 _JOIN_S = 600.0
 
 
-class MeasuredLinks(NamedTuple):
+class LinksHere(NamedTuple):
     """A cluster's links, and on what they were measured."""
 
-    levels: tuple[MeasuredLevel, ...]  # innermost first
+    links: MeasuredLinks
     device: str  # a worker's
     backend: str  # `NCCL`, or `Gloo` through the hosts' memory
 
 
-def measure_here(device: str, tell: Callable[[str], None]) -> MeasuredLinks:
+def measure_here(device: str, tell: Callable[[str], None]) -> LinksHere:
     """Join the other processes of a launcher's job on a device as for `join`, and measure their links.
 
     Raises:
@@ -32,9 +32,9 @@ def measure_here(device: str, tell: Callable[[str], None]) -> MeasuredLinks:
         PeerLostError: one is gone.
     """
     world = join(device, limit_s=_JOIN_S)
-    levels = measure_links(world, tell)
+    links = measure_links(world, tell)
     world.close()
-    return MeasuredLinks(levels, local_device_name(world.device), "NCCL" if world.direct else "Gloo")
+    return LinksHere(links, local_device_name(world.device), "NCCL" if world.direct else "Gloo")
 
 
 def check_device(device: str) -> None:
@@ -43,19 +43,23 @@ def check_device(device: str) -> None:
         raise UserError(NO_LINKS)
 
 
-def cluster_text(links: MeasuredLinks, made_by: str) -> str:
+def cluster_text(found: LinksHere, made_by: str) -> str:
     """Return the text of a cluster's file, which ends its first line in what it was made by."""
-    return "\n".join([f"# workers on {links.device}, and their links, {made_by}", *_lines(links), ""])
+    return "\n".join([f"# workers on {found.device}, and their links, {made_by}", *_lines(found), ""])
 
 
-def _lines(links: MeasuredLinks) -> Iterator[str]:
+def _lines(found: LinksHere) -> Iterator[str]:
     yield "#"
     yield "# Times of layers are measured where this is used; a device of the catalogue for `local` has them computed."
-    yield f'device: {{value: local, assumed: "{links.device}"}}'
+    yield f'device: {{value: local, assumed: "{found.device}"}}'
     yield 'memory: {value: null, assumed: "of the GPUs that are there"}'
+    day = f"{datetime.now(UTC):%Y-%m-%d}"
+    way = f"{found.backend}, {day}"
+    if found.links.pcie_bytes_per_s is not None:
+        pcie = _rate(found.links.pcie_bytes_per_s)
+        yield f'pcie: {{value: {pcie}, measured: "copies to pinned memory and back, of all GPUs at once, {day}"}}'
     yield "levels:"
-    way = f"{links.backend}, {datetime.now(UTC):%Y-%m-%d}"
-    for level in links.levels:
+    for level in found.links.levels:
         size, latency = formats.num_bytes(level.message_bytes), f"{level.latency_s * 1e6:.3g} us"
         port, pair, ring = level.port_bytes_per_s, level.pair_bytes_per_s, level.sum_bytes_per_s
         yield f"  - name: {level.name}"

@@ -5,16 +5,20 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
+from torch.overrides import TorchFunctionMode
 
 from pipebench.cli import links
 from pipebench.cli.main import cli
-from pipebench.distributed.links import MeasuredLevel
+from pipebench.distributed.links import MeasuredLevel, MeasuredLinks, copies
 from pipebench.recipe.clusters import load_cluster, sources
-from pipebench.run.links import MeasuredLinks, cluster_text
+from pipebench.run.links import LinksHere, cluster_text
 from tests.distributed.test_launch import ROOT
+from tests.made_up_gpu import made_up_gpu
 
 
 def level(name: str, port: float, pair: float, ring: float) -> MeasuredLevel:
@@ -24,13 +28,31 @@ def level(name: str, port: float, pair: float, ring: float) -> MeasuredLevel:
 def test_a_limit_is_written_where_it_binds(tmp_path: Path) -> None:
     path = tmp_path / "ours.yaml"
     found = (level("server", 1e11, 1e11, 7e10), level("cluster", 4e9, 1e9, 0.98e9))
-    path.write_text(cluster_text(MeasuredLinks(found, "NVIDIA H100", "NCCL"), links._MADE_BY))
+    path.write_text(cluster_text(LinksHere(MeasuredLinks(found, 5e10), "NVIDIA H100", "NCCL"), links._MADE_BY))
     server, cluster = load_cluster(str(path), 1).levels
+    assert load_cluster(str(path), 1).pcie_bytes_per_s == 5e10
     assert (server.bandwidth_bytes_per_s, server.flow_bytes_per_s, server.ring_bytes_per_s) == (1e11, None, 7e10)
     assert (cluster.bandwidth_bytes_per_s, cluster.flow_bytes_per_s, cluster.ring_bytes_per_s) == (4e9, 1e9, None)
     assert server.latency_s == pytest.approx(12.3e-6)
-    assert sources(path) == "numbers: 2 assumed, 8 measured"
+    assert sources(path) == "numbers: 2 assumed, 9 measured"
     assert links._is_ours(path)
+
+
+def test_copies_go_between_a_gpu_and_pinned_memory() -> None:
+    copied: list[tuple[str, str]] = []
+
+    class Noted(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.Tensor.copy_:
+                copied.append((args[1].device.type, args[0].device.type))
+                assert all(each.is_pinned() for each in args if each.device.type == "cpu")
+            return func(*args, **(kwargs or {}))
+
+    with made_up_gpu():
+        run = copies(torch.device("cuda"), 1 << 10)
+        with Noted():
+            run()
+    assert copied == [("cuda", "cpu"), ("cpu", "cuda")]
 
 
 def started(rank: int, port: int, words: list[str], folder: Path) -> "subprocess.Popen[str]":
