@@ -1,6 +1,7 @@
 """`pipebench plan`: build the planner's request from recipe, profile file and options.
 
-Without a recipe a plan may cut between any layers, as the papers' planners do; with one it is runnable.
+Without a recipe, plans under the papers' cost models may be cut anywhere in the graph, as in the papers. All others are
+cut along the order of execution, so that an engine can run them.
 """
 
 import os

@@ -53,7 +53,8 @@ def compare(
     took_s = {"search": sum(each.search_s for each in asked), "simulation": sum(each.predict_s for each in asked)}
     took_s["other modes"] = time.perf_counter() - began_s - sum(took_s.values())
     slower = tuple(each for each in fastest if each is not best)
-    found = Comparison(best, slower, dp, refused, took_s, len(planner.work.states), at_most)
+    states = planner.work.states
+    found = Comparison(best, slower, dp, refused, took_s, len(states), at_most, not states.is_chain)
     return with_others(request, found, known, tell) if others else found
 
 

@@ -125,6 +125,7 @@ class Comparison:
     took_s: dict[str, float]
     num_states: int  # places to cut, both ends of the model included
     at_most: float = 1.0  # upper bound on the best bottleneck found over the smallest possible; 1 if exact
+    cuts_anywhere: bool = False  # whether plans were allowed whose cuts don't follow the order of execution
 
     @property
     def unplanned(self) -> list[str]:

@@ -201,8 +201,9 @@ class ParallelismRecipe:
     # Keep activations of these layers on the host between forward and backward, named likewise; what else there is goes
     # by `recompute` and `recompute_layers`
     swap_layers: list[str] | None = None
-    # `all-forwards`, `1f1b`, `interleaved`, `zero-bubble` or a file in the CSV form of torch.distributed.pipelining,
-    # `schedule.csv`; null: the mode's own, like the next five
+    # `all-forwards`, `1f1b`, `interleaved`, `zero-bubble`, `zbv`, `dualpipe`, `dualpipev`, `sequential` (zero1, zero2,
+    # fsdp), or a file in the CSV form of torch.distributed.pipelining: `schedule.csv`. Null: the mode's own, as in the
+    # other columns below
     order: str | None = None
     flush: bool | None = None  # whether every update empties the pipeline
     # `one`, `stash`, `stash-vertical-sync`, `double-buffer`, `predict`, `correct`, `newest-pulled` or `none`
@@ -216,12 +217,13 @@ class ParallelismRecipe:
     # the same bits in one process and in many
     sums: str | None = None
     # What replicas of a stage share out instead of each holding all of it: `none`, `optimizer` (its state), `gradients`
-    # (those, too) or `parameters` (those, too); null: the mode's own, or `optimizer` where the planner chooses it
-    # likewise
+    # (those, too) or `parameters` (those, too); null: the mode's own; with `plan: auto`,
+    # where memory binds, the planner may choose `optimizer` instead
     shard: str | None = None
     # Shard `parameters` only: whether they are freed between forward and backward
     reshard_after_forward: bool | None = None
-    # Stages per worker (`interleaved` and `all-forwards`); of a sharded model, groups of layers at most
+    # Stages per worker: any number in orders `interleaved` and `all-forwards`, 2 in `zbv`, `dualpipe` and `dualpipev`,
+    # in an order file as many as its rows have, else 1. In modes zero1, zero2 and fsdp: groups of layers, at most
     chunks: int | None = None
     # `whole`, or `split`: gradients of the input leave a stage before those of its weights are computed
     backward: str | None = None

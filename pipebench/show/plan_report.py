@@ -71,7 +71,7 @@ def _questions(answer: PlanFindings) -> Iterator[tuple[str, str]]:
         yield "minibatch", f"{request.minibatch_size} samples{parts}"
     else:
         yield "minibatch", "of a size that the file doesn't say; --minibatch-size N gives samples per second"
-    yield "found by", best.found_by + ("" if request.runnable else "; cuts anywhere, as in the papers")
+    yield "found by", best.found_by + ("; cuts anywhere, as in the papers" if answer.comparison.cuts_anywhere else "")
     if answer.comparison.at_most > 1.0:
         yield (
             "",

@@ -413,6 +413,18 @@ def test_a_coarsened_search_says_how_far_from_the_best_it_can_be(graph: str, mon
     assert "61 places to cut are too many to try all" in " ".join(invoke(*asked).output.split())
 
 
+@pytest.mark.parametrize(("cost_model", "anywhere"), [("overlap", False), ("sosp19", True), ("artifact", True)])
+def test_only_plans_that_were_cut_anywhere_say_so(graph: str, cost_model: str, *, anywhere: bool) -> None:
+    """Under `overlap`, and in chains, cuts follow the order of execution, and "cuts anywhere" was printed, too."""
+    nodes = "".join(_NODE.format(f"node{i}", "Linear", 1.0, 2.0, 1e6, 1e6) for i in range(4))
+    Path("diamond.graph.txt").write_text(
+        nodes + "".join(f"\tnode{a} -- node{b}\n" for a, b in ((0, 1), (0, 2), (1, 3), (2, 3)))
+    )
+    asked = ("--levels", "4@1e9", "--cost-model", cost_model, "--no-others")
+    said = [" ".join(invoke("--profile", name, *asked).output.split()) for name in ("diamond.graph.txt", graph)]
+    assert ["cuts anywhere" in each for each in said] == [anywhere, False]
+
+
 def test_a_plan_says_how_much_faster_another_can_be(graph: str) -> None:
     asked = ("--profile", graph, "--levels", "4@1e9", "--no-others")
     found = answer(*asked)
