@@ -83,9 +83,12 @@ def _messages_hide_nothing_of_other_tests() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _nothing_is_known_from_other_times(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep what is profiled in a cache of these tests' own, in processes that they start, too."""
+    """Keep what is profiled in a cache of these tests' own, in processes that they start or run beside, too."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all workers
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PIPEBENCH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("PIPEBENCH_CACHE", str(folder / "cache"))
         yield
 
 

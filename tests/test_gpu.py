@@ -33,6 +33,7 @@ from tests.support import Blobs, make_engine, make_setup, momentum, parameters_o
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DEVICE = torch.device("cuda")
+WIDTH = 0.125  # of the model of digits
 
 
 @pytest.fixture(autouse=True)
@@ -43,11 +44,13 @@ def _settings() -> Iterator[None]:
 
 def digits(starts: list[int], replicas: list[int], **columns: Any) -> Setup:
     torch.default_generator.manual_seed(0)
+    data = mnist5k()
+    data.num_eval = 96  # evaluations only come between
     model = vgg16(
-        width=0.125, batch_norm=True, dropout=0.2, num_classes=10, in_channels=1, image_size=32, init="kaiming"
+        width=WIDTH, batch_norm=True, dropout=0.2, num_classes=10, in_channels=1, image_size=32, init="kaiming"
     )
     setup = make_setup(
-        model, (starts, replicas), dataset=mnist5k(), minibatch_size=32, sizes=(8, 16, 32), **of_layers(model, columns)
+        model, (starts, replicas), dataset=data, minibatch_size=32, sizes=(8, 16, 32), **of_layers(model, columns)
     )
     return replace(setup, device=DEVICE)
 

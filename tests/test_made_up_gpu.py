@@ -125,11 +125,12 @@ def test_a_run_in_every_mode_keeps_to_one_device(mode: str, tmp_path: Path, monk
 
 
 def run(mode: str, device: str) -> list[dict[str, float]]:
-    """Return the metrics of two short epochs, the second from the state that the first left."""
+    """Return the metrics after two short epochs, the second from the state that the first left."""
     moves = {"parallelism": {"vpipe": {"moves": [MOVE]}}} if mode == "pipedream-moved" else {}  # its own is later
     made = pipebench.run(
         f"modes/{mode}", on_progress=lambda _: None, model={"width": 0.0625}, dataset={"num_train": 256},
-        train={"max_epochs": 2, "target": None}, engine={"device": device, "kind": "virtual"}, **moves,
+        train={"max_epochs": 2, "target": None, "evaluate_every": {"epochs": 2}},
+        engine={"device": device, "kind": "virtual"}, **moves,
     )  # fmt: skip
     return [dict(point.metrics) for point in made.result.points]
 

@@ -23,9 +23,11 @@ log = logging.getLogger(__name__)
 
 def cached(key_parts: Mapping[str, object], make: Callable[[], Profile], *, anew: bool = False) -> Profile:
     """Return the cached profile of a key; make and cache it if there is none, or if it is to be made `anew`."""
-    text = None if anew else find(key_parts, read_profile)
-    if text is not None:
-        return read_profile(text)
+    found: list[Profile] = []
+    if not anew:
+        find(key_parts, lambda text: found.append(read_profile(text)))
+    if found:
+        return found[0]
     made = make()
     keep(key_parts, write_profile(made))
     return made

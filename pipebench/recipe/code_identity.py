@@ -5,6 +5,7 @@ Imports are read, not executed, so hashes are the same before anything has run.
 """
 
 import ast
+import hashlib
 import importlib.util
 import os
 import pkgutil
@@ -17,7 +18,6 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NamedTuple
 
-from pipebench import files
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.targets import find_new_files, targets_of
 from pipebench.recipe.users_code import is_users
@@ -36,7 +36,7 @@ def code_hashes(loaded: LoadedRecipe) -> dict[str, str]:
     found = _Modules([*map(str, loaded.folders), *sys.path])
     for name in targets:
         found.add(name)
-    return {name: files.sha256_of(path) for name, path in sorted(found.paths.items())}
+    return dict(sorted(found.hashes.items()))
 
 
 class _Place(NamedTuple):
@@ -50,7 +50,7 @@ class _Modules:
     """The user's modules reachable from names; `search` are the folders to look in, in this order."""
 
     def __init__(self, search: Sequence[str]) -> None:
-        self.paths: dict[str, Path] = {}  # by module name
+        self.hashes: dict[str, str] = {}  # by module name
         self._search = search
         self._places: dict[str, _Place | None] = {}
 
@@ -67,13 +67,15 @@ class _Modules:
                 continue
             self._places[name] = place = self._found(name, package)
             if place is not None and place.file is not None:
-                self.paths[name] = place.file
-                waiting += _imported(place.file, name if place.folders else package)
+                content = place.file.read_bytes()
+                self.hashes[name] = hashlib.sha256(content).hexdigest()
+                if place.file.suffix == ".py":
+                    waiting += _imported(place.file.parent, content, name if place.folders else package)
 
     def _found(self, name: str, package: str) -> _Place | None:
         """Return a module's location; None if not found or in a library."""
         above = self._places.get(package)
-        if package and above is None:
+        if package and (above is None or not above.folders):  # what a module without modules has is no module
             return None
         folders = self._search if above is None else above.folders
         try:
@@ -92,32 +94,36 @@ class _Modules:
         return _Place(Path(spec.origin), inner) if os.path.isfile(spec.origin) and is_users(spec.origin) else None
 
 
-def _imported(path: Path, package: str) -> Iterator[str]:
-    """Yield the full names of what a module may import, functions of other modules among them."""
-    try:
-        found = _imports(path.read_bytes() if path.suffix == ".py" else b"")
-    except (SyntaxError, ValueError, OSError):
-        return
-    for name, taken in found:
-        if name is None:
-            yield from (each.name for each in _beside(path.parent, f"{package}." if package else ""))
-        elif base := _absolute(name, package):
-            yield from (base, *(f"{base}.{each}" for each in taken))
+def _imported(folder: Path, source: bytes, package: str) -> Iterator[str]:
+    """Yield the full names of what a module in a folder may import, functions of other modules among them."""
+    names, is_computed = _imports(source, package)
+    yield from names
+    if is_computed:
+        yield from (each.name for each in _beside(folder, f"{package}." if package else ""))
 
 
 @lru_cache(maxsize=1024)  # runs of one comparison have the same code
-def _imports(source: bytes) -> list[tuple[str | None, Sequence[str]]]:
-    """Return a module's imports: of which module, maybe relative (None: computed), and what is taken from it."""
-    found: list[tuple[str | None, Sequence[str]]] = []
-    for node in ast.walk(ast.parse(source)):
+def _imports(source: bytes, package: str) -> tuple[Sequence[str], bool]:
+    """Return the full names of what a module of a package imports, and whether it imports a computed name, too."""
+    names: dict[str, None] = {}
+    is_computed = False
+    try:
+        nodes = ast.walk(ast.parse(source))
+    except (SyntaxError, ValueError):
+        return (), False
+    for node in nodes:
         if isinstance(node, ast.Import):
-            found += [(alias.name, ()) for alias in node.names]
+            names |= dict.fromkeys(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            found.append(("." * node.level + (node.module or ""), [alias.name for alias in node.names]))
+            if base := _absolute("." * node.level + (node.module or ""), package):
+                names |= dict.fromkeys([base, *(f"{base}.{alias.name}" for alias in node.names)])
         elif isinstance(node, ast.Call) and _called(node.func) in _IMPORTERS and node.args:
             given = node.args[0]
-            found.append((str(given.value) if isinstance(given, ast.Constant) else None, ()))
-    return found
+            if not isinstance(given, ast.Constant):
+                is_computed = True
+            elif base := _absolute(str(given.value), package):
+                names[base] = None
+    return tuple(names), is_computed
 
 
 def _called(function: ast.expr) -> str:

@@ -10,7 +10,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import pipebench
@@ -99,7 +99,7 @@ def traceback_of(error: BaseException) -> str:
 
 def is_users(file: str) -> bool:
     """Return whether a file is the user's: not of pipebench, the zoo or a library."""
-    return not _is_library(file) and not Path(os.path.realpath(file)).is_relative_to(_PACKAGE)
+    return not _is_library(file) and not os.path.realpath(file).startswith(f"{_PACKAGE}{os.sep}")
 
 
 def _is_about_data(error: BaseException) -> bool:
@@ -142,6 +142,7 @@ def _is_pipebench(file: str) -> bool:
     return Path(file).is_relative_to(_PACKAGE) and not Path(file).is_relative_to(_ZOO)
 
 
+@lru_cache(maxsize=4096)  # every run asks about all that its targets import
 def _is_library(file: str) -> bool:
     """Return whether a file is the zoo's, the standard library's, an installed package's, or not a file."""
     return (

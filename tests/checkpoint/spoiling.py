@@ -20,15 +20,15 @@ from typing import Any
 
 import torch
 from click.testing import CliRunner
-from torch import nn
 
 from pipebench.checkpoint.store import MANIFEST, Checkpoints, _sealed
 from pipebench.cli.main import cli
 from tests import shortcuts
+from tests.checkpoint.small import CHANGE
 
 RECIPE = """\
 name: small
-model: {target: "tests.checkpoint.spoiling:small"}
+model: {target: "tests.checkpoint.small:small"}
 dataset: {name: mnist5k, image_size: 28}
 train:
   minibatch_size: 500
@@ -43,30 +43,6 @@ engine: {kind: virtual, device: cpu}
 """
 TABLES = "tests.checkpoint.test_spoilt"
 BEFORE, LAST = "step-00000012", 16
-CHANGE = "TEST_CHANGE"  # the environment variable that says how the model's code was changed
-
-
-class Small(nn.Module):
-    """A convolution with running statistics and a linear layer: [n, 1, 28, 28] to [n, 10]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(1, 4, 5, stride=4), nn.BatchNorm2d(4)
-        self.flat, self.head = nn.Flatten(), nn.Linear(4 * 6 * 6, 10)
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return self.head(self.flat(torch.relu(self.norm(self.conv(image)))))
-
-
-def small() -> nn.Module:
-    """Return the model; other ones stand for code that was changed, as the environment says."""
-    model: Any = Small()
-    change = os.environ.get(CHANGE, "")
-    if change == "renamed":
-        model.head.register_buffer("extra", torch.zeros(3))
-    if change == "wider":
-        model.norm = nn.BatchNorm2d(4, affine=False)
-    return model
 
 
 class Left:

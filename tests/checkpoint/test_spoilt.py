@@ -371,7 +371,7 @@ TAKEN: Mapping[str, tuple[Way, str]] = {
     "before runs were told": (forget_identity, ""),
     "parts that say whose they are": (in_part(1, lambda data: data.update(written={"step": 3})), ""),
     "other code": (
-        of_run(code={"pipebench": "0.0.9+abc", "tests.checkpoint.spoiling": "0" * 64}),
+        of_run(code={"pipebench": "0.0.9+abc", "tests.checkpoint.small": "0" * 64}),
         f"code has changed since the checkpoint of step {LAST} was written: pipebench, ",
     ),
     "other data under the same names": (
@@ -422,7 +422,7 @@ def refusal(answer: Mapping[str, Any]) -> str:
     assert answer["code"] == 2, answer
     *executed, line = answer["said"].splitlines()
     assert len(executed) <= 1  # whose code would run; said where the run's own files are as they should be
-    assert all("model.target: executes tests.checkpoint.spoiling:small from" in each for each in executed)
+    assert all("model.target: executes tests.checkpoint.small:small from" in each for each in executed)
     assert isinstance(line, str)
     assert line.startswith("pipebench: error: ")
     return line
@@ -441,7 +441,7 @@ def test_a_good_checkpoint_before_the_spoilt_one_is_gone_on_from(said: Said, roo
     assert answer["code"] == 0, answer
     *executed, line, last = answer["said"].splitlines()
     assert len(executed) <= 1  # whose code would run; said where the run's own files are as they should be
-    assert all("model.target: executes tests.checkpoint.spoiling:small from" in each for each in executed)
+    assert all("model.target: executes tests.checkpoint.small:small from" in each for each in executed)
     assert " goes on from minibatch " in last
     assert line.startswith(f"pipebench: skipped the checkpoint of step {LAST}: ")
     assert EXPECTED[way][1] in line

@@ -241,19 +241,23 @@ _MINIBATCHES = 120
 
 
 class Slow(nn.Tanh):
-    """A layer that takes a while, however busy the machine is."""
+    """A layer that takes a while, however busy the machine is, where that matters."""
 
     one_layer = True
 
+    def __init__(self, pause_s: float) -> None:
+        super().__init__()
+        self._pause_s = pause_s
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.004)
+        time.sleep(self._pause_s)
         return super().forward(x)
 
 
 def balanced_setup(starts: Sequence[int], *, live: bool, balances: bool = True) -> Setup:
-    """Return twelve layers, half of which take a while, cut as told."""
+    """Return twelve layers, half of which take a while if they are to be balanced, cut as told."""
     torch.default_generator.manual_seed(3)
-    layers = [layer for _ in range(6) for layer in (nn.Linear(6, 6), Slow())]
+    layers = [layer for _ in range(6) for layer in (nn.Linear(6, 6), Slow(0.004 * balances))]
     model = nn.Sequential(*layers[:-1], nn.Linear(6, 4)).double()
     data = Blobs(num_train=4 * _MINIBATCHES)
     plan = (list(starts), [1] * (len(starts) + 1))

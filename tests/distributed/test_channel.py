@@ -129,7 +129,7 @@ def values_of(unit: int, size: int) -> Any:
     return {4: torch.arange(size, dtype=torch.int64) + 1000 * unit}
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=75, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.lists(st.integers(0, 1200), min_size=1, max_size=12), min_size=1, max_size=3),
     st.integers(0, 3000),

@@ -112,7 +112,7 @@ trees = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 @given(trees)
 def test_any_tree_comes_back(values: Any) -> None:
     assert same(through_bytes(values), values)

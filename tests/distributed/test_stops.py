@@ -201,7 +201,7 @@ class _Job:
         assert self.failures == []
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(
     pipelines(most_stages=3, most_replicas=3),
     st.lists(st.integers(1, 20), min_size=1, max_size=3),

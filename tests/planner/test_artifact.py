@@ -189,7 +189,7 @@ def test_flat_plans_of_random_graphs(reads: list[list[int]], seed: int, num_work
     _check_flat(graph(reads, seed), num_workers, 10**power)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(reads=random_reads(), seed=st.integers(0, 10**6), power=st.floats(6, 11), below=st.floats(-2, 2))
 def test_plans_on_two_levels_of_random_graphs(reads: list[list[int]], seed: int, power: float, below: float) -> None:
     counts = ((2, 2), (2, 3), (3, 2))[seed % 3]

@@ -273,7 +273,7 @@ def test_the_budget_bounds_how_much_is_simulated(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Floors, "floor_s", floor_s)
     levels = (Level("server", 8, 1e10, 1e-6), Level("cluster", 4, 1e9, 1e-5))
-    Planner(Request(chain(300, 1), Cluster("two levels", "unit", None, levels), request([0.1]).model, 1), MODE).best()
+    Planner(Request(chain(150, 1), Cluster("two levels", "unit", None, levels), request([0.1]).model, 1), MODE).best()
     assert 0 < sum(sum(sketch.replicas) for sketch in weighed) <= climb.BUDGET
 
 

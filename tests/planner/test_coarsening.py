@@ -142,7 +142,7 @@ def test_memory_limits_bind_coarsened_searches_too(
 
 
 @pytest.mark.parametrize("model", MODELS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_no_plan_is_below_a_bound(model: str, data: Any) -> None:
     """Any model, groups of any size, one level or two, whatever memory there is."""

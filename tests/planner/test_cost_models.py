@@ -63,7 +63,7 @@ def test_the_least_replicas_of_a_term_are_those_of_a_search(
     _check_least(base, limit_s, at_least, math.inf if least >= 1e15 else least)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(search=_searches(3), fixed=st.sampled_from([0.0, 0.0, 0.5]))
 def test_the_least_replicas_of_several_terms_satisfy_all(
     search: tuple[list[tuple[float, float, float]], float, int], fixed: float
@@ -95,7 +95,7 @@ def test_replicas_that_one_term_asks_for_may_be_too_many_for_a_term_before_it() 
 
 
 @pytest.mark.parametrize("model", MODELS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_a_stage_costs_what_the_formulas_say(model: str, data: st.DataObject) -> None:
     case = data.draw(cases(model))
@@ -117,7 +117,7 @@ def test_a_stage_costs_what_the_formulas_say(model: str, data: st.DataObject) ->
 
 
 @pytest.mark.parametrize("model", ["sosp19", "artifact"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_what_is_said_of_a_stage_makes_up_its_time(model: str, data: st.DataObject) -> None:
     """SOSP'19 section 3.1 overlaps computing and summing; the published optimizer adds them."""

@@ -43,7 +43,7 @@ def _check_plan(case: Case, problem: FlatProblem, plan: tuple[SearchStage, ...])
 
 
 @pytest.mark.parametrize("model", MODELS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_no_plan_beats_the_planners(model: str, data: st.DataObject) -> None:
     case, num_workers = data.draw(cases(model)), data.draw(st.integers(1, 6))
@@ -63,7 +63,7 @@ def test_no_plan_beats_the_planners(model: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_many_workers_cost_a_plan_nothing(model: str, data: st.DataObject) -> None:
     """With 16,384 workers: no slower than with six, and as the oracle says."""

@@ -60,13 +60,13 @@ def _levels(data: Any, counts: tuple[int, ...]) -> tuple[Level, ...]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_no_plan_on_two_levels_beats_the_planners(model: str, data: st.DataObject) -> None:
     _check(data.draw(cases(model, shards=False)), _levels(data, data.draw(st.sampled_from(SHAPES))))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_where_replicas_share_no_plan_is_slower(data: st.DataObject) -> None:
     """Nor is one better than without a limit: tables count the replicas inside of an innermost component only."""
@@ -80,7 +80,7 @@ def test_where_replicas_share_no_plan_is_slower(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_nor_with_ranges_left_out_for_a_coarser_plan_that_is_known(model: str, data: st.DataObject) -> None:
     """As with 96 cuts and more; with three levels a range may be on all components of the level above it."""
@@ -138,7 +138,7 @@ def _layer(index: int, seconds: float, parameters: dict[str, int]) -> LayerProfi
 
 
 @pytest.mark.parametrize("model", MODELS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_one_level_is_the_flat_planner(model: str, data: st.DataObject) -> None:
     case, num_workers = data.draw(cases(model)), data.draw(st.integers(1, 6))

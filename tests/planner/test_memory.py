@@ -15,7 +15,7 @@ from tests.oracles import planning
 from tests.planner.problems import as_set, cases, graphs
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_a_replica_keeps_what_the_formula_says_and_the_fewest_that_fit_are_the_fewest(data: st.DataObject) -> None:
     case = data.draw(cases("sosp19").filter(lambda case: case.memory is not None))

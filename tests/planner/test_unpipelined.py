@@ -39,7 +39,7 @@ def every_sum(case: Case, where: planning.Link) -> Iterator[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_no_plan_of_that_width_has_a_smaller_sum(model: str, data: st.DataObject) -> None:
     case, num_workers = data.draw(cases(model, max_layers=5)), data.draw(st.integers(1, 6))

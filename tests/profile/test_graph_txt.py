@@ -166,7 +166,7 @@ def _takes_time(profile: Profile) -> bool:
     return any(row.forward_s or row.backward_s for row in profile.layers[2] if not row.is_input)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(profiles().filter(_takes_time))
 def test_written_and_read_back(profile: Profile) -> None:
     text = write_graph_txt(profile, 2)
