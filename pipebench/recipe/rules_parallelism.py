@@ -34,7 +34,7 @@ def _shards(mode: str, row: Mode, shard: str | None, sync: str | None) -> Proble
         return
     key, given_shard = "parallelism.shard" if shard is not None else "parallelism.mode", f"got shard {row.shard}"
     if row.shard != OPTIMIZER and row.shape != "one-stage":
-        why = f"{given_shard} with mode {mode}, whose stages have several microbatches in flight"
+        why = f"{given_shard} with mode {mode}, and only data parallelism of one stage shares out more than state"
         yield key, f"{why}: allowed is none or optimizer, or mode dp"
     elif not WEIGHT_POLICIES[row.weights].stashed:
         stashed = " or ".join(name for name, policy in WEIGHT_POLICIES.items() if policy.stashed and policy.waits)
