@@ -156,6 +156,8 @@ METRICS = (
     Metric("comm_transfers_*", COUNT, NEITHER, MEASURED, "transfers of a kind"),
 )  # fmt: skip
 
+# Curves of every run, beside those of its data set's metrics, which have other names.
+CURVES = ("train_loss", "eval_loss", "virtual_time_s")
 _WALL = "wall_"
 _CLOCKED_NAMES = tuple(row.name for row in METRICS if CLOCKED in row.shown)
 # Metrics of every stage: columns of `stages.csv`, and of reports as `stage_<index>_<name>`.

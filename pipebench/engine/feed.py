@@ -3,9 +3,10 @@
 Inputs are prefetched while stages compute (`model/loading.py`), which changes no result.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import cached_property, lru_cache
+from itertools import dropwhile
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from pipebench.engine.setup import Setup, loss_divisors
 from pipebench.engine.streams import StreamSlot
 from pipebench.model.loading import Loaders, Source, onto_device
 from pipebench.model.sampling import microbatch_sizes, mix, name_hash
+from pipebench.schedule.programs import forward_units
 from pipebench.simulate.costs import shared_loaders
 
 _SIZES_CACHED = 1024  # more than there are units in flight
@@ -67,7 +69,7 @@ class Feed:
         return StreamSlot(self.split, stream.number, microbatch, stream.starts)
 
     def inputs(self, stage: int, worker: int, unit: int, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return the named model inputs; a stage requests its units in ascending order without gaps.
+        """Return the named model inputs; a stage requests its units in the order of their forwards, without gaps.
 
         Targets that aren't apart from them are fetched with them, for `targets`.
         """
@@ -130,12 +132,13 @@ class Feed:
         return shared_loaders(total, sum(pipeline.replicas[stage] for stage in pipeline.loads))
 
     def _units(self, stage: int, worker: int, first: int) -> Iterator[int]:
-        """Yield a stage's non-empty units from `first` on, ascending."""
-        pipeline = self._pipeline
-        blocks = -(-self._num_minibatches // pipeline.block)
-        for unit in pipeline.own_units(stage, worker, range(blocks * pipeline.block * self._parts)):
-            if unit >= first and self.minibatch(unit)[0] < self._first + self._num_minibatches and self.size(unit) > 0:
-                yield unit
+        """Yield a stage's non-empty units from `first` on, in the order of their forwards."""
+        pipeline, count = self._pipeline, self._num_minibatches
+        if self._trains:
+            units: Iterable[int] = forward_units(pipeline, stage, worker, count)
+        else:
+            units = pipeline.own_units(stage, worker, range(count))
+        return (unit for unit in dropwhile(first.__ne__, units) if self.size(unit) > 0)
 
     def _draw(self, unit: int) -> int:
         return mix(self._setup.seed, name_hash("augmentation"), self.minibatch(unit)[0])

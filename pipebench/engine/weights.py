@@ -26,7 +26,7 @@ from pipebench.engine.shards import Divide, Piece
 from pipebench.engine.version import Like, Version, apart, fill, grouped, places_in, recurrent_in
 from pipebench.errors import UserCodeError
 from pipebench.model.memory_format import laid_out_as
-from pipebench.model.optimizer import MakeOptimizer, average_in, is_known
+from pipebench.model.optimizer import GroupRates, MakeOptimizer, average_in, is_known
 from pipebench.schedule.version_ledger import VersionLedger
 
 P = ParamSpec("P")
@@ -103,7 +103,7 @@ class Weights:
         self.optimizer = optimizer
         self.state_bytes = 0  # of the optimizer's state, as of the latest update
         self._some_are_fresh = False
-        self._shares = [_share(group.get("lr"), optimizer) for group in (optimizer.param_groups if optimizer else [])]
+        self._rates = None if optimizer is None else GroupRates(optimizer)
 
     @property
     def stepped_names(self) -> tuple[str, ...]:
@@ -281,15 +281,14 @@ class Weights:
         takes_copies = not is_known(self.optimizer)
         for parameter, gradient in zip(stepped, gradients, strict=True):
             parameter.grad = gradient.clone() if takes_copies and gradient is not None else gradient
-        rates = [lr * share for share in self._shares]
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        assert self._rates is not None
+        self._rates.set(lr)
         # The naive pipeline: its graphs in flight use the overwritten weights, on purpose.
         unnoticed = (*target.flats, *target.parameters) if self._overwrite and self.versions.in_use else ()
         with _unsafe_preserve_version_counter(unnoticed):
             (self._step_apart if self._some_are_fresh else self.optimizer.step)()
             self._round()
-        if any(group["lr"] is not rate for group, rate in zip(self.optimizer.param_groups, rates, strict=True)):
+        if self._rates.have_changed():
             raise UserCodeError(
                 "its step changes the rates of its parameter groups, which every update sets anew: leave them to "
                 "train.schedule, where a target can be of your own",
@@ -437,9 +436,3 @@ class Weights:
         self._alive = [version for version in self._alive if version not in gone]
         is_retired = self.optimizer is None and self._pieces is None
         self._free = [] if is_retired else [*self._free, *gone]  # none follow a retirement
-
-
-def _share(lr: Any, optimizer: torch.optim.Optimizer | None) -> float:
-    """Return a group's rate as a multiple of the optimizer's."""
-    whole = optimizer.defaults.get("lr") if optimizer is not None else None
-    return float(lr) / float(whole) if lr is not None and whole else 1.0

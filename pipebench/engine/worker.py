@@ -25,7 +25,7 @@ from pipebench.model.allocator import allocator_of
 from pipebench.model.precision import precision_of
 from pipebench.recipe.users_code import located
 from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction
-from pipebench.schedule.operations import ACTIVATION, GRADIENT, SWAP_IN, SWAP_OUT, Op
+from pipebench.schedule.operations import ACTIVATION, GRADIENT, OPERATIONS, ROUND, SWAP_IN, SWAP_OUT, Op
 from pipebench.schedule.programs import NOTHING
 from pipebench.schedule.syncs import ALL_GATHER
 from pipebench.simulate.timeline import EVALUATION
@@ -162,14 +162,19 @@ class Worker(WorkerReplicas):
             raise
 
     def _place(self, it: Instruction) -> str:
-        """Return where in a run an instruction is: epoch and minibatch, or the instruction if it is of none."""
+        """Return where in a run an instruction is: epoch and minibatches, or the instruction if it is of none."""
         setup = self.setup
         sampler, rounding = setup.sampler if self.trains else setup.held_out, setup.graph.rounding
         training = "training" if rounding is None else f"training in {precision_of(rounding)} (train.precision)"
-        if it.op not in _OF_A_UNIT:
+        of_round = OPERATIONS[it.op].about == ROUND
+        if it.op not in _OF_A_UNIT and not of_round:
             return f"{training}, {it}"
-        epoch, index = divmod(self.feed.minibatch(it.number)[0], sampler.minibatches_per_epoch)
-        minibatch = f"minibatch {index + 1} of {sampler.minibatches_per_epoch}"
+        size = setup.pipeline.round_size(it.stage) if of_round else 1
+        first = self.feed.minibatch(0)[0] + it.number * size if of_round else self.feed.minibatch(it.number)[0]
+        epoch, index = divmod(first, sampler.minibatches_per_epoch)
+        last = min(index + size, sampler.minibatches_per_epoch)
+        which = f"minibatch {last}" if size == 1 else f"minibatches {index + 1} to {last}"
+        minibatch = f"{'update of ' if of_round else ''}{which} of {sampler.minibatches_per_epoch}"
         return f"{training}, epoch {epoch + 1}, {minibatch}" if self.trains else minibatch
 
     def _out_of_memory(self, it: Instruction) -> OutOfMemoryError:

@@ -67,6 +67,41 @@ without_compiler(
 )
 
 
+class GroupRates:
+    """The rates of an optimizer's parameter groups, in the ratios with which it was made."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer  # whose groups are others once it has loaded a state
+        whole = optimizer.defaults.get("lr")
+        self._shares = [_share(group.get("lr"), whole) for group in optimizer.param_groups]
+        self._given: list[tuple[Any, float]] = []
+
+    def set(self, lr: float) -> None:
+        """Set the rates of an update, `lr` being that of a group without a rate of its own.
+
+        A rate that is a tensor is filled, as torch's schedulers do: steps round with it, and may ask it what a float
+        hasn't.
+        """
+        for group, share in zip(self._optimizer.param_groups, self._shares, strict=True):
+            if isinstance(group.get("lr"), torch.Tensor):
+                group["lr"].fill_(lr * share)
+            else:
+                group["lr"] = lr * share
+        self._given = [(group["lr"], float(group["lr"])) for group in self._optimizer.param_groups]
+
+    def have_changed(self) -> bool:
+        """Return whether a step has set other rates since."""
+        given = zip(self._optimizer.param_groups, self._given, strict=True)
+        return any(group["lr"] is not rate or float(rate) != value for group, (rate, value) in given)
+
+
+def _share(rate: float | torch.Tensor | None, whole: float | None) -> float:
+    """Return a group's rate as a multiple of the optimizer's, as the rate's own type rounds both."""
+    if rate is None or not whole:
+        return 1.0
+    return float(rate) / float(rate.new_tensor(whole) if isinstance(rate, torch.Tensor) else whole)
+
+
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether all that an optimizer does is torch's or pipebench's: no class or hook of a user's own."""
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks

@@ -50,7 +50,7 @@ from pipebench.recipe.plain import flattened, typed
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.sweep import Several, Varied, combinations, problem_with_elements, several
 from pipebench.recipe.targets import targets_of
-from pipebench.recipe.typecheck import problem_with, shown
+from pipebench.recipe.typecheck import UNQUOTE, problem_with, shown
 from pipebench.recipe.yaml_file import EXTENDS, chain
 
 IN_MEMORY = "<recipe>"  # the file's name of a recipe that is no file
@@ -364,6 +364,8 @@ def _resolve(given: dict[str, Any], leaves: Leaves) -> tuple[dict[str, Any], lis
             hide_value(value, leaf.value)
         problem = problem_with(value, expected_type(key))
         if problem is not None:
+            if key in secret:
+                problem = problem.replace(UNQUOTE, f"; variables are text: write ${{oc.decode:{leaf.value}}}")
             leaves.fault(key, f"{shown(leaf.value)} gives a wrong value: {problem}", leaf.file)
         _section_of(resolved, key)[key[-1]] = value
     return resolved, pending

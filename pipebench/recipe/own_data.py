@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from pipebench.errors import UserCodeError
+from pipebench.metrics import CURVES
 from pipebench.recipe.options import OF_PAIRS, target_options
 from pipebench.recipe.targets import import_target, target_in
 from pipebench.recipe.users_code import users_code
@@ -40,7 +41,7 @@ def own_dataset(dataset: Mapping[str, Any]) -> Dataset:
     with users_code(f"{target} makes data that can't be used", "dataset.target"):
         metrics, processes = _metrics(dataset.get("metrics")), dataset.get("loader_processes") or 0
         loss = dataset["loss"]
-        measure = LOSSES[loss] if isinstance(loss, str) and loss in LOSSES else _measure(loss)
+        measure = LOSSES[loss] if isinstance(loss, str) and loss in LOSSES else _measure(loss, "dataset.loss")
         pair = DatasetPair(made[0], made[1], measure, metrics, processes, _fields(dataset))
     pair.remake = partial(_made, dataset)
     return pair
@@ -69,6 +70,13 @@ def directions(metrics: Any) -> dict[str, str]:
 
 
 def _with_its_own(made: Dataset, dataset: Mapping[str, Any]) -> Dataset:
+    taken = [name for name in CURVES if name in made.metrics]
+    if taken:
+        raise UserCodeError(
+            f"{dataset['target']} gives a data set with a metric {taken[0]}, the name of what every run records: "
+            f"allowed are names beside {', '.join(CURVES)}",
+            "dataset.target",
+        )
     given = [name for name in OF_PAIRS[:4] if dataset.get(name) is not None]
     if given:
         raise UserCodeError(
@@ -95,16 +103,21 @@ def _metrics(given: Any) -> dict[str, Metric]:
     if not isinstance(given, Mapping):
         return {name: METRICS[name] for name in given or ()}
     return {
-        name: METRICS[each] if isinstance(each, str) else Metric(_measure(each), each["best"])
-        for name, each in given.items()
+        name: METRICS[it] if isinstance(it, str) else Metric(_measure(it, f"dataset.metrics.{name}"), it["best"])
+        for name, it in given.items()
     }
 
 
-def _measure(given: Any) -> Measure:
+def _measure(given: Any, key: str) -> Measure:
     """Return the function of a target, with its arguments bound."""
     target = target_in(given)
     assert target is not None
+    made = import_target(target)
+    if isinstance(made, type):
+        raise UserCodeError(
+            f"{target} is a class, needed is a function of the model's output and the target, such as those of "
+            "torch.nn.functional: write one that makes an object of the class and calls it",
+            key,
+        )
     arguments = given.items() if isinstance(given, Mapping) else ()
-    return partial(
-        import_target(target), **{name: value for name, value in arguments if name not in ("target", "best")}
-    )
+    return partial(made, **{name: value for name, value in arguments if name not in ("target", "best")})

@@ -9,6 +9,7 @@ from typing import Any
 
 from pipebench.errors import PlanError
 from pipebench.recipe.draft import Draft, Problems, rule
+from pipebench.recipe.engines import ENGINES
 from pipebench.recipe.plan_file import asked_replicas, is_plan_file
 from pipebench.recipe.ranges import TIMINGS
 from pipebench.recipe.schema import LARGEST, VpipeRecipe
@@ -33,7 +34,7 @@ def _shards(mode: str, row: Mode, shard: str | None, sync: str | None) -> Proble
         return
     key, given_shard = "parallelism.shard" if shard is not None else "parallelism.mode", f"got shard {row.shard}"
     if row.shard != OPTIMIZER and row.shape != "one-stage":
-        why = f"{given_shard} with mode {mode}, whose stages have several microbatches in flight"
+        why = f"{given_shard} with mode {mode}, and only data parallelism of one stage shares out more than state"
         yield key, f"{why}: allowed is none or optimizer, or mode dp"
     elif not WEIGHT_POLICIES[row.weights].stashed:
         stashed = " or ".join(name for name, policy in WEIGHT_POLICIES.items() if policy.stashed and policy.waits)
@@ -134,6 +135,17 @@ def _rows_of_order(cluster: Any, row: Mode, plan: Any) -> Problems:
     elif row.chunks != schedule.chunks:
         given = f"got {row.chunks} with an order whose rows have {schedule.chunks} stages each"
         yield "parallelism.chunks", f"{given}: allowed is {schedule.chunks}"
+
+
+@rule
+def _messages_of_order(row: Mode, kind: str) -> Problems:
+    """Messages from process to process arrive in the order in which they were sent."""
+    if is_csv(row.order) and kind in ENGINES and ENGINES[kind].in_processes:
+        found = read_csv(row.order).overtaking
+        if found is not None:
+            why = f"got {row.order} ({found}) with engine.kind {kind}, whose messages can't overtake each other"
+            allowed = "one order of microbatches forward, and one backward, at all stages, or engine.kind: virtual"
+            yield "parallelism.order", f"{why}: allowed is {allowed}"
 
 
 @rule

@@ -10,6 +10,7 @@ from typing import Any
 
 from pipebench.cluster import Cluster
 from pipebench.errors import PlanError, choice
+from pipebench.metrics import CURVES
 from pipebench.recipe.draft import Draft, Problems, rule
 from pipebench.recipe.engines import ENGINES
 from pipebench.recipe.make import make_dataset, make_model
@@ -135,7 +136,9 @@ def _own_metrics(metrics: Any, known: Mapping[str, Any]) -> Problems:
         yield "dataset.metrics", f"got {shown(metrics)}, allowed is a list of {', '.join(known)}, or {form}"
     for name, given in metrics.items() if isinstance(metrics, Mapping) else ():
         key = f"dataset.metrics.{name}"
-        if is_target(given):
+        if name in CURVES:
+            yield key, f"is the name of what every run records: allowed are names beside {', '.join(CURVES)}"
+        elif is_target(given):
             yield key, f"got {shown(given)}, which doesn't say whether higher or lower is better: allowed is {form}"
         elif isinstance(given, Mapping) and target_in(given) is not None:
             if given.get("best") not in ("max", "min"):

@@ -12,6 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pipebench.errors import choice
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+UNQUOTE = "; remove the quotes"  # of a number that is text
 _LARGEST = 2**63 - 1
 
 
@@ -55,7 +56,7 @@ def problem_with(value: object, expected: Any) -> str | None:
         return "got a whole number beyond 2^63, which no setting needs"
     if _fits(value, expected):
         return None
-    hint = "; remove the quotes" if _is_quoted_number(value, expected) else ""
+    hint = UNQUOTE if _is_quoted_number(value, expected) else ""
     hint = "; put it in quotes" if _fits("text", expected) and isinstance(value, int | float) else hint
     return f"got {shown(value)}, allowed is {in_words(expected)}{hint}"
 

@@ -121,6 +121,12 @@ def passes_of(p: Pipeline, worker: int, units: Sequence[int]) -> Iterable[Pass]:
     return with_copies(passes, p.swaps) if p.swaps else passes
 
 
+def forward_units(p: Pipeline, stage: int, worker: int, num_minibatches: int) -> Iterator[int]:
+    """Yield a stage's units in the order in which a worker runs them forward; a file's may be any."""
+    for units in between_flushes(p, num_minibatches):
+        yield from (unit for each, op, unit in passes_of(p, worker, units) if each == stage and op is Op.FORWARD)
+
+
 def between_flushes(p: Pipeline, num_minibatches: int) -> Iterator[Sequence[int]]:
     """Yield the units of every group of minibatches that ends in a flush; all units if there are none."""
     if not p.flushes:

@@ -215,6 +215,15 @@ def accumulated(output, target):
 
 def perplexity(output, target):
     return nn.functional.cross_entropy(4 * output, target).exp()
+
+
+class Worn(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step()
+        for state in (self.state[parameter] for parameter in self.param_groups[0]["params"]):
+            state["steps"] = state.get("steps", 0) + 1
+            if state["steps"] > 6:
+                raise ArithmeticError("worn out")
 """
 RECIPE = """\
 name: stranger

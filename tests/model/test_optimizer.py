@@ -254,6 +254,28 @@ def faster(parameters: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=4 * lr, momentum=0.9)
 
 
+class TensorRate(torch.optim.Adam):
+    """Has its rate in a tensor, by which torch's steps round, and asks it what a float hasn't."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=torch.tensor(lr), foreach=False)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert self.param_groups[0]["lr"].item() > 0
+        super().step()
+
+
+class HalvingTensor(torch.optim.SGD):
+    """Halves a rate in place."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=torch.tensor(lr))
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.param_groups[0]["lr"].mul_(0.5)
+
+
 class Rateless(torch.optim.SGD):
     """Needs no rate."""
 
@@ -276,6 +298,7 @@ def twelve(parameters: Any, lr: float) -> int:
         ("Remembering", "has another slow when its state is taken up from a checkpoint"),
         ("Fixed", "steps alike at every rate"),
         ("Halving", "train.optimizer.target: its step changes the rates of its parameter groups"),
+        ("HalvingTensor", "train.optimizer.target: its step changes the rates of its parameter groups"),
         ("Wrapping", r"makes a Wrapping without torch.optim.Optimizer.__init__"),
         ("Queueing", "holds a deque; a checkpoint holds tensors"),
     ],
@@ -287,8 +310,8 @@ def test_optimizers_of_one_s_own_that_cannot_train_stages_are_refused(name: str,
 
 @pytest.mark.parametrize(
     ("target", "shares"),
-    [(grouped, (2, 1)), (grouped_apart, (0.125, 1)), (faster, (4,))],
-    ids=["default", "no-default", "another-rate"],
+    [(grouped, (2, 1)), (grouped_apart, (0.125, 1)), (faster, (4,)), (TensorRate, (1,))],
+    ids=["default", "no-default", "another-rate", "tensor"],
 )
 def test_groups_with_rates_of_their_own_keep_them(target: Any, shares: Sequence[float]) -> None:
     recipe, data, model = own_optimizer(f"tests.model.test_optimizer:{target.__name__}"), Blobs(), Mlp()
@@ -305,7 +328,8 @@ def test_groups_with_rates_of_their_own_keep_them(target: Any, shares: Sequence[
     for k in range(5):
         fields = data.fetch("train", setup.sampler.indices(k), ["x", "label"])
         for group, share in zip(optimizer.param_groups, shares, strict=True):
-            group["lr"] = LR / (1 + setup.sampler.samples_before(k)) * share
+            rate = LR / (1 + setup.sampler.samples_before(k)) * share
+            group["lr"] = torch.tensor(rate) if isinstance(group["lr"], torch.Tensor) else rate
         sequential.train(model, optimizer, [[((fields["x"],), fields)]], data.loss, lambda t: float(len(t["label"])))
     found = parameters_of(engine)
     assert all(torch.equal(found[key], parameter.detach()) for key, parameter in model.named_parameters())

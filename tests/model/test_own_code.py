@@ -147,10 +147,26 @@ REFUSED: list[tuple[Sequence[str], str]] = [
         [*_OPTIMIZER, "train.optimizer.amsgrd=true"],
         "train.optimizer.amsgrd: unknown option, .*did you mean 'amsgrad'? (torc",
     ),
+    (
+        [*_OPTIMIZER[:1], "train.optimizer.target=OWN:Worn", "parallelism.plan=1"],
+        "training, epoch 1, update of minibatch 7 of 10: OWN.py:218, in step: ArithmeticError: worn out",
+    ),
+    (
+        [*_OPTIMIZER[:1], "train.optimizer.target=OWN:Worn", "parallelism.plan=3"],
+        "training, epoch 2, update of minibatches 7 to 9 of 10: OWN.py:218, in step: ArithmeticError: worn out",
+    ),
     ([*_OPTIMIZER[:1], "train.optimizer.target=torch.optim:LBFGS"], "LBFGS can't take a step of a stage: TypeError: "),
     (
         ["dataset.loss=OWN:scaled"],
         "dataset.loss: the loss has a parameter [] that isn't the model's, so nothing would train it",
+    ),
+    (
+        ["dataset.loss=torch.nn:CrossEntropyLoss"],
+        "dataset.loss: torch.nn:CrossEntropyLoss is a class, needed is a function of the model's output and the target",
+    ),
+    (
+        ["dataset.metrics={right: {target: 'torch.nn:L1Loss', best: min}}"],
+        "dataset.metrics.right: torch.nn:L1Loss is a class, needed is a function",
     ),
     (["dataset.loss=OWN:drawn"], "dataset.loss: the loss of the same samples is first"),
     (

@@ -55,6 +55,10 @@ def test_no_message_shows_what_an_expression_over_the_environment_gives(
     [
         ("parallelism.mode=${oc.env:TOKEN}", "parallelism.mode: got '${oc.env:TOKEN}', allowed are single, dp,"),
         ("train.seed=${oc.env:TOKEN}", "'${oc.env:TOKEN}' gives a wrong value: got '${oc.env:TOKEN}..., allowed"),
+        (
+            "train.seed=${oc.env:SIZE}",
+            "allowed is a whole number; variables are text: write ${oc.decode:${oc.env:SIZE}}",
+        ),
         ("train.minibatch_size=${oc.decode:${oc.env:SIZE}}", "got ${oc.decode:${oc.env:SIZE}}, allowed are 1 to 4000"),
         ("parallelism.plan=${oc.env:FOLDER}/x.json", "parallelism.plan: ${oc.env:FOLDER}/x.json: can't be read: No"),
     ],

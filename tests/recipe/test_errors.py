@@ -302,6 +302,10 @@ OVERRIDES = [
         "dataset={name: null, target: 'm:f', metrics: {top1: {target: 'm:g', best: up}}}",
         "dataset.metrics.top1.best: got 'up', allowed are max",
     ),
+    (
+        "dataset={name: null, target: 'm:f', metrics: {eval_loss: {target: 'm:g', best: min}}}",
+        "dataset.metrics.eval_loss: is the name of what every run records: allowed are names beside train_loss, eval_",
+    ),
     ("dataset={name: null, target: 'm:f', metrics: [top5]}", "train.target.metric: got 'top1', allowed are top5"),
     (
         "dataset={name: null, target: 'm:f', loader_processes: -1}",

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
+from pipebench.errors import UserCodeError
 from pipebench.model.loading import Loaders
 from pipebench.recipe.own_data import own_dataset
 from pipebench.zoo.registry import Dataset as OfTheZoo
@@ -45,6 +46,17 @@ class OpeningOfTheZoo(OfTheZoo):
 
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         raise NotImplementedError
+
+
+class Naming(OpeningOfTheZoo):
+    """Has a metric called as what every run records."""
+
+    inputs, targets, metrics, num_train, num_eval = ("input",), (), {"train_loss": "min"}, 4, 4
+
+
+def test_a_data_set_of_the_zoo_whose_metric_has_the_name_of_a_curve_is_refused() -> None:
+    with pytest.raises(UserCodeError, match="a metric train_loss, the name of what every run records"):
+        own_dataset({"target": f"{__name__}:Naming"})
 
 
 def pair() -> tuple[Any, ...]:

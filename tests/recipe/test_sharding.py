@@ -9,9 +9,9 @@ from pipebench.recipe.load import load
 from tests.recipe.conftest import VALID, Write
 
 REFUSED = {
-    ("parallelism.mode=gpipe", "parallelism.shard=gradients"): (
-        "parallelism.shard: got shard gradients with mode gpipe, whose stages have several microbatches in flight: "
-        "allowed is none or optimizer, or mode dp"
+    ("parallelism.mode=single", "parallelism.plan=1", "parallelism.shard=gradients"): (
+        "parallelism.shard: got shard gradients with mode single, and only data parallelism of one stage shares out "
+        "more than state: allowed is none or optimizer, or mode dp"
     ),
     ("parallelism.mode=dp-asp", "parallelism.shard=parameters"): (
         "parallelism.shard: got shard parameters with mode dp-asp, whose replicas sum nothing together: "

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipebench.errors import UserError
+from pipebench.errors import RecipeError, UserError
+from pipebench.recipe.load import load
 from pipebench.schedule.csv_form import CsvError, read_csv
 from pipebench.schedule.orders import as_csv, order_of
 from pipebench.schedule.pipeline import SPLIT, WHOLE, Pipeline, chain
@@ -68,6 +69,7 @@ def test_torch_s_schedules_take_as_long_as_their_cells_say(shape: tuple[str, int
     path, (_, ranks, chunks, microbatches) = dumped(*shape), shape
     schedule, n = read_csv(str(path)), ranks * chunks
     assert (len(schedule.rows), schedule.chunks, schedule.num_microbatches) == (ranks, chunks, microbatches)
+    assert schedule.overtaking is None
     in_turn = tuple(stage % ranks for stage in range(n))
     assert schedule.placement == ((*range(ranks), *reversed(range(ranks))) if shape[0] in V_SHAPED else in_turn)
     assert schedule.splits == ("Zero" in shape[0] or "Dual" in shape[0])
@@ -109,6 +111,42 @@ def test_torch_s_schedules_train_as_one_worker_does(
     expected = sequentially(made, dataset, groups, 4, momentum)
     for name, parameter in parameters_of(engine).items():
         torch.testing.assert_close(parameter, expected[name], rtol=1e-11, atol=1e-12)
+
+
+ANY_ORDER = """\
+0F2,0F0,0F1,0F3,0I0,0I2,0W2,0I1,0W0,0I3,0W3,0W1
+1F2,1I2,1F0,1I0,1W0,1F3,1I3,1W2,1W3,1F1,1I1,1W1
+"""
+
+
+@pytest.mark.parametrize("loader_processes", [0, 1])
+def test_microbatches_in_any_order_train_as_one_worker_does(loader_processes: int, tmp_path: Path) -> None:
+    """Stages run them in orders of their own; the last minibatch has one sample, for four microbatches."""
+    path, dataset, model = tmp_path / "any.csv", Blobs(num_train=25), Mlp()
+    path.write_text(ANY_ORDER)
+    dataset.loader_processes = loader_processes
+    setup = make_setup(
+        model, ([3], [1, 1]), weights="one", order=str(path), microbatches=4, backward=SPLIT, dataset=dataset,
+        make_optimizer=momentum,
+    )  # fmt: skip
+    engine = make_engine(setup)
+    engine.train(0, 7)
+    expected = sequentially(model, dataset, [range(k, k + 1) for k in range(7)], 4, momentum)
+    for name, parameter in parameters_of(engine).items():
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-11, atol=1e-12)
+    engine.loaders.close()
+
+
+def test_microbatches_that_would_overtake_each_other_are_refused_in_processes(tmp_path: Path) -> None:
+    """Messages from one process to another arrive in the order in which they were sent."""
+    path = tmp_path / "any.csv"
+    path.write_text(ANY_ORDER)
+    columns = f"parallelism={{mode: zero-bubble, plan: 1-1, order: '{path}', microbatches: 4}}"
+    assert load("quickstart/pipedream", [columns])
+    with pytest.raises(RecipeError, match=r"row 2, cell 6: 1F3 where stage 0 has 0F1.* can't overtake each other"):
+        load("quickstart/pipedream", [columns, "engine.kind=distributed"])
+    path.write_text("0F1,0F0,0B0,0B1\n1F1,1F0,1B0,1B1\n")
+    assert load("quickstart/pipedream", [columns.replace("4", "2"), "engine.kind=distributed"])
 
 
 def test_rows_of_replicas_and_microbatches(dumped: Dump) -> None:
