@@ -107,7 +107,8 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder, log: RunLog, ready
     result = folder.result() if code == 0 else None
     if result is None:
         if code == 0:
-            print(f"pipebench: error: {folder.record_path} has no result: was the disk full?", file=sys.stderr)
+            why = "was the disk full, or was it removed?"
+            print(f"pipebench: error: {folder.record_path} has no result: {why}", file=sys.stderr)
         elif code != _USER_ERROR:  # else nothing has run and the earlier record stands
             folder.say_how_to_go_on(suite.changes)
         if code not in (_USER_ERROR, INTERRUPTED):  # a user who interrupts waits for no MLflow: `close_left` ends it
@@ -124,7 +125,7 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder, log: RunLog, ready
 def close_record(folder: RunFolder, log: RunLog) -> None:
     """Send what is unsent of a run whose processes have failed, and its end; MLflow's failure leaves the record."""
     try:
-        if read_record(folder.record_path) is not None:
+        if log.run_id is not None or read_record(folder.record_path) is not None:  # it has begun, removed or not
             log.log_file()
             log.finish(status="FAILED")
     except Exception as error:  # any disk failure: the launcher's report stands
