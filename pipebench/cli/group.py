@@ -16,7 +16,7 @@ import click
 
 from pipebench import interrupts
 from pipebench.cli.terminal import outlive_terminal
-from pipebench.errors import UserError, is_out_of_memory, memory_text, nearest, printable, printable_lines
+from pipebench.errors import UserError, is_out_of_memory, limit_text, memory_text, nearest, printable, printable_lines
 from pipebench.garbage import freeze_all, without_collector
 from pipebench.recipe.users_code import as_users, traceback_of
 
@@ -146,6 +146,8 @@ class Commands(click.Group):
             except OSError:
                 _drop_output()
             return self._mistake(UserError(f"what was to be written can't be: {error}"))
+        if (limit := limit_text(error)) is not None:
+            return self._mistake(UserError(limit))
         if is_out_of_memory(error):
             _say(f"pipebench: error: {printable(memory_text(error))}")
             return INTERNAL_ERROR

@@ -25,8 +25,13 @@ def identity_of(folder: RunFolder, loaded: LoadedRecipe, job: Job) -> RunIdentit
         seed=job.setup.seed,
         dataset=_text(Inputs.of(loaded, job.setup.dataset)),
         minibatch_size=job.recipe.train.minibatch_size,
-        code={"pipebench": source_version(), **code_hashes(loaded)},
+        code=code_of(loaded),
     )
+
+
+def code_of(loaded: LoadedRecipe) -> dict[str, str]:
+    """Return pipebench's version, and the SHA-256 of the modules that a recipe's targets execute, by their names."""
+    return {"pipebench": source_version(), **code_hashes(loaded)}
 
 
 def checkpoints_of(folder: RunFolder, job: Job, identity: RunIdentity) -> Checkpoints:
