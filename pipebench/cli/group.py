@@ -82,6 +82,7 @@ class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; hide broken pipes and ends of files from click, which would attribute them to the terminal."""
         self._meta = ctx.meta
+        _require_working_directory()
         try:
             with _telling(ctx):
                 result = super().invoke(ctx)
@@ -161,6 +162,14 @@ class Commands(click.Group):
         if self._meta.get(_VERBOSE):
             _say(traceback_of(error))
         return USER_ERROR
+
+
+def _require_working_directory() -> None:
+    """Raise a UserError if the working directory is gone: files are sought there, and torch needs it to be loaded."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the working directory has been removed: change to one that is there") from None
 
 
 def _drop_output() -> None:

@@ -120,6 +120,18 @@ def test_a_limit_of_the_system_is_named(error: Exception, told: str, monkeypatch
     assert told in report(failure)
 
 
+def test_a_working_directory_that_was_removed_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a traceback, or the end of torch, which finds its own libraries by it."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    done = CliRunner().invoke(cli, ["runs"])
+    assert (done.exit_code, done.stderr) == (
+        2,
+        "pipebench: error: the working directory has been removed: change to one that is there\n",
+    )
+
+
 def test_sources_are_read_in_a_locale_of_ascii() -> None:
     """The profile's key hashes the zoo's sources, one of which has a letter that ASCII lacks."""
     code = "from pipebench.profile.cache import code_hash; print(code_hash())"
