@@ -5,6 +5,8 @@ and a traceback.
 """
 
 import difflib
+import errno
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -145,8 +147,22 @@ class WorkersFailedError(PipebenchError):
         super().__init__(f"the run's processes ended with exit code {exit_code}")
 
 
-# torch's allocators, CUDA's of pinned memory and of contexts, cuBLAS and cuDNN, NCCL
-_NO_MEMORY = re.compile(r"out of memory|ALLOC_FAILED|can't allocate memory", re.IGNORECASE)
+# torch's allocators, CUDA's of pinned memory and of contexts, cuBLAS and cuDNN, NCCL; the system's; its loader's, of a
+# library that `ulimit -v` leaves no room for
+_NO_MEMORY = re.compile(
+    r"out of memory|ALLOC_FAILED|can(?:'t|not) allocate memory|failed to map segment from shared object$",
+    re.IGNORECASE | re.MULTILINE,
+)
+# Limits on a process, its user or its control group, by the system's words
+_LIMITS = {
+    errno.EMFILE: "this process may open no more files: raise `ulimit -n`, the number that it may have open",
+    errno.ENFILE: "the system may open no more files",
+    errno.EFBIG: "this process may not write a file as large: raise `ulimit -f`",
+    errno.EAGAIN: "no more threads or processes can be started: raise `ulimit -u`, or pids.max of the job's control "
+    "group",
+}
+_OF_SYSTEM = {os.strerror(number): sentence for number, sentence in _LIMITS.items()}
+_OF_SYSTEM["can't start new thread"] = _LIMITS[errno.EAGAIN]
 
 
 class OutOfMemoryError(PipebenchError, MemoryError):
@@ -155,17 +171,29 @@ class OutOfMemoryError(PipebenchError, MemoryError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether a device or its host has no memory left; of most libraries' errors the text alone says so."""
-    if isinstance(error, OutOfMemoryError):
+    if isinstance(error, MemoryError):
         return True
-    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
+    return isinstance(error, RuntimeError | OSError | ImportError) and _NO_MEMORY.search(str(error)) is not None
 
 
 def memory_text(error: BaseException) -> str:
     """Return a sentence of an error that `is_out_of_memory`: a worker's own, or the first of another's."""
     if isinstance(error, OutOfMemoryError):
         return str(error)
-    first = (str(error).splitlines() or [type(error).__name__])[0]
-    return f"out of memory before or between a worker's instructions: {first}"
+    lines = [each for each in str(error).splitlines() if each.strip()] or [type(error).__name__]
+    telling = next(filter(_NO_MEMORY.search, lines), lines[0])  # numpy's loader says at length what else it may be
+    return f"out of memory before or between a worker's instructions: {telling}"
+
+
+def limit_text(error: BaseException) -> str | None:
+    """Return a sentence on the system's limit that an error met; None for other errors.
+
+    >>> limit_text(RuntimeError("can't start new thread"))
+    "no more threads or processes can be started: raise `ulimit -u`, or pids.max of the job's control group"
+    """
+    if not isinstance(error, RuntimeError | OSError):
+        return None
+    return _OF_SYSTEM.get(getattr(error, "strerror", None) or str(error))  # C++ raises its words alone
 
 
 def printable(text: str) -> str:

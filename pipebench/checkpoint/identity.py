@@ -4,13 +4,15 @@ Files are copied between folders, data sets grow, models are edited. A run that 
 and minibatches; changed code is reported, and so are samples that changed under the same names and numbers.
 """
 
-from dataclasses import dataclass, fields
+import re
+from dataclasses import dataclass, fields, replace
 
 from pipebench.checkpoint.state import CheckpointError
 from pipebench.formats import listed
 
 _REPORTED = ("code", "samples")  # may differ
 _MOST_NAMED = 5  # modules in a sentence
+_ROUNDED = re.compile(r"\b(bfloat16|float16)\b", re.ASCII)  # inputs, in a run of 16 bits; a run of any goes on from it
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ def check_same_run(found: RunIdentity | None, expected: RunIdentity | None) -> N
     """
     if found is None or expected is None:
         return
+    found, expected = (replace(each, dataset=_ROUNDED.sub("float32", each.dataset)) for each in (found, expected))
     names = [each.name for each in fields(RunIdentity) if each.name not in _REPORTED]
     pairs = [(name, getattr(found, name), getattr(expected, name)) for name in names]
     differing = [f"{name}: found {mine}, expected is {other}" for name, mine, other in pairs if mine != other]

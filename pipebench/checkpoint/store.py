@@ -113,13 +113,14 @@ class Checkpoints:
         `part`, of letters, digits and `-`, is unique to the worker.
 
         Raises:
-            OSError: it can't be written, e.g. as the disk is full; nothing of it is left behind.
+            OSError: it can't be written, as on a full disk or without the run's folder; nothing of it is left behind.
             CheckpointError: a module carries a state of a type that can't be read back.
         """
         plain = state.to_plain()
         target = self._folder(step) / f"{part}.pt"
         if not target.parent.is_dir():
-            target.parent.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(exist_ok=True)  # no parents: checkpoints without the run's other files are of no use
+            target.parent.mkdir(exist_ok=True)
             files.sync_folder(self.folder)
         written = files.write_aside(target, lambda writer: torch.save(plain, writer))  # type: ignore[arg-type] # it only writes
         named = target.with_name(f"{part}.{written.sha256[:12]}.pt")

@@ -16,7 +16,7 @@ import click
 
 from pipebench import interrupts
 from pipebench.cli.terminal import outlive_terminal
-from pipebench.errors import UserError, is_out_of_memory, memory_text, nearest, printable, printable_lines
+from pipebench.errors import UserError, is_out_of_memory, limit_text, memory_text, nearest, printable, printable_lines
 from pipebench.garbage import freeze_all, without_collector
 from pipebench.recipe.users_code import as_users, traceback_of
 
@@ -83,6 +83,7 @@ class Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; hide broken pipes and ends of files from click, which would attribute them to the terminal."""
         self._meta = ctx.meta
+        _require_working_directory()
         try:
             with _telling(ctx):
                 result = super().invoke(ctx)
@@ -147,6 +148,8 @@ class Commands(click.Group):
             except OSError:
                 _drop_output()
             return self._mistake(UserError(f"what was to be written can't be: {error}"))
+        if (limit := limit_text(error)) is not None:
+            return self._mistake(UserError(limit))
         if is_out_of_memory(error):
             _say(f"pipebench: error: {printable(memory_text(error))}")
             return INTERNAL_ERROR
@@ -160,6 +163,14 @@ class Commands(click.Group):
         if self._meta.get(_VERBOSE):
             _say(traceback_of(error))
         return USER_ERROR
+
+
+def _require_working_directory() -> None:
+    """Raise a UserError if the working directory is gone: files are sought there, and torch needs it to be loaded."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the working directory has been removed: change to one that is there") from None
 
 
 def _drop_output() -> None:

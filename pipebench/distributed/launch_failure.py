@@ -16,7 +16,7 @@ from typing import IO
 
 from pipebench import files
 from pipebench.distributed.launch_join import HostLostError, lost
-from pipebench.errors import UserError, is_out_of_memory, memory_text, printable_lines
+from pipebench.errors import UserError, is_out_of_memory, limit_text, memory_text, printable_lines
 from pipebench.recipe.users_code import as_users, traceback_of
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -59,6 +59,8 @@ def of_exception(error: BaseException, rank: int) -> Failure:
     theirs = as_users(error)
     if theirs is not None:
         return of_exception(theirs, rank)
+    if (limit := limit_text(error)) is not None:
+        return Failure(rank, "user", limit)
     message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return Failure(rank, "failed", message, "".join(traceback.format_exception(error)))
 

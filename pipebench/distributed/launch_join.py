@@ -10,6 +10,7 @@ import json
 import os
 import re
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -153,15 +154,19 @@ def serve(address: str, port: int = 0, limit_s: float = 60.0, *, one_host: bool 
         UserError: the address isn't this host's, or the port is in use.
     """
     try:
+        family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         if one_host:
-            family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
             listener = socket.create_server(where[:2], family=family, backlog=2048)
         elif socket.has_dualstack_ipv6():
             listener = socket.create_server(("", port), family=socket.AF_INET6, backlog=2048, dualstack_ipv6=True)
         else:
             listener = socket.create_server(("", port), backlog=2048)
+        # torch's own client, which follows, prints pages about every failed attempt.
+        socket.create_connection((address, listener.getsockname()[1]), timeout=limit_s).close()
     except OSError as error:
-        reason = os.strerror(error.errno) if isinstance(error.errno, int) and error.errno > 0 else error.strerror
+        reason = error.strerror or str(error)  # a timeout has the latter alone
+        if isinstance(error.errno, int) and error.errno > 0:
+            reason = os.strerror(error.errno)
         hint = "; give another MASTER_PORT, or end what uses it" if error.errno == errno.EADDRINUSE else ""
         raise UserError(f"can't serve the workers' store on {address}:{port}: {reason}{hint}") from None
     return TCPStore(
@@ -180,7 +185,7 @@ def connect(place: HostSlot, limit_s: float) -> Store:
     The launcher's own has no address, torch's has; see `private_store.py`.
 
     Raises:
-        UserError: nothing answers at the address within `limit_s` seconds, or the port is in use.
+        UserError: nothing answers at the address within `limit_s` seconds, another program does, or the port is in use.
     """
     if place.connection is not None:
         os.set_inheritable(place.connection, False)
@@ -202,9 +207,31 @@ def connect(place: HostSlot, limit_s: float) -> Store:
                     f"{limit_s:g} s ({error.strerror or error}); is rank 0 running, and can this host reach it?"
                 ) from None
             time.sleep(0.2)
-    return TCPStore(
-        place.address, place.port, is_master=False, timeout=timedelta(seconds=limit_s), wait_for_workers=False
-    )
+    return _client(place, limit_s)
+
+
+def _client(place: HostSlot, limit_s: float) -> TCPStore:
+    """Return a connection to what answers; raises a UserError if that is no store.
+
+    torch's client waits without a limit for a store's first words, here in a thread that is then left to itself.
+    """
+    made = list[TCPStore]()
+
+    def greet() -> None:
+        with contextlib.suppress(RuntimeError):
+            made.append(TCPStore(
+                place.address, place.port, is_master=False, timeout=timedelta(seconds=limit_s), wait_for_workers=False
+            ))  # fmt: skip
+
+    greeting = threading.Thread(target=greet, name="pipebench-greeting", daemon=True)
+    greeting.start()
+    greeting.join(limit_s)
+    if not made:
+        raise UserError(
+            f"rank {place.rank} of {place.size}: what answers at {place.address}:{place.port} isn't the workers' "
+            "store: another program may have the port; give another MASTER_PORT, or end what uses it"
+        )
+    return made[0]
 
 
 def meet(store: Store, place: HostSlot, facts: Any, limit_s: float) -> tuple[str, list[Any]]:

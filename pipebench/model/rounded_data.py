@@ -21,35 +21,35 @@ class RoundedData(Dataset):
     """A data set whose fp32 inputs are rounded to `low_type`; loss and scores are computed in fp32."""
 
     def __init__(self, data: Dataset, low_type: torch.dtype) -> None:
-        self._data, self._low_type = data, low_type
+        self.exact, self._low_type = data, low_type  # `exact`: the data set itself
         for name in _UNCHANGED:
             setattr(self, name, getattr(data, name))
 
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
         """Return rounded inputs, and targets."""
-        return self._rounded(self._data.example(num_samples))
+        return self._rounded(self.exact.example(num_samples))
 
     def of_length(self, columns: int) -> Dataset:
         """Return the data set with rounded examples of a length."""
-        return RoundedData(self._data.of_length(columns), self._low_type)
+        return RoundedData(self.exact.of_length(columns), self._low_type)
 
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
         """Return rounded inputs, and targets."""
-        return self._rounded(self._data.fetch(split, indices, fields, draw))
+        return self._rounded(self.exact.fetch(split, indices, fields, draw))
 
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the loss of the output in fp32."""
-        return self._data.loss(self._unrounded(output), targets)
+        return self.exact.loss(self._unrounded(output), targets)
 
     def score(self, output: Any, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the scores of the output in fp32."""
-        return self._data.score(self._unrounded(output), targets)
+        return self.exact.score(self._unrounded(output), targets)
 
     def whole_model_metrics(self, model: nn.Module) -> dict[str, float]:
         """Return metrics of the whole model, computed in fp32 with the rounded weights."""
-        return self._data.whole_model_metrics(model)
+        return self.exact.whole_model_metrics(model)
 
     def _rounded(self, fields: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Round the inputs, except a field that is a target too."""

@@ -12,27 +12,40 @@ from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup
 from pipebench.errors import Fault, RecipeError, UserError
 from pipebench.recipe.load import LoadedRecipe
-from pipebench.run.identity import digest
+from pipebench.run.identity import code_of, digest
 from pipebench.tracking.identity import content_of
 
 _MOST_NAMED = 4
 _NOTHING = "nothing"
 
 
-def check_agreement(world: World, loaded: LoadedRecipe, identity: RunIdentity) -> None:
-    """Check that all workers' recipe, data, code and versions are rank 0's; collective.
+def check_agreement(world: World, loaded: LoadedRecipe) -> None:
+    """Check that all workers' recipe, code and versions are rank 0's; collective, before any of them is used.
 
     A value that a recipe takes from the environment, such as a data set's folder, may differ, and a file's name.
 
     Raises:
         UserError: on every worker, names what differs on the first that differs.
     """
+    code = code_of(loaded)
     facts = {
         **{f"recipe key {key}": content_of(value) or value for key, value in loaded.flat.items()},
         **{f"version of {name}": version(name) for name in ("torch", "torchvision", "numpy")},
-        **{f"version of {name}" if name == "pipebench" else f"module {name}": of for name, of in identity.code.items()},
-        "data set": identity.dataset,
+        **{f"version of {name}" if name == "pipebench" else f"module {name}": of for name, of in code.items()},
     }
+    _compare(world, facts)
+
+
+def check_same_data(world: World, identity: RunIdentity) -> None:
+    """Check that all workers' data set is described as rank 0's; collective.
+
+    Raises:
+        UserError: as `check_agreement` does.
+    """
+    _compare(world, {"data set": identity.dataset})
+
+
+def _compare(world: World, facts: Mapping[str, str]) -> None:
     everyone = world.exchange([socket.gethostname(), facts])
     first_host, expected = everyone[0]
     for rank, (host, found) in enumerate(everyone):

@@ -12,6 +12,7 @@ from pipebench.checkpoint.identity import RunIdentity
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.model.device import tree_of
 from pipebench.model.memory_format import as_bytes, in_order
+from pipebench.model.rounded_data import RoundedData
 from pipebench.profile.devices import processor
 from pipebench.recipe.code_identity import code_hashes
 from pipebench.recipe.load import LoadedRecipe
@@ -31,9 +32,14 @@ def identity_of(folder: RunFolder, loaded: LoadedRecipe, job: Job) -> RunIdentit
         seed=job.setup.seed,
         dataset=_text(Inputs.of(loaded, job.setup.dataset)),
         minibatch_size=job.recipe.train.minibatch_size,
-        code={"pipebench": source_version(), **code_hashes(loaded)},
+        code=code_of(loaded),
         samples=digest(_first_samples(job.setup.dataset)),
     )
+
+
+def code_of(loaded: LoadedRecipe) -> dict[str, str]:
+    """Return pipebench's version, and the SHA-256 of the modules that a recipe's targets execute, by their names."""
+    return {"pipebench": source_version(), **code_hashes(loaded)}
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
@@ -45,7 +51,8 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def _first_samples(dataset: Dataset) -> Iterator[torch.Tensor]:
-    """Yield the fields of the first samples to train on, and held out."""
+    """Yield the fields of the first samples to train on, and held out; the same in any precision of training."""
+    dataset = dataset.exact if isinstance(dataset, RoundedData) else dataset
     fields = [*dataset.inputs, *dataset.targets]
     for split, number in (("train", dataset.num_train), ("eval", dataset.num_eval)):
         yield from dataset.fetch(split, range(min(_SAMPLES, number)), fields).values()

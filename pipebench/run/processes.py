@@ -35,7 +35,7 @@ from pipebench.profile.choose import is_measured
 from pipebench.profile.model import Profile
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.users_code import during
-from pipebench.run.agreement import check_agreement, check_made_alike
+from pipebench.run.agreement import check_agreement, check_made_alike, check_same_data
 from pipebench.run.collected_log import collected_log
 from pipebench.run.deciding import decision_of, prepare_job, read_decision, store_decision, stored_decision
 from pipebench.run.folder import RunFolder
@@ -107,7 +107,8 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder, log: RunLog, ready
     result = folder.result() if code == 0 else None
     if result is None:
         if code == 0:
-            print(f"pipebench: error: {folder.record_path} has no result: was the disk full?", file=sys.stderr)
+            why = "was the disk full, or was it removed?"
+            print(f"pipebench: error: {folder.record_path} has no result: {why}", file=sys.stderr)
         elif code != _USER_ERROR:  # else nothing has run and the earlier record stands
             folder.say_how_to_go_on(suite.changes)
         if code not in (_USER_ERROR, INTERRUPTED):  # a user who interrupts waits for no MLflow: `close_left` ends it
@@ -124,7 +125,7 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder, log: RunLog, ready
 def close_record(folder: RunFolder, log: RunLog) -> None:
     """Send what is unsent of a run whose processes have failed, and its end; MLflow's failure leaves the record."""
     try:
-        if read_record(folder.record_path) is not None:
+        if log.run_id is not None or read_record(folder.record_path) is not None:  # it has begun, removed or not
             log.log_file()
             log.finish(status="FAILED")
     except Exception as error:  # any disk failure: the launcher's report stands
@@ -206,12 +207,14 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
     suite = replace(suite, name=facts.suite, verbose=facts.verbose, silent=silent, on_progress=progress_sender())
     request = RunRequest(with_seed(loaded, facts.seed), facts.name, suite, facts.parent_mlflow_run_id)
     with collected_log(facts.verbose) as collected, during(request.name):
+        if not world.place.one_host:
+            check_agreement(world, loaded)
         job = _prepared(request, world, folder)
         num_processes = job.setup.pipeline.num_workers * job.setup.costs.slices
         check_world_size(world.size, num_processes, str(job.setup.plan))
         identity = identity_of(folder, loaded, job)
         if not world.place.one_host:
-            check_agreement(world, loaded, identity)
+            check_same_data(world, identity)
         check_made_alike(world, loaded, job.setup, identity.samples)
         checkpoints = checkpoints_of(folder, job, identity)
         goes_on = suite.resumed is not None

@@ -62,6 +62,18 @@ def test_epochs_that_cannot_be_read_are_none_that_were_trained(tmp_path: Path, e
     assert store.epochs() == 0.0
 
 
+def test_nothing_is_written_where_a_runs_folder_was_removed(tmp_path: Path) -> None:
+    """It was made again, with checkpoints alone: no command finds a run by them, and the folder couldn't come back."""
+    store = Checkpoints(tmp_path / "run-12345678" / "checkpoints")
+    store.folder.parent.mkdir()
+    save(store, FIRST)
+    store.folder.parent.rename(tmp_path / "renamed")
+    with pytest.raises(FileNotFoundError, match="run-12345678"):
+        save(store, SECOND)
+    (tmp_path / "renamed").rename(store.folder.parent)
+    assert newest(store) == (FIRST, [])
+
+
 class Saved(NamedTuple):
     """Two checkpoints."""
 

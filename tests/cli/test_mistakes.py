@@ -1,15 +1,20 @@
 """Mistakes with what commands write, list and read, each with the one sentence that says so; exit code 2."""
 
+import errno
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
 
 from pipebench.cli.main import cli
 from pipebench.cli.run import _started_as_worker
+from pipebench.distributed.launch import worth_restart
+from pipebench.distributed.launch_failure import of_exception, report
 from pipebench.profile.cache import code_hash
 from tests.patience import without_phases
 from tests.recipes import uniform_recipe
@@ -92,6 +97,39 @@ def test_an_output_that_takes_nothing(shell: str, code: int, told: str, tmp_path
     if told or not code:
         assert without_phases(done.stderr) == told
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "`ulimit -n`"),
+        (OSError(errno.EFBIG, os.strerror(errno.EFBIG)), "`ulimit -f`"),
+        (BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)), "`ulimit -u`"),  # of fork
+        (RuntimeError("can't start new thread"), "`ulimit -u`"),
+        (RuntimeError(os.strerror(errno.EAGAIN)), "`ulimit -u`"),  # of a thread of Gloo's
+    ],
+)
+def test_a_limit_of_the_system_is_named(error: Exception, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a traceback, and workers were started again as often as a recipe allows."""
+    monkeypatch.setattr(importlib.import_module("pipebench.cli.ls"), "_rows", Mock(side_effect=error))
+    done = CliRunner().invoke(cli, ["ls"])
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert told in done.stderr
+    failure = of_exception(error, rank=1)
+    assert (failure.exit_code, worth_restart(failure, started=True)) == (2, False)
+    assert told in report(failure)
+
+
+def test_a_working_directory_that_was_removed_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a traceback, or the end of torch, which finds its own libraries by it."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    done = CliRunner().invoke(cli, ["runs"])
+    assert (done.exit_code, done.stderr) == (
+        2,
+        "pipebench: error: the working directory has been removed: change to one that is there\n",
+    )
 
 
 def test_sources_are_read_in_a_locale_of_ascii() -> None:

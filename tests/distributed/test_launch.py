@@ -49,7 +49,7 @@ def failed(rank: int, kind: str) -> Failure:
         (UserError("train.epochs: got 0"), "user", "train.epochs: got 0", 2),
         (PeerLostError("lost a peer: reset"), "lost", "lost a peer: reset", 3),
         (ValueError("bad\nshape"), "failed", "ValueError: bad\nshape", 3),
-        (MemoryError(), "failed", "MemoryError", 3),
+        (AssertionError(), "failed", "AssertionError", 3),
         (KeyboardInterrupt(), "interrupted", "interrupted", 130),
     ],
 )

@@ -242,6 +242,20 @@ def test_an_address_that_is_not_this_host_s_is_one_sentence() -> None:
             serve(address)
 
 
+def test_a_name_that_nothing_knows_is_one_sentence_on_several_hosts_too() -> None:
+    """Rank 0 listened everywhere, and then failed to reach itself, with pages of torch's."""
+    with pytest.raises(UserError, match=r"^can't serve the workers' store on no.such.host.invalid:0: [^;]*$"):
+        serve("no.such.host.invalid", one_host=False)
+
+
+def test_a_program_that_has_the_port_and_is_no_store_is_named() -> None:
+    """A worker waited for its first words for as long as that program lived."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        with pytest.raises(UserError, match=rf"^rank 1 of 2: what answers at 127.0.0.1:{port} isn't the workers' "):
+            connect(place(1, 2, port), 0.3)
+
+
 def test_an_address_that_nobody_serves_is_one_sentence() -> None:
     with reserved_port() as reserved:
         port = reserved.getsockname()[1]

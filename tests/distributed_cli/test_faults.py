@@ -249,18 +249,21 @@ def test_too_few_processes_are_told_once(tmp_path: Path) -> None:
 
 
 def test_hosts_with_different_recipes_are_told_so(tmp_path: Path) -> None:
-    """Each host reads its own recipe; only what comes from the environment may differ, and where files are."""
+    """Each host reads its own recipe; only what comes from the environment may differ, and where files are.
+
+    One that doesn't suit rank 0's plan was told by what that lacked, and on that host alone.
+    """
     words = []
-    for name, rate in (("here", 0.1), ("there", 0.2)):
+    for name, size in (("here", 32), ("there", 16)):
         cluster = tmp_path / name / "cluster.yaml"
         cluster.parent.mkdir()
         cluster.write_text("extends: cluster-a\n")
-        words.append([*IN_PROCESSES, f"train.optimizer.lr={rate}", f"cluster.name={cluster}"])
+        words.append([*IN_PROCESSES, f"train.minibatch_size={size}", f"cluster.name={cluster}"])
     codes, said = started_apart(tmp_path, 1, *words)
     assert codes == [2, 2], said
     rank_1 = "pipebench: error: rank 1 on "
     (line, *others) = [line for line in said.splitlines() if line.startswith(rank_1)]
-    assert "does: recipe key train.optimizer.lr: 0.2 there, 0.1 here; give every host" in line
+    assert "does: recipe key train.minibatch_size: 16 there, 32 here; give every host" in line
     assert others in ([], [line]), said  # each host tells its own people
     assert "Traceback" not in said
 

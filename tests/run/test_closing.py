@@ -1,5 +1,6 @@
 """The launcher closes the record of a run whose processes have ended without doing so."""
 
+import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -36,6 +37,15 @@ def status() -> str | None:
 
 def test_the_record_of_a_failed_run_is_closed_before_the_command_ends(folder: RunFolder) -> None:
     with Tracking("suite").following(folder.record_path) as log:
+        processes.close_record(folder, log)
+    assert status() == "FAILED"
+
+
+def test_a_run_whose_record_was_removed_ends_in_mlflow(folder: RunFolder) -> None:
+    """It was running there for ever: no later command had anything to close it by."""
+    with Tracking("suite").following(folder.record_path) as log:
+        assert log.wait_for_id() is not None
+        shutil.rmtree(folder.path)
         processes.close_record(folder, log)
     assert status() == "FAILED"
 

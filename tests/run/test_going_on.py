@@ -95,6 +95,13 @@ def test_microbatches_that_nobody_gave_keep_no_run_from_another_mode(run_of: Run
     assert goes_on == f"pipebench: {run_of.run_id} goes on from minibatch 8"
 
 
+def test_a_run_goes_on_in_another_precision(run_of: RunFolder) -> None:
+    """It was refused as another run's wherever inputs aren't ids: their rounding was taken for other data."""
+    again = resume(run_of, "train.precision=bf16")
+    assert again.exit_code == 0, again.stderr
+    assert f"{run_of.run_id} goes on from minibatch 8" in again.stderr
+
+
 def test_code_that_has_changed_is_told_and_the_run_goes_on(run_of: RunFolder, tmp_path: Path) -> None:
     """The shapes are the same; 0.1.0 said nothing."""
     (helper,) = (tmp_path / "project" / "code").glob("*_parts.py")
