@@ -58,7 +58,7 @@ def in_a_loop(model: nn.Module, setup: Any, groups: Sequence[range], low_type: t
     mixed = Mixed(copy.deepcopy(model), low_type, kept)
 
     def minibatch(k: int) -> Any:
-        fields = setup.dataset._data.fetch("train", setup.sampler.indices(k), ["x", "label"])
+        fields = setup.dataset.exact.fetch("train", setup.sampler.indices(k), ["x", "label"])
         return (fields["x"],), fields["label"]
 
     sequential.train(
