@@ -72,7 +72,8 @@ _LEVEL: Mapping[str, tuple[str, _Parse]] = {
     "connections": ("connections", _one_of(CONNECTIONS)),
     "over_pcie": ("over_pcie", _typed(bool, "true or false")),
 }
-_NEEDED = {"device", "memory", "count", "bandwidth", "latency"}
+# Keys that a cluster and its levels must have, besides names
+NEEDED = {"device", "memory", "count", "bandwidth", "latency"}
 
 
 def load_cluster(
@@ -173,7 +174,7 @@ def _values(keys: Keys, table: Mapping[str, tuple[str, _Parse]], faults: list[Fa
     return {
         attribute: _value(keys.at(key), parse, faults)
         for key, (attribute, parse) in table.items()
-        if key in _NEEDED or keys.at(key).value is not None
+        if key in NEEDED or keys.at(key).value is not None
     }
 
 

@@ -23,6 +23,7 @@ from pipebench.cluster import Cluster, Level
 from pipebench.hooks import EXTENSIONS, hooks, with_section
 from pipebench.metrics import METRICS, STAGE_METRICS, Metric, Use
 from pipebench.recipe.cluster_files import KEYS, LEVEL_KEYS, LEVELS
+from pipebench.recipe.clusters import NEEDED
 from pipebench.recipe.leaves import recipe_with
 from pipebench.recipe.ranges import CHOICES, RANGES
 from pipebench.recipe.typecheck import in_words
@@ -235,9 +236,9 @@ def cluster_page() -> Iterator[str]:
         "[Clusters](../clusters.md) shows one and lists those that come along."
     )
     yield "## Of a cluster"
-    yield table(("key", "what it is"), _cluster_rows(KEYS, Cluster))
+    yield table(("key", "required", "what it is"), _cluster_rows(KEYS, Cluster))
     yield "## Of a level"
-    yield table(("key", "what it is"), _cluster_rows(LEVEL_KEYS, Level))
+    yield table(("key", "required", "what it is"), _cluster_rows(LEVEL_KEYS, Level))
 
 
 def _cluster_rows(keys: Iterable[str], owner: type) -> Iterator[list[str]]:
@@ -247,7 +248,8 @@ def _cluster_rows(keys: Iterable[str], owner: type) -> Iterator[list[str]]:
         says = next(told[key + unit] for unit in UNITS if key + unit in told)
         for name, written in words.items():
             says = re.sub(rf"\b{name}\b", written, says)
-        yield [f"`{key}`", says.replace("None", "not given")]
+        needed = key in {*NEEDED, "name", LEVELS}
+        yield [f"`{key}`", "yes" if needed else "", says.replace("None", "`null`" if needed else "not given")]
 
 
 def cli_page() -> Iterator[str]:
