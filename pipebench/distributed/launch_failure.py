@@ -60,7 +60,7 @@ def of_exception(error: BaseException, rank: int) -> Failure:
     if theirs is not None:
         return of_exception(theirs, rank)
     if (limit := limit_text(error)) is not None:
-        return Failure(rank, "user", limit)
+        return Failure(rank, "failed", limit)
     message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return Failure(rank, "failed", message, "".join(traceback.format_exception(error)))
 

@@ -215,13 +215,15 @@ def _client(place: HostSlot, limit_s: float) -> TCPStore:
 
     torch's client waits without a limit for a store's first words, here in a thread that is then left to itself.
     """
-    made = list[TCPStore]()
+    made, failed = list[TCPStore](), list[str]()
 
     def greet() -> None:
-        with contextlib.suppress(RuntimeError):
+        try:
             made.append(TCPStore(
                 place.address, place.port, is_master=False, timeout=timedelta(seconds=limit_s), wait_for_workers=False
             ))  # fmt: skip
+        except RuntimeError as error:
+            failed.append(f" ({str(error).splitlines()[0]})")
 
     greeting = threading.Thread(target=greet, name="pipebench-greeting", daemon=True)
     greeting.start()
@@ -229,7 +231,8 @@ def _client(place: HostSlot, limit_s: float) -> TCPStore:
     if not made:
         raise UserError(
             f"rank {place.rank} of {place.size}: what answers at {place.address}:{place.port} isn't the workers' "
-            "store: another program may have the port; give another MASTER_PORT, or end what uses it"
+            f"store{''.join(failed)}: rank 0 may have ended, or another program may have the port; give another "
+            "MASTER_PORT, or end what uses it"
         )
     return made[0]
 

@@ -65,7 +65,6 @@ class WholeModel:
                     name = self._own_names[stages_name]
                     if name in named:  # tracing adds buffers for tensors made in forward
                         named[name].copy_(tensor)
-        try:
-            return dict(self._dataset.whole_model_metrics(self._model.to(self._device)))
-        finally:
-            self._model.to("cpu")
+        is_here = self._device.type == "cpu"
+        model = self._model if is_here else copied(self._model).to(self._device)
+        return dict(self._dataset.whole_model_metrics(model))

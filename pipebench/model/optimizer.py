@@ -99,7 +99,7 @@ def _share(rate: float | torch.Tensor | None, whole: float | None) -> float:
     """Return a group's rate as a multiple of the optimizer's, as the rate's own type rounds both."""
     if rate is None or not whole:
         return 1.0
-    return float(rate) / float(rate.new_tensor(whole) if isinstance(rate, torch.Tensor) else whole)
+    return float(rate) / float(rate.new_tensor(float(whole)) if isinstance(rate, torch.Tensor) else whole)
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:

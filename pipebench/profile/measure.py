@@ -85,7 +85,8 @@ def measured_profile(
             try:
                 return _measured(passes, request)
             except Exception as error:
-                if num_pieces > len(request.graph.layers) or not is_out_of_memory(error.__cause__ or error):
+                # No name may outlive this block: the error's frames hold what has filled the device.
+                if num_pieces > len(request.graph.layers) or not _has_filled_device(error.__cause__ or error):
                     raise
             finally:
                 del passes
@@ -94,21 +95,18 @@ def measured_profile(
     raise AssertionError("it ends with pieces of one layer each")
 
 
+def _has_filled_device(error: BaseException) -> bool:
+    """Return whether torch says so: what else a host has no memory for isn't smaller in pieces."""
+    return isinstance(error, RuntimeError) and is_out_of_memory(error)
+
+
 def _measured(passes: "_Passes", request: ProfileRequest) -> Profile:
-    graph, device, (_, _, sizes, optimizer, model) = passes.graph, passes.device, request
-    trained: list[torch.Tensor] = [each for each in passes.root.parameters() if each.requires_grad]
-    first_bytes = [*accumulate(each.nbytes for each in trained)]
-    stepped_bytes = min(_STEPPED_BYTES, first_bytes[-1] // passes.num_pieces) if trained else 0
-    trained = trained[: 1 + bisect_left(first_bytes, stepped_bytes)]
-    if passes.pieces:
-        trained = [each.detach().to(device).requires_grad_() for each in trained]
-    whole: list[torch.Tensor] = [each for each in graph.root.parameters() if each.requires_grad]
-    masters = whole[: len(trained)] if graph.rounding else trained
+    device, (_, _, sizes, optimizer, model) = passes.device, request
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         found = passes.at(sizes)
         load_s = {size: passes.load_s(size) for size in sizes}
         entry_s = _median_s(partial(idle_backward_s, device, passes.clock), passes.rule)
-        update_s_per_byte, update_floor_s = _update_s(trained, masters, optimizer, passes)
+        update_s_per_byte, update_floor_s = _update_s(*_stepped(passes), optimizer, passes)
     allocator = allocator_of(device)
     pieces = f"in {passes.num_pieces} pieces, as the device can't hold the whole, " if passes.pieces else ""
     profile = Profile(
@@ -370,6 +368,19 @@ def _median_s(measure: Callable[[], Reading], rule: StopRule) -> float:
         readings = [measure() for _ in range(rule.few)]
         found += [reading() for reading in readings]
     return statistics.median(found)
+
+
+def _stepped(passes: _Passes) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return parameters on the device to time an optimizer's step on, and what it steps on: their masters, if any."""
+    trained: list[torch.Tensor] = [each for each in passes.root.parameters() if each.requires_grad]
+    first_bytes = [*accumulate(each.nbytes for each in trained)]
+    stepped_bytes = min(_STEPPED_BYTES, first_bytes[-1] // passes.num_pieces) if trained else 0
+    trained = trained[: 1 + bisect_left(first_bytes, stepped_bytes)]
+    if passes.pieces:
+        trained = [each.detach().to(passes.device).requires_grad_() for each in trained]
+    whole: list[torch.Tensor] = [each for each in passes.graph.root.parameters() if each.requires_grad]
+    masters = whole[: len(trained)] if passes.graph.rounding else trained
+    return trained, masters
 
 
 def _update_s(

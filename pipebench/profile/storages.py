@@ -37,19 +37,23 @@ class SavedStorages:
         return self._numbers[storage._cdata]
 
     def counted(self, step: WalkStep, index: int) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return a context that counts what the forward of the step with this index saves."""
+        """Return a context that counts what the forward of the step with this index saves.
+
+        What is saved is a detached tensor: an output that is saved by its own operation would keep itself alive until
+        a backward, which not every counted forward has.
+        """
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
             holder = self._holders.setdefault(storage._cdata, -1)
             if holder is None or holder == index:
-                return tensor
+                return tensor.detach()
             step.keeps[self._number(storage)] = storage.nbytes()
             if holder < 0:
                 step.saved_bytes += storage.nbytes()
             else:
                 step.saved_with[holder] += storage.nbytes()
             self._holders[storage._cdata] = index
-            return tensor
+            return tensor.detach()
 
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)

@@ -84,11 +84,14 @@ def walk(
     forget_states(module)  # of another number of samples
     walked = _Walk(graph, module, dataset, samples, on_layer)
     whole = range(len(walked.steps))
-    if isinstance(root, Pieces):
-        _in_turn(walked, root, clock)
-    else:
-        walked.forwards(whole, whole.stop, clock)
-        walked.backwards(whole, clock)
+    try:
+        if isinstance(root, Pieces):
+            _in_turn(walked, root, clock)
+        else:
+            walked.forwards(whole, whole.stop, clock)
+            walked.backwards(whole, clock)
+    finally:  # a pass that ran out of memory leaves none of it to graphs, which Python's collector can't see into
+        walked.forget(whole)
     return tuple(step.row() for step in walked.steps)
 
 

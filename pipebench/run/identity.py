@@ -25,16 +25,24 @@ from pipebench.zoo.registry import Dataset
 _SAMPLES = 2
 
 
-def identity_of(folder: RunFolder, loaded: LoadedRecipe, job: Job) -> RunIdentity:
-    """Return a run's identity; `loaded` gives the folders of user code, `job` is the prepared recipe."""
+def identity_of(folder: RunFolder, loaded: LoadedRecipe, job: Job, samples: str) -> RunIdentity:
+    """Return a run's identity; `loaded` gives the folders of user code, `job` is the prepared recipe.
+
+    `samples` is by `samples_of` before training, in which a data set may change or go.
+    """
     return RunIdentity(
         run_id=folder.run_id,
         seed=job.setup.seed,
         dataset=_text(Inputs.of(loaded, job.setup.dataset)),
         minibatch_size=job.recipe.train.minibatch_size,
         code=code_of(loaded),
-        samples=digest(_first_samples(job.setup.dataset)),
+        samples=samples,
     )
+
+
+def samples_of(job: Job) -> str:
+    """Return the digest of a job's first samples."""
+    return digest(_first_samples(job.setup.dataset))
 
 
 def code_of(loaded: LoadedRecipe) -> dict[str, str]:

@@ -13,7 +13,7 @@ from pipebench.recipe.users_code import during
 from pipebench.run.collected_log import collected_log
 from pipebench.run.deciding import prepare_job
 from pipebench.run.folder import RunFolder
-from pipebench.run.identity import checkpoints_of, identity_of
+from pipebench.run.identity import checkpoints_of, identity_of, samples_of
 from pipebench.run.lock import locked
 from pipebench.run.recorder import RunRecorder
 from pipebench.run.request import RunRequest
@@ -94,7 +94,7 @@ class _LateFolder:
         """Return where checkpoints go and where to resume; raises a UserError without a usable checkpoint to resume."""
         if self.made is not None:
             self._held.enter_context(locked(self.made.path))
-            checkpoints = self._checkpoints(self.made, job)
+            checkpoints = self._checkpoints(self.made, job, samples_of(job))
             found, remarks = newest(checkpoints, job)
             if found is None:
                 raise nothing_to_go_on_from(self.made.run_id, remarks)
@@ -104,8 +104,8 @@ class _LateFolder:
             return CheckpointPolicy(checkpoints, found)
         if job.recipe.train.checkpoint_every is None:
             keeps = job.recipe.train.checkpoint_keep > 0 and not self._request.suite.brief
-            return CheckpointPolicy(late=cache(partial(self._make_late, job)), keeps=keeps)
-        return CheckpointPolicy(self._checkpoints(self._make(), job))
+            return CheckpointPolicy(late=cache(partial(self._make_late, job, samples_of(job))), keeps=keeps)
+        return CheckpointPolicy(self._checkpoints(self._make(), job, samples_of(job)))
 
     def _make(self) -> RunFolder:
         """Create and lock the run's folder."""
@@ -113,10 +113,10 @@ class _LateFolder:
         self._held.enter_context(locked(self.made.path))
         return self.made
 
-    def _checkpoints(self, folder: RunFolder, job: Job) -> Checkpoints:
-        return checkpoints_of(folder, job, identity_of(folder, self._request.loaded, job))
+    def _checkpoints(self, folder: RunFolder, job: Job, samples: str) -> Checkpoints:
+        return checkpoints_of(folder, job, identity_of(folder, self._request.loaded, job, samples))
 
-    def _make_late(self, job: Job) -> Checkpoints | None:
+    def _make_late(self, job: Job, samples: str) -> Checkpoints | None:
         """Create the folder of a run; a failure doesn't lose what was trained."""
         try:
             made = self._make()
@@ -125,4 +125,4 @@ class _LateFolder:
             return None
         if self.log is not None:
             self.log.move(made.record_path)
-        return self._checkpoints(made, job)
+        return self._checkpoints(made, job, samples)

@@ -39,7 +39,7 @@ from pipebench.run.agreement import check_agreement, check_made_alike, check_sam
 from pipebench.run.collected_log import collected_log
 from pipebench.run.deciding import decision_of, prepare_job, read_decision, store_decision, stored_decision
 from pipebench.run.folder import RunFolder
-from pipebench.run.identity import checkpoints_of, identity_of
+from pipebench.run.identity import checkpoints_of, identity_of, samples_of
 from pipebench.run.lock import locked
 from pipebench.run.measuring import Together
 from pipebench.run.recorder import RunRecorder
@@ -212,7 +212,7 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
         job = _prepared(request, world, folder)
         num_processes = job.setup.pipeline.num_workers * job.setup.costs.slices
         check_world_size(world.size, num_processes, str(job.setup.plan))
-        identity = identity_of(folder, loaded, job)
+        identity = identity_of(folder, loaded, job, samples_of(job))
         if not world.place.one_host:
             check_same_data(world, identity)
         check_made_alike(world, loaded, job.setup, identity.samples)

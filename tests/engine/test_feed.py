@@ -255,9 +255,12 @@ def test_the_whole_model_is_on_a_gpu_only_while_it_is_scored() -> None:
         for start in (0, 5):
             engine.train(start, 5)
             values.append(engine.evaluate()["whole"])
-            tensors = [*data.models[-1].parameters(), *data.models[-1].buffers()]
-            assert {each.device.type for each in tensors} == {"cpu"}
-    assert len(tensors) > 6
+            kept, scored = (
+                {each.device.type for each in [*model.parameters(), *model.buffers()]}
+                for model in (engine._whole._model, data.models.pop())
+            )
+            assert (kept, scored) == ({"cpu"}, {"cuda"})
+            assert not data.models
     assert values[0] != values[1]
 
 

@@ -80,7 +80,7 @@ def measured(limit_bytes: float, told: list[str]) -> Profile:
 
 
 @pytest.mark.usefixtures("little_to_step_on")
-@pytest.mark.parametrize(("layers_held", "num_pieces"), [(100, 1), (14, 2), (9, 4), (4.5, 16)])
+@pytest.mark.parametrize(("layers_held", "num_pieces"), [(100, 1), (14, 2), (8, 4), (4.5, 8)])
 def test_as_few_pieces_as_the_device_can_hold(
     layers_held: float, num_pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +105,21 @@ def test_as_few_pieces_as_the_device_can_hold(
     ]
     assert bytes_of[0] == bytes_of[1]
     assert {*stepped} == {"cuda:0"}
+
+
+@pytest.mark.usefixtures("little_to_step_on")
+@pytest.mark.parametrize(("activations_held", "num_pieces"), [(14, 1), (10, 2), (8, 4)])
+def test_activations_that_filled_the_device_are_gone_when_it_is_tried_again(
+    activations_held: int, num_pieces: int
+) -> None:
+    """A layer that saves its own output would keep it, and a graph is nothing that Python's collector sees."""
+    model = nn.Sequential(*(part for _ in range(10) for part in (nn.Linear(8, 8), nn.Tanh())))
+    dataset, size = Blobs(num_train=512, classes=8, shape=(8,), dtype=torch.float32), 512
+    request = ProfileRequest(trace(model), dataset, [size], OptimizerRecipe("sgd", lr=0.1), "it")
+    with made_up_gpu(activations_held * size * 8 * 4 + 20_000):
+        found = measured_profile(request, CUDA, StopRule(most=1), engine=EngineRecipe())
+    assert f"in {num_pieces} pieces" in found.note or num_pieces == 1
+    assert bool(found.whole_step_s) == (num_pieces == 1)
 
 
 @pytest.mark.usefixtures("little_to_step_on")
