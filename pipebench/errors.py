@@ -163,6 +163,8 @@ _LIMITS = {
 }
 _OF_SYSTEM = {os.strerror(number): sentence for number, sentence in _LIMITS.items()}
 _OF_SYSTEM["can't start new thread"] = _LIMITS[errno.EAGAIN]
+# What Python's libraries call to start a process
+_STARTERS = {"fork", "forkpty", "fork_exec", "_fork_exec", "posix_spawn", "posix_spawnp"}
 
 
 class OutOfMemoryError(PipebenchError, MemoryError):
@@ -193,7 +195,20 @@ def limit_text(error: BaseException) -> str | None:
     """
     if not isinstance(error, RuntimeError | OSError):
         return None
+    if isinstance(error, BlockingIOError) and not _is_of_starting_a_process(error):
+        return None
     return _OF_SYSTEM.get(getattr(error, "strerror", None) or str(error))  # C++ raises its words alone
+
+
+def _is_of_starting_a_process(error: BaseException) -> bool:
+    """Return whether the function that an error was raised in starts processes.
+
+    A lock that another process has, and a pipe that is full, fail by EAGAIN as well.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and not _STARTERS.isdisjoint(trace.tb_frame.f_code.co_names)
 
 
 def printable(text: str) -> str:
