@@ -123,6 +123,10 @@ class ProfileError(UserError, ValueError):
         super().__init__(problem)
 
 
+class DeviceError(ProfileError):
+    """A cluster's device that isn't in the catalogue, from which its times would be computed."""
+
+
 class UserCodeError(UserError, RuntimeError):
     """A recipe's `target` raised (`__cause__`) or did otherwise than it must; `key` is its full key, "" if unknown."""
 

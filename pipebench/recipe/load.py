@@ -17,7 +17,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipebench.cluster import Cluster
-from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserCodeError
+from pipebench.errors import DeviceError, Fault, GraphError, PlanError, ProfileError, RecipeError, UserCodeError
 from pipebench.hooks import hooks, with_section
 from pipebench.recipe import (  # noqa: F401 # for the rules that they register
     rules_cluster,  # first: it makes @cluster
@@ -26,7 +26,8 @@ from pipebench.recipe import (  # noqa: F401 # for the rules that they register
     rules_training,
     rules_zoo,
 )
-from pipebench.recipe.catalog import display, find, find_recipes, recipe_names
+from pipebench.recipe.catalog import display, find, find_cluster, find_recipes, recipe_names
+from pipebench.recipe.cluster_files import cluster_files
 from pipebench.recipe.draft import UNUSABLE, Draft, check
 from pipebench.recipe.environment import hide_value, hide_variables, of_environment
 from pipebench.recipe.leaves import (
@@ -120,6 +121,9 @@ def faults_of(loaded: LoadedRecipe) -> Iterator[None]:
         yield
     except UserCodeError as error:
         raise RecipeError([fault_of(loaded, error)]) from error
+    except DeviceError as error:
+        given = cluster_files(find_cluster(loaded.recipe.cluster.name, loaded.path.parent)).keys.at("device")
+        raise RecipeError([Fault(given.file, f"{given.key}.value", str(error))]) from error
     except (PlanError, GraphError, ProfileError) as error:
         raise RecipeError([Fault(loaded.source, "", str(error))]) from error
 
