@@ -9,12 +9,14 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain, takewhile
 
 _SHORTEST_SECRET = 4  # characters; shorter values are in too many words
 _SHORTEST_CUT = 40  # characters that a message leaves of a long value if it doesn't append ...
+_MOST_SHOWN = 60  # characters of a value in a message
+_LARGEST_SHOWN = 2**63
 _hidden: dict[str, str] = {}  # value to expression
 _CLOSE, _CLOSE_ELSEWHERE = 0.55, 0.8  # least likeness to a name that is allowed, and to a key of another section
 # What other frameworks call keys and modes, by letters and digits, and pipebench's names in order of preference.
@@ -305,8 +307,31 @@ def _folded(name: object) -> str:
     return re.sub(r"[\W_]+", "", str(name)).lower() or str(name)
 
 
+def shown(value: object) -> str:
+    """Return a value as YAML and JSON write it, cut at 60 characters; of a mapping and a huge number the kind alone.
+
+    >>> shown("a"), shown(True), shown(None), shown({"a": 1})
+    ("'a'", 'true', 'null', 'a mapping')
+    """
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, int) and abs(value) > _LARGEST_SHOWN:  # Python refuses to print thousands of digits
+        return "a huge number"
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+
+
 def choice(given: object, allowed: Iterable[str]) -> str:
-    """Return the standard end of a sentence about a name that isn't among the allowed ones."""
+    """Return the standard end of a sentence about a value that isn't among the allowed names.
+
+    >>> choice("V10", ["V100", "K80"]), choice({"name": "V100"}, ["V100", "K80"])
+    ("got 'V10', allowed are V100, K80; did you mean 'V100'?", 'got a mapping, allowed are V100, K80')
+    """
     names = list(allowed)
     allowed_text = f"allowed are {', '.join(names)}" if names else "but there is none"
-    return f"got {given!r}, {allowed_text}{nearest(given, names)}"
+    if not isinstance(given, str):
+        return f"got {shown(given)}, {allowed_text}"
+    start = given[:_MOST_SHOWN]
+    return f"got {start!r}, {allowed_text}{nearest(start, names)}"

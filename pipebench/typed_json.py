@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
+from pipebench import errors
 from pipebench.errors import Fault, RecipeError, UserError, nearest
 from pipebench.files import read_text
 from pipebench.lines import LinedFile
@@ -141,13 +142,10 @@ def faults_in(path: str) -> Iterator[None]:
 
 
 def shown(value: Any) -> str:
-    """Return a short text of a value on one line; containers are only named by their type."""
+    """Return a short text of a value as `errors.shown` does, but of a list or an object the kind alone."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
-    if isinstance(value, int) and abs(value) > MAX_BYTES:  # Python refuses to print thousands of digits
-        return "a huge number"
-    plain = ascii(value)
-    return plain if len(plain) <= 60 else f"{plain[:57]}..."
+    return errors.shown(value)
 
 
 @functools.cache

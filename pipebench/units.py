@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from pipebench.errors import UserError
+from pipebench.errors import UserError, shown
 
 _DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -86,21 +86,21 @@ def quantity(text: str) -> float | None:
 def _parse(given: object, kind: _Quantity) -> float:
     match = None if isinstance(given, bool) else _QUANTITY.fullmatch(str(given)[:100])
     unit = (match["unit"] or kind.base) if match else ""
-    shown = repr(str(given)[:40])
+    got = f"got {shown(given)}"
     if match is None or unit not in kind.units:
         meant = _meant(unit, kind.units)
         hint = f"; did you mean {meant!r}?" if meant else ""
         raise UnitError(
-            f"got {shown}, allowed is a {kind.what}: a number, then one of {', '.join(kind.units)} "
+            f"{got}, allowed is a {kind.what}: a number, then one of {', '.join(kind.units)} "
             f"(without a unit: {kind.base}){hint}"
         )
     number, factor = float(match["number"]), kind.units[unit]
     # 1e6 is an exact float, 1e-6 is not: dividing gives the float nearest to the text.
     quantity = number * factor if factor >= 1 else number / round(1 / factor)
     if not math.isfinite(quantity) or quantity < kind.smallest:
-        raise UnitError(f"got {shown}, allowed is a {kind.what} of at least {kind.smallest:g} {kind.base}")
+        raise UnitError(f"{got}, allowed is a {kind.what} of at least {kind.smallest:g} {kind.base}")
     if not match["unit"] and not kind.plain[0] <= quantity < kind.plain[1]:
-        raise UnitError(f"got {shown}, which is {quantity:g} {kind.base}: write its unit, such as {kind.example}")
+        raise UnitError(f"{got}, which is {quantity:g} {kind.base}: write its unit, such as {kind.example}")
     return quantity
 
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipebench.errors import Fault, RecipeError, nearest
+from pipebench.errors import Fault, RecipeError, nearest, shown
 from pipebench.recipe.catalog import display, find_cluster
-from pipebench.recipe.typecheck import shown
 from pipebench.recipe.yaml_file import chain
 
 LEVELS = "levels"

@@ -12,10 +12,10 @@ from typing import Any
 import yaml
 
 from pipebench.cluster import ALL_REDUCES, CONNECTIONS, LOCAL, Cluster, Level
-from pipebench.errors import Fault, RecipeError, nearest
+from pipebench.errors import Fault, RecipeError, nearest, shown
 from pipebench.recipe.catalog import display, find_cluster, summary
 from pipebench.recipe.cluster_files import KEYS, LEVEL_KEYS, Given, Keys, cluster_files
-from pipebench.recipe.typecheck import problem_with, shown
+from pipebench.recipe.typecheck import problem_with
 from pipebench.recipe.yaml_file import parse
 from pipebench.units import UnitError, parse_bandwidth, parse_bytes, parse_duration
 

@@ -10,11 +10,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
-from pipebench.errors import choice
+from pipebench.errors import choice, shown
 from pipebench.hooks import EXTENSIONS, hooks, keys_of
 from pipebench.recipe.leaves import ARGUMENTS, Key, Leaves, full_keys
 from pipebench.recipe.ranges import CHOICES, RANGES
-from pipebench.recipe.typecheck import shown
 from pipebench.schedule.modes import MODES
 from pipebench.schedule.syncs import SYNCS
 
@@ -101,7 +100,7 @@ def check(draft: Draft) -> None:
     for key, names in chain(CHOICES.items(), *(each.items() for each in hooks("choices", on).values())):
         value = draft.get(key)
         if value is not UNUSABLE and value is not None and value not in names:
-            draft.fault(key, choice(str(value)[:60], names))
+            draft.fault(key, choice(value, names))
     for key, (is_allowed, words) in chain(RANGES.items(), *(each.items() for each in hooks("ranges", on).values())):
         value = draft.get(key)
         if value is not UNUSABLE and value is not None and not is_allowed(value):

@@ -16,11 +16,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pipebench.errors import Fault, nearest
+from pipebench.errors import Fault, nearest, shown
 from pipebench.hooks import hooks, with_section
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.sweep import Several, elements, problem_with_elements, several
-from pipebench.recipe.typecheck import cut, in_words, problem_with, shown
+from pipebench.recipe.typecheck import in_words, problem_with
 from pipebench.recipe.yaml_file import MAX_DEPTH, parse
 
 COMMAND_LINE = "command line"
@@ -202,7 +202,7 @@ class Leaves:
         ]
         if problems and _problem([*swept.values], expected) is None:
             listed = ",".join(map(str, swept.values))
-            self.fault(key, f"got {cut(listed)!r}, allowed is {in_words(expected)}{_as_list(key, listed)}", file)
+            self.fault(key, f"got {shown(listed)}, allowed is {in_words(expected)}{_as_list(key, listed)}", file)
             return
         for index, problem in problems:
             self.fault(key, f"{problem} (element {index} of {count})" if count > 1 else problem, file)
@@ -240,7 +240,7 @@ class Leaves:
             self.fault(key, f"got {text[:60]!r}, allowed is key=value", COMMAND_LINE)
             return None
         if not all(part.strip() for part in parts):
-            given = "no value after =" if listed is None else f"{cut(written)!r}, a list with an empty element"
+            given = "no value after =" if listed is None else f"{shown(written)}, a list with an empty element"
             self.fault(key, f"got {given}; null takes a value away", COMMAND_LINE)
             return None
         if key == ("extends",):
@@ -306,11 +306,11 @@ def _key_of_word(key: Key, value: object, expected: Any) -> str:
     types = types_of(section) if section is not None else {"name": str}
     takes = (name for name in ("name", "kind", "mode", "epochs") if name in types)
     found = next((name for name in takes if problem_with(value, types[name]) is None), None)
-    return "" if found is None else f"; did you mean '{dotted((*key, found))}={cut(value)}'?"
+    return "" if found is None else f"; did you mean '{dotted((*key, found))}={str(value)[:60]}'?"
 
 
 def _as_list(key: Key, given: str) -> str:
-    return f"; did you mean '{dotted(key)}=[{cut(given)}]'?"
+    return f"; did you mean '{dotted(key)}=[{given[:60]}]'?"
 
 
 def _nesting(text: str) -> int:

@@ -17,7 +17,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipebench.cluster import Cluster
-from pipebench.errors import DeviceError, Fault, GraphError, PlanError, ProfileError, RecipeError, UserCodeError
+from pipebench.errors import DeviceError, Fault, GraphError, PlanError, ProfileError, RecipeError, UserCodeError, shown
 from pipebench.hooks import hooks, with_section
 from pipebench.recipe import (  # noqa: F401 # for the rules that they register
     rules_cluster,  # first: it makes @cluster
@@ -51,7 +51,7 @@ from pipebench.recipe.plain import flattened, typed
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.sweep import Several, Varied, combinations, problem_with_elements, several
 from pipebench.recipe.targets import targets_of
-from pipebench.recipe.typecheck import UNQUOTE, problem_with, shown
+from pipebench.recipe.typecheck import UNQUOTE, problem_with
 from pipebench.recipe.yaml_file import EXTENDS, chain
 
 IN_MEMORY = "<recipe>"  # the file's name of a recipe that is no file

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args, get_origin
 
+from pipebench.errors import shown
 from pipebench.recipe.leaves import section_in, types_of
-from pipebench.recipe.typecheck import shown
 
 
 def flattened(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

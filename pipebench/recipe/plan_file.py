@@ -132,7 +132,7 @@ def form_problems(form: PlanForm, asked: ParallelismRecipe, num_workers: int) ->
         form = replace(form, chunks=1)  # checks the rest without chunks
     if form.shard not in (None, mode.shard) and (asked.shard is not None or form.shard != OPTIMIZER):
         open_to = () if asked.shard is not None else (OPTIMIZER,)
-        yield "shard", choice(form.shard[:60], dict.fromkeys((mode.shard, *open_to)))
+        yield "shard", choice(form.shard, dict.fromkeys((mode.shard, *open_to)))
     yield from _stage_problems(form, asked.recompute, mode.backward)
     if not form.stages or len(form.stages) % form.chunks:
         given, allowed = len(form.stages), f"a multiple of {form.chunks}, the stages per worker"
@@ -163,7 +163,7 @@ def _stage_problems(form: PlanForm, recompute: bool | None, backward: str) -> Pr
             yield where, "got no layer, allowed is at least one in every stage"
         for layer, policy in stage.layers.items():
             if policy not in MEMORY_POLICIES:
-                yield f"{where}[{shown(layer)}]", choice(policy[:60], MEMORY_POLICIES)
+                yield f"{where}[{shown(layer)}]", choice(policy, MEMORY_POLICIES)
             elif policy == SWAP and backward == SPLIT:
                 why = "backwards are split, and their weight parts keep what layers read"
                 yield f"{where}[{shown(layer)}]", f"got {SWAP!r}, allowed are {KEEP} and {RECOMPUTE}: {why}"

@@ -3,13 +3,12 @@
 from typing import Any
 
 from pipebench.cluster import RING, coarser
-from pipebench.errors import PlanError, RecipeError, choice
+from pipebench.errors import PlanError, RecipeError, choice, shown
 from pipebench.recipe.clusters import CHANGED, SERVERS, load_cluster
 from pipebench.recipe.draft import UNUSABLE, Draft, Problems, rule
 from pipebench.recipe.engines import ENGINES
 from pipebench.recipe.ranges import MEASURED, TIMINGS
 from pipebench.recipe.schema import COLUMNS, ClusterRecipe, ParallelismRecipe
-from pipebench.recipe.typecheck import shown
 from pipebench.schedule.csv_form import CsvError, is_csv
 from pipebench.schedule.modes import MODES, Mode
 from pipebench.schedule.orders import ORDERS, order_of
@@ -39,7 +38,7 @@ def _order(order: str | None) -> Problems:
     if order is None:
         return
     if not is_csv(order) and order not in ORDERS:
-        yield "parallelism.order", f"{choice(order[:60], ORDERS)}, or a file in torch's CSV form such as schedule.csv"
+        yield "parallelism.order", f"{choice(order, ORDERS)}, or a file in torch's CSV form such as schedule.csv"
         return
     try:
         order_of(order)
@@ -87,7 +86,7 @@ def _timing(timing: str, cluster: Any) -> Problems:
             f"got analytic with cluster {cluster.name}, whose device is no named one: allowed is measured",
         )
     elif timing not in TIMINGS and "/" not in timing and "." not in timing:
-        yield "engine.timing", f"{choice(timing[:60], TIMINGS)}, or the path of a profile file"
+        yield "engine.timing", f"{choice(timing, TIMINGS)}, or the path of a profile file"
 
 
 # What moves or tears apart a stage's layers; compiled ones are one piece.

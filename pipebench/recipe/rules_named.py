@@ -4,14 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from pipebench.errors import choice, nearest
+from pipebench.errors import choice, nearest, shown
 from pipebench.recipe.draft import UNUSABLE, Draft, Problems, rule
 from pipebench.recipe.leaves import ARGUMENTS, Key
 from pipebench.recipe.named import KINDS, OPTIMIZER, SCHEDULE, Kind, arguments_in, is_class
 from pipebench.recipe.options import problems_of
 from pipebench.recipe.schema import OptimizerRecipe, ScheduleRecipe
 from pipebench.recipe.targets import ALLOWED, is_target
-from pipebench.recipe.typecheck import shown
 
 
 @rule
@@ -36,7 +35,7 @@ def _section_problems(draft: Draft, section: Key, kind: Kind, given: Mapping[str
         names = ", ".join(kind.names())
         yield key, f"got {said} of name and target, allowed is one of the names {names} or a target, {ALLOWED}"
     elif name is not None and kind.find(name) is None:
-        yield f"{key}.name", f"{choice(name[:60], kind.names())}; or a target, {ALLOWED}"
+        yield f"{key}.name", f"{choice(name, kind.names())}; or a target, {ALLOWED}"
     elif is_class(given, kind):
         yield from _argument_problems(draft, section, kind, given)
     elif target is None:

@@ -7,13 +7,12 @@ between two flushes, and a schedule's file; vPipe's modes.
 from collections.abc import Mapping
 from typing import Any
 
-from pipebench.errors import PlanError
+from pipebench.errors import PlanError, shown
 from pipebench.recipe.draft import Draft, Problems, rule
 from pipebench.recipe.engines import ENGINES
 from pipebench.recipe.plan_file import asked_replicas, is_plan_file
 from pipebench.recipe.ranges import TIMINGS
 from pipebench.recipe.schema import LARGEST, VpipeRecipe
-from pipebench.recipe.typecheck import shown
 from pipebench.schedule.csv_form import is_csv, read_csv
 from pipebench.schedule.modes import AUTO, MODES, Mode
 from pipebench.schedule.orders import ORDERS, order_of

@@ -4,14 +4,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipebench.errors import Fault, PlanError, RecipeError, nearest
+from pipebench.errors import Fault, PlanError, RecipeError, nearest, shown
 from pipebench.lines import LinedFile
 from pipebench.recipe.draft import Draft, Problems, rule
 from pipebench.recipe.named import KINDS, OPTIMIZER
 from pipebench.recipe.plan_file import asked_replicas, form_problems, is_plan_file, load_plan
 from pipebench.recipe.schema import COLUMNS, LARGEST, OptimizerRecipe, ParallelismRecipe
 from pipebench.recipe.suited import DIRECTED, gives_direction, moves_little, sends_weights
-from pipebench.recipe.typecheck import shown
 from pipebench.schedule.modes import AUTO, MODES, Mode
 from pipebench.schedule.notation import parse_plan
 from pipebench.schedule.orders import ORDERS, order_of

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from pipebench.cluster import Cluster
-from pipebench.errors import PlanError, choice
+from pipebench.errors import PlanError, choice, shown
 from pipebench.metrics import CURVES
 from pipebench.recipe.draft import Draft, Problems, rule
 from pipebench.recipe.engines import ENGINES
@@ -18,7 +18,7 @@ from pipebench.recipe.options import OF_PAIRS, options, problems_of, zoo_options
 from pipebench.recipe.plan_file import asked_replicas
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.targets import ALLOWED, is_target, target_in
-from pipebench.recipe.typecheck import cut, problem_with, shown
+from pipebench.recipe.typecheck import problem_with
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import streams_problem
 from pipebench.zoo.registry import DATASETS, MODELS
@@ -48,7 +48,7 @@ def _model(draft: Draft) -> Problems:
         if not is_target(target):
             yield "model.target", f"got {shown(target)}, allowed is {ALLOWED}"
     elif not isinstance(name, str) or name not in MODELS:
-        yield "model.name", choice(cut(name), MODELS)
+        yield "model.name", choice(name, MODELS)
     else:
         yield from _options(draft, "model", name, model)
 
@@ -86,7 +86,7 @@ def _dataset(draft: Draft) -> Problems:
         yield "dataset.name", f"is missing, allowed are {', '.join(DATASETS)}; or a target, {ALLOWED}"
         return
     if not isinstance(name, str) or name not in DATASETS:
-        yield "dataset.name", choice(cut(name), DATASETS)
+        yield "dataset.name", choice(name, DATASETS)
         return
     problems = list(_options(draft, "dataset", name, dataset))
     yield from problems
@@ -112,7 +112,7 @@ def _own_dataset(draft: Draft, dataset: Mapping[str, Any]) -> Problems:
     elif not is_target(dataset["target"]):
         problems.append(("dataset.target", f"got {shown(dataset['target'])}, allowed is {ALLOWED}"))
     if loss is not None and loss not in [*LOSSES] and target_in(loss) is None:
-        problems.append(("dataset.loss", f"{choice(cut(loss), LOSSES)}, or a target, {ALLOWED}"))
+        problems.append(("dataset.loss", f"{choice(loss, LOSSES)}, or a target, {ALLOWED}"))
     if processes is not None and (problem_with(processes, int) or not 0 <= processes <= _MOST_PROCESSES):
         allowed = f"a whole number from 0 to {_MOST_PROCESSES}"
         problems.append(("dataset.loader_processes", f"got {shown(processes)}, allowed is {allowed}"))
@@ -131,7 +131,7 @@ def _own_metrics(metrics: Any, known: Mapping[str, Any]) -> Problems:
     if isinstance(metrics, list):
         for name in metrics:
             if not isinstance(name, str) or name not in known:
-                yield "dataset.metrics", f"{choice(cut(name), known)}; or {form}"
+                yield "dataset.metrics", f"{choice(name, known)}; or {form}"
     elif metrics is not None and not isinstance(metrics, Mapping):
         yield "dataset.metrics", f"got {shown(metrics)}, allowed is a list of {', '.join(known)}, or {form}"
     for name, given in metrics.items() if isinstance(metrics, Mapping) else ():
@@ -145,7 +145,7 @@ def _own_metrics(metrics: Any, known: Mapping[str, Any]) -> Problems:
                 said = "is missing" if given.get("best") is None else f"got {shown(given['best'])}"
                 yield f"{key}.best", f"{said}, allowed are max (higher is better) and min"
         elif not isinstance(given, str) or given not in known:
-            yield key, f"{choice(cut(given), known)}; or {form}"
+            yield key, f"{choice(given, known)}; or {form}"
 
 
 @rule
@@ -204,7 +204,7 @@ def _reachable(target: Mapping[str, Any] | None, metrics: Mapping[str, str]) -> 
         allowed = "null, for there is no metric" if not metrics else None
         yield (
             "train.target.metric",
-            f"got {metric[:60]!r}, allowed is {allowed}" if allowed else choice(metric[:60], metrics),
+            f"got {metric[:60]!r}, allowed is {allowed}" if allowed else choice(metric, metrics),
         )
     elif metric in FRACTIONS and not 0 < value <= 1:
         hint = f"; did you mean {value / 100:g}?" if 1 < value <= 100 else ""

@@ -9,26 +9,11 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
-from pipebench.errors import choice
+from pipebench.errors import choice, shown
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 UNQUOTE = "; remove the quotes"  # of a number that is text
 _LARGEST = 2**63 - 1
-
-
-def shown(value: object) -> str:
-    """Return a short text of a value for messages, on one line."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, Mapping):
-        return "a mapping"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def cut(value: object) -> str:
-    """Return a short text of a value where a name is expected; unlike `shown`, without quotes."""
-    return value[:60] if isinstance(value, str) else shown(value)
 
 
 def in_words(expected: Any) -> str:
@@ -48,7 +33,7 @@ def problem_with(value: object, expected: Any) -> str | None:
     """Return what is wrong with a value of the expected type, as the end of a sentence, or None."""
     if get_origin(expected) is Literal:
         allowed = [str(name) for name in get_args(expected)]
-        return None if value in get_args(expected) and isinstance(value, str) else choice(cut(value), allowed)
+        return None if value in get_args(expected) and isinstance(value, str) else choice(value, allowed)
     inside = get_args(expected)[0] if get_origin(expected) in (list, tuple) else None
     if get_origin(inside) is Literal and isinstance(value, list):
         return next((problem for item in value if (problem := problem_with(item, inside)) is not None), None)

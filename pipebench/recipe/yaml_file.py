@@ -14,10 +14,9 @@ from typing import Any
 
 import yaml
 
-from pipebench.errors import Fault, RecipeError
+from pipebench.errors import Fault, RecipeError, shown
 from pipebench.files import FileError, read_text
 from pipebench.recipe.catalog import display
-from pipebench.recipe.typecheck import shown
 
 MAX_BYTES = 1_000_000  # a recipe is a page of text
 MAX_DEPTH = 32  # of nested values or brackets, which are read recursively

@@ -148,6 +148,15 @@ OVERRIDES = [
     # missing
     ("train.optimizer.lr='???'", "train.optimizer.lr: is missing and has no default"),
     ("train.target={metric: top1}", None),
+    # values of another kind than a name: described, not quoted
+    ("model.name={a: 1}", "model.name: got a mapping, allowed are alexnet, "),
+    ("dataset={name: null, target: 'a:b', loss: {a: 1}}", "dataset.loss: got a mapping, allowed are cross_entropy, "),
+    ("dataset={name: null, target: 'a:b', metrics: [[1]]}", r"dataset.metrics: got \[1\], allowed are top1, "),
+    ("dataset={name: null, target: 'a:b', metrics: {x: true}}", "dataset.metrics.x: got true, allowed are top1, "),
+    ("tracking=[{a: 1}]", "tracking: got a mapping, allowed are mlflow, "),
+    ("parallelism.plan={a: 1}", "parallelism.plan: got a mapping, allowed are auto, straight, or"),
+    ("cluster.bandwidth={a: 1}", "cluster.bandwidth: got a mapping, allowed is a bandwidth"),
+    ("cluster.memory=true", "cluster.memory: got true, allowed is a size"),
     # ranges
     ("train.seed=-1", "train.seed: got -1, allowed is a whole number from 0 on"),
     ("train.minibatch_size=0", "train.minibatch_size: got 0, allowed is a whole number of at least 1"),
