@@ -1,4 +1,4 @@
-"""Rules on model and data: names and options of the zoo's registry; target and streams of the data set."""
+"""Rules on model and data set: names and options in the zoo, targets, and what of training depends on the data."""
 
 import json
 import math
@@ -24,7 +24,7 @@ from pipebench.schedule.notation import streams_problem
 from pipebench.zoo.registry import DATASETS, MODELS
 
 _MOST_PROCESSES = 1024
-_MOST_IN_FLIGHT = 256  # of however short an epoch: a recipe may be tried on a few samples
+_MOST_IN_FLIGHT = 256  # minibatches; allowed even if an epoch has fewer, to try a recipe on a few samples
 EVAL_LOSS = "eval_loss"
 FRACTIONS = ("top1", "top5", "token_accuracy", "nsp_accuracy", "meteor")
 _PERPLEXITIES = ("perplexity", "mlm_perplexity")
@@ -54,7 +54,7 @@ def _model(draft: Draft) -> Problems:
 
 
 def _model_of_profile(model: Mapping[str, Any]) -> Problems:
-    """Check a model that only has a profile: it has no options."""
+    """Check a model that is given by its profile alone, and has no options."""
     if not isinstance(model["profile"], str):
         yield "model.profile", f"got {shown(model['profile'])}, allowed is a profile's file"
     for key, value in model.items():
@@ -101,7 +101,7 @@ def _dataset(draft: Draft) -> Problems:
 
 
 def _own_dataset(draft: Draft, dataset: Mapping[str, Any]) -> Problems:
-    """Check the keys of a data set with a target; its result is checked when the recipe runs."""
+    """Check the keys of a data set with a target; what the target returns is checked when the recipe runs."""
     from pipebench.recipe.own_data import directions
     from pipebench.zoo.measures import LOSSES, METRICS
 
@@ -155,8 +155,9 @@ def _model_values(builds: bool, model: Mapping[str, Any]) -> Problems:
 
 def model_problems(model: Mapping[str, Any]) -> Problems:
     """Build a model of the zoo on the meta device, which checks the ranges of its options."""
-    counts_fast = all(not isinstance(value, int) or abs(value) < 10**6 for value in model.values())  # of parameters
-    if model.get("name") is not None and counts_fast:
+    # Larger numbers would make so many layers that building them takes long.
+    is_quick = all(not isinstance(value, int) or abs(value) < 10**6 for value in model.values())
+    if model.get("name") is not None and is_quick:
         problem = _problem_of_building(MODELS[model["name"]], json.dumps(model, sort_keys=True, default=repr))
         if problem:
             yield "model", problem
@@ -175,14 +176,14 @@ def _problem_of_building(entry: object, model: str) -> str:
     except (TypeError, ValueError) as error:
         return one_line(error)
     except (RuntimeError, ArithmeticError, UserWarning) as error:
-        # A message of torch, not of the model, about a layer that can't be built.
+        # The message is torch's, about a layer, and doesn't name the model.
         return f"{options['name']} can't be built with these options: {one_line(error)}"
     return ""
 
 
 @rule
 def _images(model: Mapping[str, Any], dataset: Any) -> Problems:
-    """Compare the images that a model is built for with the data set's; pools would take any size, and hide it."""
+    """Check that a model is built for the data set's images: pooling would take any size, and hide a mismatch."""
     entry = MODELS.get(str(model.get("name")))
     if entry is None or dataset.image_shape is None:
         return
@@ -224,7 +225,7 @@ def _minibatch(minibatch_size: int, dataset: Any) -> Problems:
 
 @rule
 def _epoch(depth: Any, accumulate: Any, minibatch_size: int, dataset: Any) -> Problems:
-    """Plans are simulated with all minibatches in flight, or of an update: no more than an epoch's make sense."""
+    """Check the minibatches in flight and of an update, all of which are simulated, against those of an epoch."""
     in_epoch = math.ceil(dataset.num_train / minibatch_size)
     most = max(in_epoch, _MOST_IN_FLIGHT)
     for name, given in (("depth", depth), ("accumulate", accumulate)):
@@ -277,7 +278,7 @@ def _streams_of_plan(dataset: Any, cluster: Any, streams: int | None, mode: str,
 
 
 def dataset_problems(recipe: Recipe, cluster: Cluster, dataset: Any) -> Problems:
-    """Yield key and problem where a recipe doesn't match its data set, once that is made."""
+    """Yield key and problem where a recipe doesn't match its data set."""
     train, parallelism = recipe.train, recipe.parallelism
     target, evaluate, checkpoint = (
         None if each is None else asdict(each) for each in (train.target, train.evaluate_every, train.checkpoint_every)
@@ -290,7 +291,7 @@ def dataset_problems(recipe: Recipe, cluster: Cluster, dataset: Any) -> Problems
 
 
 def _known(draft: Draft, section: str) -> dict[str, Any] | None:
-    """Return a section if given, even if one of its values is pending or one of its keys faulty."""
+    """Return a section unless it is faulty as a whole; some of its values may be pending or faulty."""
     value = draft.values.get(section)
     whole = any(bad[:1] == (section,) and len(bad) <= 2 for bad in draft.leaves.faulty)
     return None if whole or not isinstance(value, dict) else value

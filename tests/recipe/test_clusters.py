@@ -217,7 +217,7 @@ def test_processes_do_not_choose_how_their_groups_sum(write: Write) -> None:
         (
             "value: V100, assumed: test}",
             "value: local, assumed: test}\npause: {value: 1 us, assumed: test}",
-            "tiny.yaml: pause: what this machine takes is measured, so a cluster whose device is local can't say it",
+            "tiny.yaml: pause: is measured where the device is local, this machine's: leave it out",
         ),
         ("levels:", "all_reduce: two-level\nlevels:", "all_reduce: got 'two-level', needed is {value: ..., published"),
         (

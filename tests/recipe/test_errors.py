@@ -52,7 +52,7 @@ OVERRIDES = [
     ("parallelism.recompute_layers=3", "parallelism.recompute_layers: got 3, allowed is a list of text or null"),
     (
         "parallelism={mode: auto, plan: auto, recompute_layers: [head]}",
-        r"parallelism.recompute_layers: got \['head'\] with mode auto, which takes rows as they are: allowed is null",
+        r"parallelism.recompute_layers: got \['head'\] with mode auto, which plans every mode as it is: allowed is",
     ),
     (
         "parallelism={mode: pipedream, plan: straight, swap_layers: [head], vpipe: {}}",
@@ -64,7 +64,7 @@ OVERRIDES = [
     ),
     (
         "parallelism={mode: auto, plan: auto, swap_layers: [head]}",
-        r"parallelism.swap_layers: got \['head'\] with mode auto, which takes rows as they are: allowed is null",
+        r"parallelism.swap_layers: got \['head'\] with mode auto, which plans every mode as it is: allowed is null",
     ),
     (
         "parallelism={mode: zero-bubble, plan: straight, swap_layers: [head]}",
@@ -119,7 +119,7 @@ OVERRIDES = [
     ),
     (
         "parallelism={mode: auto, plan: auto, vpipe: {recompute: true}}",
-        "parallelism.vpipe: got a mapping with mode auto, which takes rows as they are: allowed is null",
+        "parallelism.vpipe: got a mapping with mode auto, which plans every mode as it is: allowed is null",
     ),
     (
         "parallelism={mode: gpipe, recompute: true, vpipe: {swap: false}}",
@@ -407,7 +407,7 @@ OVERRIDES = [
     ),
     (
         "parallelism.order=all-forwards",
-        "parallelism.order: got order all-forwards with no flush, it ends in one: .*flush: true",
+        "parallelism.order: got order all-forwards without a flush, which it ends in: .*flush: true",
     ),
     ("parallelism.order=gone.csv", "parallelism.order: gone.csv: can't be read: No such file or directory"),
     ("parallelism.backward=both", "parallelism.backward: got 'both', allowed are whole, split"),
@@ -425,7 +425,7 @@ OVERRIDES = [
     ),
     (
         "parallelism={mode: pipedream, sync: asynchronous, weights: newest-pulled}",
-        "sync: got sync asynchronous with mode pipedream, it is for data parallelism: allowed is mode dp or dp-asp",
+        "sync: got sync asynchronous with mode pipedream, which is for data parallelism only",
     ),
     (
         "parallelism={mode: dp-asp, plan: 4, sync: all-reduce}",
