@@ -21,9 +21,9 @@ from pipebench.show.terminal import standard_error
 def largest(words: tuple[str, ...], as_json: bool) -> None:
     """Find the largest minibatch with which a recipe's plan fits in the memory of its cluster's devices.
 
-    The simulator predicts the memory of the fullest worker; nothing is trained. (`pipebench plan` shows a formula's,
-    with buffers for transfers, a few percent off.) Sizes tried are powers of two and seven more between two of them.
-    What the recipe leaves to the planner is planned anew for every size.
+    The simulator predicts the memory of the fullest worker; nothing is trained. (`pipebench plan` shows memory by a
+    formula that includes buffers for transfers and is a few percent off.) Sizes are powers of two, and seven between
+    each two of them. What the recipe leaves to the planner is planned for every size.
 
     \b
     Examples:

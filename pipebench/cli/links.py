@@ -1,4 +1,4 @@
-"""`pipebench links`: what a cluster's links carry, measured here, as a cluster's file."""
+"""`pipebench links`: measures what a cluster's links carry, and writes a cluster's file."""
 
 import os
 import sys
@@ -27,14 +27,17 @@ _ALONE = (
 @click.command
 @click.option("--out", type=click.Path(path_type=Path), default="cluster.yaml", show_default=True, help="The new file.")
 @click.option("--workers", type=click.IntRange(2, 1024), help="Start so many processes on this host, as torchrun does.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True,
+    help="Where messages start and end.",
+)  # fmt: skip
 @tracebacks
 def links(out: Path, workers: int | None, device: str) -> None:
-    """Measure what a cluster's links carry, and write them as a file for `cluster.name`.
+    """Measure what a cluster's links carry, and write a cluster's file that recipes name as `cluster.name`.
 
-    Start it as training is started: on every host, one process per GPU. Messages are timed between two GPUs of a
-    server, and between all GPUs of two servers at the same time, sums among the GPUs of a server and among servers.
-    That takes about a minute. Nothing else should use the links meanwhile.
+    Start it as training is started: one process per GPU on every host. It times messages between two GPUs of a server,
+    messages between all GPUs of two servers at the same time, and sums among the GPUs of a server and among servers.
+    This takes about a minute, in which nothing else should use the links.
 
     \b
     Examples:
@@ -62,7 +65,7 @@ def links(out: Path, workers: int | None, device: str) -> None:
 
 
 def _start(out: Path, workers: int | None, device: str) -> None:
-    """Become torchrun on this host, whose processes run the command."""
+    """Replace this process by torchrun, whose processes run the command on this host."""
     if workers is None:
         raise UserError(_ALONE)
     _measuring().check_device(device)
