@@ -50,8 +50,9 @@ def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
     refuse_to_overwrite([page, picture])
     found = recorded(runs, records())
     print_answer(found, as_json=as_json)
+    console = standard_error() if as_json else None
     drawn = has_picture(found.results)
-    console, text = standard_error() if as_json else None, markdown(found.results, "curves.png" if drawn else None)
+    text = markdown(found.results, "curves.png" if drawn else None)
     page.write(lambda path: path.write_text(text, encoding="utf-8"), console)
     if drawn:
         picture.write(lambda path: figures.curves_figure(found.results).write(path), console)

@@ -56,9 +56,8 @@ def draw(words: tuple[str, ...], versions: bool, out: Path | None, picture: Path
         loaded = load_one(words)
         from pipebench.run import runner
 
-    kind, schedule = what or MEMORY, Output("--out", out, "a schedule", is_schedule)
-    what = f"a picture of {kind} over time"
-    drawing = Output("--picture", picture, what, lambda path: is_picture_by(_drawing(kind)[0], path), PNG)
+    kind = what or MEMORY
+    schedule, drawing = Output("--out", out, "a schedule", is_schedule), _picture(kind, picture)
     refuse_to_overwrite([schedule, drawing])
     preflight(loaded, trains=False)
     if out is not None:
@@ -72,11 +71,17 @@ def draw(words: tuple[str, ...], versions: bool, out: Path | None, picture: Path
         click.echo(runner.draw(loaded, versions=versions))
 
 
+def _picture(kind: str, path: Path | None) -> Output:
+    what = f"a picture of {kind} over time"
+    return Output("--picture", path, what, lambda file: is_picture_by(_drawing(kind)[0], file), PNG)
+
+
 def _drawing(kind: str) -> tuple[str, Callable[["MemoryForecast"], "InlineFigure"]]:
     """Return the origin that a picture's file names, and the function that draws the picture."""
     from pipebench.show import memory_picture, occupancy_picture, over_time  # late: matplotlib
 
     if kind == MEMORY:
         return memory_picture.MADE_BY, lambda forecast: memory_picture.memory_figure(forecast.memory)
-    parts, drawn = over_time.NUM_PARTS, occupancy_picture
-    return drawn.MADE_BY, lambda forecast: drawn.occupancy_figure(forecast.occupancy(parts))
+    return occupancy_picture.MADE_BY, lambda forecast: occupancy_picture.occupancy_figure(
+        forecast.occupancy(over_time.NUM_PARTS)
+    )

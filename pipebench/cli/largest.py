@@ -37,8 +37,9 @@ def largest(words: tuple[str, ...], as_json: bool) -> None:
 
     preflight(loaded, trains=False)
     trials: list[Trial] = []
-    name, work, console = loaded.recipe.name, "looking for the largest minibatch", standard_error() if as_json else None
-    with faults_of(loaded), preparing(name, console, work=work) as say:
+    work = "looking for the largest minibatch"
+    console = standard_error() if as_json else None
+    with faults_of(loaded), preparing(loaded.recipe.name, console, work=work) as say:
 
         def on_trial(trial: Trial) -> None:
             trials.append(trial)

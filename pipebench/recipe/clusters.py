@@ -92,7 +92,8 @@ def load_cluster(
             (the keys of such faults begin with CHANGED).
     """
     path = find_cluster(name, beside)
-    files, faults = cluster_files(path), list[Fault]()
+    files = cluster_files(path)
+    faults: list[Fault] = []
     made = _values(files.keys, _CLUSTER, faults)
     for given in (files.keys.at("launch"), files.keys.at("pause")):
         if given.value is not None and made["device"] == LOCAL:

@@ -4,6 +4,7 @@ All faults of a recipe are reported together, each with its file and full key.
 """
 
 import copy
+import itertools
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -237,8 +238,8 @@ def _sweep_options(leaves: Leaves) -> None:
     """Turn lists into sweeps where an option of the zoo's models and data sets takes no list."""
     for key, leaf in leaves.found.items():
         if isinstance(leaf.value, list) and len(key) == 2 and key[0] in ("model", "dataset"):
-            name = leaves.found.get((key[0], "name"))
-            hint = str if key[1] == "name" else option_type(key[0], name.value if name else None, key[1])
+            name = leaves.found.get((key[0], "name"), leaf).value
+            hint = str if key[1] == "name" else option_type(key[0], name, key[1])
             swept = None if hint is Any else several(leaf.value, hint, is_option=False)
             problem = problem_with_elements(swept.values) if swept else None
             if problem is not None:
@@ -359,7 +360,8 @@ def _missing(data: Mapping[str, Any], prefix: Key) -> Iterator[Key]:
 
 def _resolve(given: dict[str, Any], leaves: Leaves) -> tuple[dict[str, Any], list[Fault]]:
     """Return the data with interpolations resolved, and the faults of those whose environment variable isn't set."""
-    resolved, pending = copy.deepcopy(given), list[Fault]()
+    resolved = copy.deepcopy(given)
+    pending: list[Fault] = []
     expressions = {key: leaf for key, leaf in leaves.found.items() if is_expression(leaf.value)}
     config = OmegaConf.create(given if expressions else {})
     secret = of_environment(expressions)
@@ -386,13 +388,19 @@ def _resolve(given: dict[str, Any], leaves: Leaves) -> tuple[dict[str, Any], lis
     return resolved, pending
 
 
+# Keys that may name a file beside the recipe.
+_PATHS: tuple[Key, ...] = (
+    ("cluster", "name"), ("engine", "timing"), ("model", "profile"), ("parallelism", "plan"), ("parallelism", "order"),
+    ("parallelism", "push_order"), ("parallelism", "vpipe", "moves"),
+)  # fmt: skip
+
+
 def _anchor_paths(resolved: dict[str, Any], found: Mapping[Key, Leaf]) -> None:
     """Make paths absolute that are relative to the file that gave them, so that they hold in any working directory."""
-    named = [("parallelism", *name) for name in (("plan",), ("order",), ("push_order",), ("vpipe", "moves"))]
     extended = hooks("paths", [name for name in with_section() if resolved[name] is not None])
-    named += (path for paths in extended.values() for path in paths)
-    for key in (("cluster", "name"), ("engine", "timing"), ("model", "profile"), *named):
-        leaf, section = found.get(key), resolved
+    for key in itertools.chain(_PATHS, *extended.values()):
+        leaf = found.get(key)
+        section = resolved
         for part in key[:-1]:
             inner = section.get(part)
             section = inner if isinstance(inner, dict) else {}  # another type is a fault already

@@ -136,8 +136,8 @@ def form_problems(form: PlanForm, asked: ParallelismRecipe, num_workers: int) ->
         yield "shard", choice(form.shard, dict.fromkeys((mode.shard, *open_to)))
     yield from _stage_problems(form, asked.recompute, mode.backward)
     if not form.stages or len(form.stages) % form.chunks:
-        given, allowed = len(form.stages), f"a multiple of {form.chunks}, the stages per worker"
-        yield "stages", f"got {given} stages, allowed is {allowed if form.chunks > 1 else 'at least one'}"
+        allowed = f"a multiple of {form.chunks}, the stages per worker" if form.chunks > 1 else "at least one"
+        yield "stages", f"got {len(form.stages)} stages, allowed is {allowed}"
         return
     try:
         parse_plan("-".join(map(str, form.replicas)), mode, num_workers)

@@ -27,7 +27,8 @@ def _shards(mode: str, row: Mode, shard: str | None, sync: str | None) -> Proble
                 f"got {row.shard} with mode {mode}, which is dp with shards: allowed is null, or mode: dp",
             )
         return
-    key, given_shard = "parallelism.shard" if shard is not None else "parallelism.mode", f"got shard {row.shard}"
+    key = "parallelism.mode" if shard is None else "parallelism.shard"
+    given_shard = f"got shard {row.shard}"
     if row.shard != OPTIMIZER and row.shape != "one-stage":
         why = f"{given_shard} with mode {mode}, and only data parallelism of one stage shares out more than state"
         yield key, f"{why}: allowed is none or optimizer, or mode dp"
