@@ -68,31 +68,39 @@ without_compiler(
 
 
 class GroupRates:
-    """The rates of an optimizer's parameter groups, in the ratios with which it was made."""
+    """The learning rates of an optimizer's parameter groups, in the ratios that they had when it was made."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer  # whose groups are others once it has loaded a state
+        self._optimizer = optimizer  # loading a state replaces its groups, so they are looked up at every use
         whole = optimizer.defaults.get("lr")
         self._shares = [_share(group.get("lr"), whole) for group in optimizer.param_groups]
-        self._given: list[tuple[Any, float]] = []
+        self._were_set: list[tuple[Any, float]] = []  # each group's rate, a float or a tensor, and its mark
 
     def set(self, lr: float) -> None:
         """Set the rates of an update, `lr` being that of a group without a rate of its own.
 
-        A rate that is a tensor is filled, as torch's schedulers do: steps round with it, and may ask it what a float
-        hasn't.
+        A rate that is a tensor is filled, as torch's schedulers do: a step's rounding depends on the rate's type, and a
+        step may call a tensor's methods on it.
         """
         for group, share in zip(self._optimizer.param_groups, self._shares, strict=True):
             if isinstance(group.get("lr"), torch.Tensor):
                 group["lr"].fill_(lr * share)
             else:
                 group["lr"] = lr * share
-        self._given = [(group["lr"], float(group["lr"])) for group in self._optimizer.param_groups]
+        self._were_set = [(group["lr"], _mark(group["lr"])) for group in self._optimizer.param_groups]
 
     def have_changed(self) -> bool:
         """Return whether a step has set other rates since."""
-        given = zip(self._optimizer.param_groups, self._given, strict=True)
-        return any(group["lr"] is not rate or float(rate) != value for group, (rate, value) in given)
+        were_set = zip(self._optimizer.param_groups, self._were_set, strict=True)
+        return any(group["lr"] is not rate or _mark(rate) != mark for group, (rate, mark) in were_set)
+
+
+def _mark(rate: float | torch.Tensor) -> float:
+    """Return a number that differs after a rate has changed: its value, or the count of writes into a GPU's tensor.
+
+    The host would wait for the GPU at every update to read the tensor's value.
+    """
+    return float(rate._version if isinstance(rate, torch.Tensor) and rate.is_cuda else rate)
 
 
 def _share(rate: float | torch.Tensor | None, whole: float | None) -> float:
