@@ -272,7 +272,7 @@ def _row(node: _Node, nodes: dict[str, _Node]) -> LayerProfile:
         output_parts=node.sizes if len(node.sizes) > 1 else (),
         is_input=node.is_input,
     )
-    return row.with_usual_part()
+    return row.with_estimated_split()
 
 
 def _sinks(rows: Sequence[LayerProfile]) -> list[int]:

@@ -80,7 +80,7 @@ class LayerProfile:
         trained = {n: ParameterBytes(size, self.master_sizes.get(n, size)) for n, size in self.parameter_sizes.items()}
         return trained | {name: ParameterBytes(untrained=size) for name, size in self.untrained_sizes.items()}
 
-    def with_usual_part(self) -> "LayerProfile":
+    def with_estimated_split(self) -> "LayerProfile":
         """Return the row with an estimated `weight_s`, for a profile without it.
 
         It is half of the backward of a layer that can be split, as its two products are equally large; all of it where

@@ -374,6 +374,7 @@ def _timed_gradients(
         weights = step.wanted[len(step.origins) :]
         # No name for the gradients: it would keep them beside those of the whole backward.
         step.weight_s = clock(lambda: torch.autograd.grad(edges, weights, gradients, retain_graph=True))[1]
+    found: Sequence[torch.Tensor | None]
     found, step.backward_s = clock(backward)
     if step.splits and not step.origins:  # its backward computes weight gradients only
         step.weight_s = step.backward_s
