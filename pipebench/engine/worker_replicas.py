@@ -44,7 +44,7 @@ def make_replica(setup: Setup, stage: int, cut: Stage, replica: int = 0) -> Repl
         slices=setup.graph.slices,
     )
     kind: type[Replica] = next(iter(setup.pipeline.hooks("replica").values()), Replica)
-    own = partial(_sharding, setup, stage, replica) if setup.pipeline.shards(stage) else None
+    own = partial(_sharding, setup, stage, replica) if setup.pipeline.shards_stage(stage) else None
     return kind(cut, setup.make_optimizer, device=setup.device, seed=setup.seed, rules=rules._replace(divide=own))
 
 
@@ -188,7 +188,7 @@ class WorkerReplicas:
         """
         found = dict.fromkeys(self._trained, torch.zeros((), dtype=torch.float64, device=self.setup.device))
         for stage, replica in self.replicas.items():
-            if self.replica_index[stage] > 0 and not self.setup.pipeline.shards(stage):
+            if self.replica_index[stage] > 0 and not self.setup.pipeline.shards_stage(stage):
                 continue
             share, scale = self.shares[stage], 1.0 if replica.scale is None else replica.scale.value
             names = (share.names[name] for name in replica.weights.stepped_names)

@@ -113,7 +113,7 @@ def least_memory(of: Estimator) -> float:
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
         rule = of.memory(middle)
-        if of.mode.weights_kept != 1 and of.request.depth is None:
+        if of.mode.weight_sets != 1 and of.request.depth is None:
             rule = replace(rule, depth_at_most=1)
         if order_of(of.mode.order).splits:  # every stage has as many in flight as there are stages
             lengths = range(of.positions_at(1), 0, -1)

@@ -115,7 +115,7 @@ class Planner(Estimator):
         ]
         fitting = [each for each in itertools.chain(found, *others) if self._fits_beyond_noam(each)]
         keeping = [each for each in fitting if streams_problem(each.plan.replicas, self.request.streams) is None]
-        pipelines = not self.mode.is_one_stage and self.mode.weights_kept != 1
+        pipelines = not self.mode.is_one_stage and self.mode.weight_sets != 1
         if not keeping and pipelines and self.request.depth is None and self._rule is not None:
             keeping = list(self._searches.shallower(self._rule))
         self.search_s = time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""Runs models without data, on tensors of torch's meta device, which have shapes and types only."""
+"""Shapes and bytes of layers' outputs, by running a model on torch's meta device, whose tensors have no values."""
 
 from typing import Any
 

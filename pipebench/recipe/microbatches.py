@@ -31,7 +31,7 @@ def microbatches_by_default(value: Callable[[str], Any], cluster: Cluster, minib
         in_file = value("model.profile") is not None or value("engine.timing") not in TIMINGS
         return 1 if in_file else default_microbatches(cluster.num_workers, minibatch_size)  # a file has few sizes
     row = MODES[mode]
-    if not row.cuts(flush, weights):
+    if not row.takes_microbatches(flush, weights):
         return 1
     if order is not None and is_csv(order):
         return read_csv(order).num_microbatches

@@ -176,9 +176,9 @@ def _choosing(cluster: Any, vpipe: Mapping[str, Any] | None, mode: str, row: Mod
     if vpipe is None or given.moves or is_plan_file(plan):  # checked by another rule or the file
         return
     chosen = [name for name in ("swap", "recompute") if getattr(given, name)]
-    if chosen and not row.chooses:
-        names = [name for name, each in MODES.items() if each.chooses]
-        allowed = f"chunks: 1 and backward: {WHOLE}" if MODES[mode].chooses else f"mode {' or '.join(names)}"
+    if chosen and not row.chooses_memory:
+        names = [name for name, each in MODES.items() if each.chooses_memory]
+        allowed = f"chunks: 1 and backward: {WHOLE}" if MODES[mode].chooses_memory else f"mode {' or '.join(names)}"
         why = f"got true in mode {mode}, and is for stages that have a worker each and run backwards whole"
         yield f"parallelism.vpipe.{chosen[0]}", f"{why}: allowed is false, or {allowed}"
     elif given.swap and cluster.pcie_bytes_per_s is None:

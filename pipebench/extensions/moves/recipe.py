@@ -124,7 +124,7 @@ def _choices(recipe: Recipe) -> tuple[str, ...]:
     parallelism, asked = recipe.parallelism, moves_asked(recipe)
     if asked:
         return tuple(sorted({policy for move in asked for policy in (move.memory or {}).values()}))
-    if parallelism.vpipe is None or is_plan_file(parallelism.plan) or not parallelism.row.chooses:
+    if parallelism.vpipe is None or is_plan_file(parallelism.plan) or not parallelism.row.chooses_memory:
         return ()
     return parallelism.vpipe.policies
 
