@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from pipebench.errors import nearest
+from pipebench.errors import nearest, shown
 from pipebench.recipe.engines import ENGINES
-from pipebench.recipe.typecheck import problem_with, shown
+from pipebench.recipe.typecheck import problem_with
 from pipebench.report.definition import BETTER, REPRODUCED, UNITS, Bound, Column, Measure, Published, Row, RunReference
 from pipebench.report.expressions import Expression, value_expression
 from pipebench.report.metrics import metric_problem

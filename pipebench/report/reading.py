@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from pipebench.errors import Fault, choice, nearest
-from pipebench.recipe.typecheck import problem_with, shown
+from pipebench.errors import Fault, choice, nearest, shown
+from pipebench.recipe.typecheck import problem_with
 
 _T = TypeVar("_T")
 WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # a name in an expression
@@ -88,7 +88,7 @@ class Reading:
         if given is None:
             return default
         if given not in allowed:
-            self.fault(self.inside(key, name), choice(given if isinstance(given, str) else shown(given), allowed))
+            self.fault(self.inside(key, name), choice(given, allowed))
             return default
         return str(given)
 
