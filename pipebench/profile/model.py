@@ -129,6 +129,7 @@ class Profile:
     loaders: Count = 0
     slices: Count = 1  # devices that a worker stands for; costs are those of one of them
     device_bytes: Count = 0  # memory of the GPU that it was measured on; 0: of none, or not known
+    num_devices: Count = 0  # GPUs of the machine that it is used on, which its processes share; 0: none, or not known
 
     @property
     def rows(self) -> tuple[LayerProfile, ...]:
