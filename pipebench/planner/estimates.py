@@ -28,10 +28,6 @@ LONGEST_BLOCK = 512  # minibatches per round of all stages together; beyond, lik
 class Estimator(UnitsInFlight):
     """Evaluates plans of one mode."""
 
-    def uncut(self) -> "Estimator":
-        """Return the same without cuts that the recipe gives."""
-        return Estimator(replace(self.request, is_cut=False), self.name, self.known)
-
     def estimate(
         self,
         found_by: str,

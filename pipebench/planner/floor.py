@@ -79,9 +79,9 @@ class Floors:
             of.unit_size, of.work.states.members, of.memory_policies, of.mode.is_sharded, of.request.relay,
             of.request.cluster,
         )  # fmt: skip
-        if key not in of.known.floors:
-            of.known.floors[key] = cls(of)
-        found: Self = of.known.floors[key]
+        if key not in of.cache.floors:
+            of.cache.floors[key] = cls(of)
+        found: Self = of.cache.floors[key]
         return found
 
     def floor_s(self, sketch: Sketch) -> float:

@@ -41,8 +41,8 @@ def searches_levels(cluster: Cluster) -> bool:
 class Searches:
     """The searches of one mode."""
 
-    def __init__(self, of: Estimator, tell: Callable[[str], None]) -> None:
-        self._of, self._tell = of, tell
+    def __init__(self, of: Estimator, on_search: Callable[[str], None]) -> None:
+        self._of, self._on_search = of, on_search
         # Per inexact search, the bottleneck found and a function that bounds it from below
         self.coarsened: list[tuple[float, Callable[[], float]]] = []
 
@@ -62,7 +62,7 @@ class Searches:
             yield from self._flat_plans(rule, self._equal_widths)
 
     def _one_stage(self, rule: MemoryRule | None, count: int) -> Iterator[PlanEstimate]:
-        of = self._of if not self._of.request.is_cut else self._of.uncut()
+        of = self._of.under(is_cut=False) if self._of.request.is_cut else self._of
         name = "one stage" if len(of.groups) == 1 else f"one stage, in {len(of.groups)} groups of layers"
         plan = of.estimate(name, [SearchStage(*group, count) for group in of.groups])
         if rule is None or plan.memory_bytes <= rule.limit_bytes:
@@ -85,7 +85,7 @@ class Searches:
             # Plans judged by `loops_s` are not bounded by the recurrence's bottleneck.
             at_most_s = math.inf if model.has_ports else best_s
             problem = HierarchicalProblem(work, model, cluster.levels, rule)
-            self._tell("hierarchical")
+            self._on_search("hierarchical")
             nested = plan_hierarchical(problem, at_most_s)
             if nested is not None:
                 if is_coarsened(work.states):
@@ -169,7 +169,7 @@ class Searches:
         several = f"{chunks} stages per worker" if chunks > 1 else f"{positions} stages"
         name = several + (f", stages of {width}" if width > 1 else "")
         name += "" if model is of.request.model else ", round trips hidden"
-        self._tell(name)
+        self._on_search(name)
         for share in (False, True) if chunks > 1 and rule is not None else (rule is not None,):
             fits = partial(self._fits_its_share, replicas, depth) if share else None
             try:
@@ -197,7 +197,7 @@ class Searches:
         yield from self._one_stage(rule, cluster.num_workers)
         for level in cluster.levels if last < MOST_STATES else ():
             where = self._where(level)
-            self._tell(f"unpipelined{where}")
+            self._on_search(f"unpipelined{where}")
             problem = FlatProblem(work, self._of.request.model, level, cluster.num_workers, rule)
             for stages in plans_unpipelined(problem):
                 yield self._of.estimate(f"unpipelined, input stage of {stages[0].replicas}{where}", stages)
@@ -240,7 +240,7 @@ class Searches:
 
     def _flat(self, name: str, problem: FlatProblem) -> tuple[SearchStage, ...] | None:
         """Run a flat search and record its bound if it is inexact."""
-        self._tell(name)
+        self._on_search(name)
         stages = plan_flat(problem)
         if stages is not None and is_coarsened(problem.work.states):
             self.coarsened.append((bottleneck_s(problem, stages), partial(flat_bound_s, problem)))

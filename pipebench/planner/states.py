@@ -174,7 +174,7 @@ class States:
 
 
 @dataclass(frozen=True)
-class Known:
+class PlanningCache:
     """What the modes of one request share, extended as they are planned."""
 
     # By size of a unit, and whether they separate tied parameters

@@ -45,7 +45,7 @@ def virtualised(of: Estimator, stages: Sequence[SearchStage], found_by: str) -> 
     outcomes = [best_policies(problem) for problem in problems]
     for _ in range(_MOST_TRIALS):
         memory = tuple(policy for outcome in outcomes for policy in outcome.memory)
-        found = _under(of, memory).estimate(found_by, stages)
+        found = of.under(memory=memory).estimate(found_by, stages)
         if math.isinf(limit):
             return found
         over = [most - limit for most in _most_bytes(of, found)]
@@ -112,12 +112,7 @@ def _repartitioned(of: Estimator, found: PlanEstimate) -> tuple[SearchStage, ...
 
 def predicted(of: Estimator, found: PlanEstimate) -> PlanEstimate:
     """Return a plan with policies per layer and the simulator's prediction."""
-    return _under(of, found.plan.memory).with_prediction(found)
-
-
-def _under(of: Estimator, memory: tuple[str, ...]) -> Estimator:
-    """Return the estimator for these policies of all layers."""
-    return Estimator(replace(of.request, memory=memory), of.name)
+    return of.under(memory=found.plan.memory).with_prediction(found)
 
 
 def _problems(of: Estimator, stages: Sequence[SearchStage]) -> list[StageProblem]:
