@@ -1,7 +1,7 @@
-"""What plans do if memory is short: shard optimizer state, recompute layers, or both; and the error if none fits.
+"""What plans do where memory binds: shard optimizer state, recompute layers, or both; and the error if none fits.
 
 Neither changes the weights that training gives, so the planner may choose: of the plans that fit, the fastest as
-predicted. Memory is short if the plan that would be best without a limit doesn't fit. Otherwise nothing is chosen,
+predicted. Memory binds if the plan that would be best without a limit doesn't fit. Otherwise nothing is chosen,
 although sharded replicas have shorter optimizer steps.
 """
 
@@ -132,7 +132,7 @@ Best = Callable[[Request], PlanEstimate]  # the best plan of a mode under a requ
 
 
 def best_choice(of: Estimator, best: Best) -> PlanEstimate:
-    """Return the best plan of a mode; if memory is short, of all rows of `open_rows`, too.
+    """Return the best plan of a mode; where memory binds, of all rows of `open_rows`, too.
 
     Args:
         of: the mode and its request.
@@ -145,7 +145,7 @@ def best_choice(of: Estimator, best: Best) -> PlanEstimate:
     own = found[of.mode]
     rows = [] if isinstance(own, PlanError) and lacks_places(of) else [*open_rows(of)]
     closed = replace(of.request, may_shard=(), may_recompute=False)
-    if rows and (isinstance(own, PlanError) or (not _fits_whole(of) and _is_short(of, best, closed, own))):
+    if rows and (isinstance(own, PlanError) or (not _fits_whole(of) and _binds(of, best, closed, own))):
         found |= {row: _tried(best, replace(closed, row=row)) for row in rows}
     plans = {row: each for row, each in found.items() if isinstance(each, PlanEstimate)}
     if isinstance(own, PlanError) and not plans:
@@ -187,7 +187,7 @@ def open_rows(of: Estimator) -> Iterator[Mode]:
 def _fits_whole(of: Estimator) -> bool:
     """Return whether one device holds twice the whole model, with as many units in flight as any stage can have.
 
-    Then memory is never short, and no search is needed to know it. Twice, because a stage also has buffers for what it
+    Then memory never binds, and no search is needed to know it. Twice, because a stage also has buffers for what it
     sends.
     """
     rule, states = of.memory(of.memory_limit_bytes), of.work.states
@@ -195,8 +195,8 @@ def _fits_whole(of: Estimator) -> bool:
     return 2 * rule.num_bytes(states, 0, len(states) - 1, deepest) <= rule.limit_bytes
 
 
-def _is_short(of: Estimator, best: Best, closed: Request, own: PlanEstimate) -> bool:
-    """Return whether memory is short: some plan that doesn't fit is faster than the best that does."""
+def _binds(of: Estimator, best: Best, closed: Request, own: PlanEstimate) -> bool:
+    """Return whether memory binds: some plan that doesn't fit is faster than the best that does."""
     fastest = best(replace(closed, cluster=replace(of.request.cluster, memory_bytes=None)))
     return fastest.minibatch_s < own.minibatch_s and fastest.memory_bytes > of.memory(of.memory_limit_bytes).limit_bytes
 

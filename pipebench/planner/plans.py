@@ -36,13 +36,13 @@ class Request:
     relay: bool = False  # whether values that skip stages pass through those between
     ties: bool = True  # whether stages may each have a copy of a tied weight, in modes that allow it
     shares_norm: bool = False  # whether updates need the norm of all gradients, as for clipping
-    may_shard: Collection[str] = ()  # modes whose replicas may shard optimizer state if no plan fits otherwise
-    may_recompute: bool = False  # whether layers may be recomputed if no plan fits otherwise
+    may_shard: Collection[str] = ()  # modes whose replicas may shard optimizer state where memory binds
+    may_recompute: bool = False  # whether layers may be recomputed where memory binds
 
 
 @dataclass(frozen=True)
 class MemoryChoice:
-    """A way for plans to fit if memory is short, and the time of the best such plan."""
+    """A way for plans to fit where memory binds, and the time of the best such plan."""
 
     shard: str  # what replicas shard, a name in `syncs.SHARDS`
     recompute: bool  # whether all layers are recomputed
@@ -94,7 +94,7 @@ class PlanEstimate:
     at_least_s: float = 0.0  # lower bound for plans of the mode; 0 if unknown
     # Whether every plan up to a depth of NOAM + 1 was simulated or can't be faster; then `at_least_s` bounds these
     tried_all: bool = False
-    choices: tuple[MemoryChoice, ...] = ()  # compared because memory is short, this plan's first; else empty
+    choices: tuple[MemoryChoice, ...] = ()  # compared where memory binds, this plan's first; else empty
 
     @property
     def memory_bytes(self) -> float:
@@ -131,8 +131,8 @@ class Comparison:
     def unplanned(self) -> list[str]:
         """Modes left to plan: sharded ones are among them only if data parallelism doesn't fit."""
         planned = {self.best.plan.mode, *(each.plan.mode for each in self.others), *self.refused}
-        is_short = "dp" in self.refused
-        return [name for name, row in MODES.items() if name not in planned and (is_short or not row.is_sharded)]
+        binds = "dp" in self.refused
+        return [name for name, row in MODES.items() if name not in planned and (binds or not row.is_sharded)]
 
     @property
     def solve_s(self) -> float:
