@@ -201,6 +201,19 @@ def copied(part: _Part, memo: dict[int, Any] | None = None) -> _Part:
     return made
 
 
+def copied_to(module: nn.Module, device: torch.device) -> nn.Module:
+    """Return a copy of a module on a device; tensors that its modules share stay shared.
+
+    `Module.to` would give each module a buffer of its own.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = buffer.detach().to(device)
+    return copied(module, memo)
+
+
 def _parameters_of(part: Any) -> list[nn.Parameter]:
     if isinstance(part, nn.Module):
         return list(part.parameters())
