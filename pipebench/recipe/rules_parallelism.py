@@ -5,7 +5,6 @@ from typing import Any
 
 from pipebench.errors import PlanError, shown
 from pipebench.recipe.draft import Draft, Problems, rule
-from pipebench.recipe.engines import ENGINES
 from pipebench.recipe.plan_file import asked_replicas, is_plan_file
 from pipebench.recipe.ranges import TIMINGS
 from pipebench.recipe.schema import LARGEST, VpipeRecipe
@@ -130,17 +129,6 @@ def _rows_of_order(cluster: Any, row: Mode, plan: Any) -> Problems:
     elif row.chunks != schedule.chunks:
         given = f"got {row.chunks} with an order whose rows have {schedule.chunks} stages each"
         yield "parallelism.chunks", f"{given}: allowed is {schedule.chunks}"
-
-
-@rule
-def _messages_of_order(row: Mode, kind: str) -> Problems:
-    """Check that in processes no message overtakes another: they arrive in the order in which they were sent."""
-    if is_csv(row.order) and kind in ENGINES and ENGINES[kind].in_processes:
-        found = read_csv(row.order).overtaking
-        if found is not None:
-            why = f"got {row.order} ({found}) with engine.kind {kind}, whose messages can't overtake each other"
-            allowed = "one order of microbatches forward, and one backward, at all stages, or engine.kind: virtual"
-            yield "parallelism.order", f"{why}: allowed is {allowed}"
 
 
 @rule
