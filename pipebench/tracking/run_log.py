@@ -11,9 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pipebench.errors import UserError, print_notice
+from pipebench.metrics import as_number
 from pipebench.tracking.connection import default_uri, reason_of, shown_uri
 from pipebench.tracking.entries import DESCRIPTION, description, outcome_status, shown_value, stages_csv
 from pipebench.tracking.following import Followed, Follower
@@ -36,7 +39,7 @@ from pipebench.tracking.sender import SEND_EVERY_S, Sender
 from pipebench.tracking.store import Store
 from pipebench.tracking.view import run_address
 from pipebench.train.result import Point, RunResult
-from pipebench.typed_json import write
+from pipebench.typed_json import shown, write
 
 __all__ = ["RunLog", "Tracking"]
 
@@ -272,17 +275,17 @@ class RunLog:
         `about` is the run that they are of: MLflow's id of it, or, if MLflow hasn't it and it has ended, the folder of
         its record, which is sent later; None for this run.
         """
-        shown = {name: shown_value(value) for name, value in values.items()}
+        rounded = {name: shown_value(value) for name, value in self._numbers(values).items()}
         if not isinstance(about, Path):
-            self._sender.add(LogEntry(metrics=shown, about=about))
+            self._sender.add(LogEntry(metrics=rounded, about=about))
         elif (about / ENTRIES).exists():  # else it has been sent meanwhile
             try:
                 record = RecordFolder(about)
             except UserError as held:
-                text = f"{', '.join(shown)}: not recorded: {held}"
+                text = f"{', '.join(rounded)}: not recorded: {held}"
                 print_notice(text)
                 return
-            record.append(LogEntry(metrics=shown))
+            record.append(LogEntry(metrics=rounded))
             record.release()
 
     def inputs(self, inputs: Inputs) -> None:
@@ -311,8 +314,8 @@ class RunLog:
         self._sender.add(LogEntry(artifact=artifact), Path(path).read_bytes())
 
     def result(self, result: RunResult) -> None:
-        """Log the run's result."""
-        self._result = result
+        """Log the run's result, without metrics that aren't numbers: with them it couldn't be read back."""
+        self._result = result = replace(result, metrics=self._numbers(result.metrics))
         self._sender.add(LogEntry(result=result))
         self.text(RESULT_FILE, write(result))
         if table := stages_csv(result):
@@ -389,6 +392,19 @@ class RunLog:
                 if ending:
                     self._sender.give_up()
             return
+
+    def _numbers(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Return the metrics that are numbers, and print a sentence about each other one."""
+        numbers = {}
+        for name, value in metrics.items():
+            number = as_number(value)
+            if number is None:
+                print_notice(
+                    f"metric {name} of run {self.name!r} isn't recorded: got {shown(value)}, allowed is a number"
+                )
+            else:
+                numbers[name] = number
+        return numbers
 
     def _wait(self) -> bool:
         tracking, patience_s = self._tracking, self._tracking.patience_s
