@@ -19,7 +19,7 @@ from mlflow.tracking import MlflowClient
 
 from pipebench.errors import UserError
 from pipebench.tracking.connection import default_uri
-from pipebench.tracking.left import close_left
+from pipebench.tracking.orphaned import close_orphaned
 from pipebench.tracking.record import LogEntry, RecordFolder, Start, read_record
 from pipebench.tracking.run_log import Tracking
 from pipebench.tracking.sender import Sender
@@ -169,7 +169,7 @@ def test_a_run_that_a_killed_process_has_just_made_is_the_one_that_is_ended(trac
     run_id = store.create_run("just made", {}, begins.at_ms)
     record.release()
     assert record.path is not None
-    close_left(default_uri(), [record.path])
+    close_orphaned(default_uri(), [record.path])
     assert MlflowClient(default_uri()).get_run(run_id).info.status == "KILLED"
 
 
