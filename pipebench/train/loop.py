@@ -38,6 +38,7 @@ from pipebench.train.metrics import (
     EarlierWorkers,
     curve_metrics,
     describe,
+    finite_metrics,
     result_fields,
     run_metrics,
     run_notes,
@@ -329,8 +330,12 @@ class TrainingLoop:
         job = replace(self._job, setup=self._engine.setup)
         metrics = run_metrics(job, self._samples, self._clock, facts, measured, self._earlier)
         metrics |= curve_metrics(job, self._curves)
-        for extension in self._extensions:
-            metrics |= extension.metrics(self._earlier.num_bytes + facts["num_bytes"])
+        hooks, num_bytes = job.setup.pipeline.hooks, self._earlier.num_bytes + facts["num_bytes"]
+        returned = [(name, metrics_of(facts["extensions"][name])) for name, metrics_of in hooks("metrics").items()]
+        parts = zip(hooks("loop"), self._extensions, strict=True)
+        returned += [(name, part.metrics(num_bytes)) for name, part in parts]
+        for name, found in returned:
+            metrics |= finite_metrics(name, found, self._progress.note)
         if self._policy.checkpoints is not None:
             metrics["checkpoint_time_s"] = self._clock.checkpoint_s
         metrics |= times_s
