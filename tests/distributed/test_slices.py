@@ -130,6 +130,12 @@ def test_two_slices_have_the_virtual_engine_s_weights(two: Processes, name: str)
     check(two, recipe(parallelism, 2, **more), tolerance)
 
 
+def test_slices_of_one_s_own_model_have_the_virtual_engine_s_weights(two: Processes) -> None:
+    """0.2.0 in its beginnings: its dropout dropped other numbers of whole values in every process."""
+    given = recipe({"mode": "single"}, 2)
+    check(two, {**given, "model": {"target": "tests.distributed.sliced:Residual"}})
+
+
 def test_three_slices_add_in_their_order(three: Processes) -> None:
     for shares_memory in (True, False):
         check(three, recipe({"mode": "single"}, 3), shares_memory=shares_memory)
