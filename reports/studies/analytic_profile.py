@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from pipebench.profile.devices import DEVICES
 from pipebench.profile.efficiencies import LAUNCH_S, SHIPPED, Efficiencies
-from reports.studies.planned_models import table
+from reports.studies.markdown import table
 from tests.profile.judging import (
     FILE_WORDS,
     FITTED_ON,

@@ -17,7 +17,7 @@ from pipebench.profile.efficiencies import AMPERE, FREE_GRADIENTS, HOPPER, SHIPP
 from pipebench.profile.request import ProfileRequest
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.zoo.registry import Dataset
-from reports.studies.planned_models import table
+from reports.studies.markdown import table
 from tests.profile.gpu_judging import (
     AS_MEASURED,
     FREE_MS,

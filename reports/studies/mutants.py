@@ -30,8 +30,8 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from pipebench import __version__
+from reports.studies.markdown import table
 from reports.studies.mutations import Mutation, mutations, probed
-from reports.studies.planned_models import table
 
 ROOMS = ("schedule", "engine", "simulate", "planner", "checkpoint", "distributed")
 NUMBER, SEED = 100, 0

@@ -32,7 +32,7 @@ from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.orders import ONE_F_ONE_B
 from pipebench.schedule.pipeline import Pipeline, chain, noam
 from pipebench.simulate.steady import simulate_segment
-from reports.studies.planned_models import table
+from reports.studies.markdown import table
 
 MODE = "pipedream"
 INSTANCES = 200

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pipebench.extensions.search.setup import SearchSetup
 from pipebench.recipe.load import load
 from pipebench.train.prepare import prepare
-from reports.studies.planned_models import table
+from reports.studies.markdown import table
 
 MODELS = {"Figure 13, Transformer": "transformer", "Figure 14, AmoebaNet": "amoebanet"}
 GAINS = {"GPipe": 3.454, "PipeDream": 5.213}  # published, section 6.3: the smaller of two models'

@@ -30,8 +30,8 @@ from pipebench.zoo.captions import Captions
 from pipebench.zoo.language import Text
 from pipebench.zoo.translation import Translation, copy_baseline
 from reports.studies import clocks, kept_runs
+from reports.studies.markdown import table
 from reports.studies.ngram import Trigram
-from reports.studies.planned_models import table
 from reports.studies.seeds import in_range, middle
 
 RESULTS = Path(__file__).parent / "small_zoo_runs"

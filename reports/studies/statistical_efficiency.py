@@ -26,7 +26,7 @@ from reports.studies import kept_runs
 from reports.studies.efficiency_pictures import draw
 from reports.studies.efficiency_texts import HEAD, NOTES, OTHER, SAID
 from reports.studies.kept import fresh
-from reports.studies.planned_models import table
+from reports.studies.markdown import table
 from reports.studies.seeds import in_range, middle
 
 RATES = Path(__file__).parent / "statistical_efficiency_runs"

@@ -40,7 +40,7 @@ from pipebench.train.profiled_model import profile_model
 from reports.studies.cuts_and_policies import best_cuts_and_policies, lasts_s
 from reports.studies.halved_parts import Parts, algorithm_3, plain
 from reports.studies.kernighan_lin import neighbours_of
-from reports.studies.planned_models import table
+from reports.studies.markdown import table
 
 PUBLISHED = Path(__file__).parents[1] / "published" / "vpipe_tpds21.yaml"
 PARTS = 16  # of Table 4

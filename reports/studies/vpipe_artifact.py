@@ -16,7 +16,7 @@ from pipebench.recipe.load import load
 from pipebench.report.catalog import reports_folder
 from pipebench.report.values import VALUES, read_values
 from pipebench.train.profiled_model import profile_model
-from reports.studies.planned_models import table
+from reports.studies.markdown import table
 from reports.studies.vpipe_memory import COLUMN, NUM_DEVICES, Table
 
 # README of github.com/hku-systems/vpipe: hours of an epoch of BERT on the 8 devices of Table 3.

@@ -13,7 +13,7 @@ from pipebench.extensions.moves.repartition_plan import Repartition
 from pipebench.recipe.load import load
 from pipebench.train.engines import simulate
 from pipebench.train.prepare import prepare
-from reports.studies.planned_models import table
+from reports.studies.markdown import table
 
 MODELS = {"BERT": "bert", "Transformer": "transformer", "AmoebaNet": "amoebanet", "GNMT": "gnmt16"}
 HEAD = """# How long a decision of vPipe's Algorithm 1 takes

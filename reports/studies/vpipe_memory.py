@@ -26,7 +26,7 @@ from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.train.engines import simulate
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.prepare import prepare
-from reports.studies.planned_models import table
+from reports.studies.markdown import table
 
 REPORT, COLUMN = "vpipe_table3", "planned"
 RUNS = Path(__file__).with_name("vpipe_memory_runs.json")

@@ -17,7 +17,7 @@ from pipebench.recipe.load import load
 from pipebench.report.fitting import Cell, Sought, fit
 from pipebench.report.scores import geometric_mean_error
 from pipebench.train.profiled_model import ProfiledModel, profile_model
-from reports.studies.planned_models import table
+from reports.studies.markdown import table
 
 # Table 3, PipeDream without and with vPipe: samples to the seconds of forward and backward.
 PUBLISHED: Mapping[str, Mapping[int, tuple[float, float]]] = {

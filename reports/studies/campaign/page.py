@@ -17,7 +17,7 @@ from reports.studies.campaign.drawing import ENDINGS, KILLS, KINDS
 from reports.studies.campaign.points import POINTS
 from reports.studies.campaign.spoilt import PASSED_OVER, REFUSED
 from reports.studies.campaign.trial import Done, Outcome
-from reports.studies.planned_models import table
+from reports.studies.markdown import table
 
 HEAD = f"""# The campaign: disturbed runs and spoilt checkpoints, and what was lost
 
