@@ -4,6 +4,7 @@ Analytic profiles are computed from the zoo's full-size recipes. The profiles th
 this repository: they are read from `../shared/profiles`. Without them the studies leave them out, and say so.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml
 
 from pipebench.cluster import Cluster
 from pipebench.profile.load import load_profile
-from pipebench.profile.model import Profile
+from pipebench.profile.model import LayerProfile, Profile
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.recipe.schema import Recipe
@@ -96,6 +97,13 @@ def analytic(model: str, size: int | None = None) -> Subject:
     own = recipe(model, size)
     profile = profile_model(own, cluster(own.cluster.name, 1), wanted=Wanted(plans=True)).profile
     return Subject(model, "analytic", own.train.minibatch_size, profile)
+
+
+def recipe_rows(name: str, minibatch_size: int | None = None) -> Sequence[LayerProfile]:
+    """Return the profiled layers of a recipe's model, and the loss, at the recipe's minibatch size or another."""
+    overrides = [] if minibatch_size is None else [f"train.minibatch_size={minibatch_size}"]
+    loaded = load(name, overrides)
+    return profile_model(loaded.recipe, loaded.cluster).profile.layers[loaded.recipe.train.minibatch_size]
 
 
 def missing() -> list[str]:
