@@ -249,9 +249,9 @@ def as_number(value: Any) -> float | None:
     >>> [as_number(value) for value in (3, True, float("inf"), "3", None)]
     [3, 1.0, inf, None, None]
     """
-    if not isinstance(value, Real):
-        return None
-    return value if type(value) in (int, float) else float(value)  # of numpy: JSON has no float32
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    return float(value) if isinstance(value, Real) else None  # `json` can't write NumPy's float32
 
 
 def warn_of_unlisted(logged: Iterable[str]) -> None:

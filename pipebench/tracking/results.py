@@ -313,7 +313,8 @@ def _chosen(reference: str, known: Sequence[PastRun], what: str = "run") -> Past
     found = _matching(reference, known)
     if len(found) == 1:
         return found[0]
-    got, names = f"{what}: got {reference[:_LONGEST]!r}", listed([run.text for run in found or known], _LISTED)
+    got = f"{what}: got {reference[:_LONGEST]!r}"
+    names = listed([run.text for run in found or known], _LISTED)
     if found:
         raise UserError(f"{got}, which matches {len(found)} {what}s: {names}; name one by the beginning of its id")
     if not known:

@@ -98,34 +98,32 @@ class Tracking:
         goes_on_from: int | None = None,
         unique_name: str | None = None,
     ) -> "RunLog":
-        """Open the record of one run, and log its start.
+        """Open the record of a run and log its start; resume a run that an earlier process recorded in `folder`.
 
-        A run that an earlier process recorded in `folder` is resumed: points that are recorded are not logged again,
-        the start time stays, and params and tags that changed become tags `resumed.<name>`.
+        Recorded points are not logged again, and params and tags that changed become tags `resumed.<name>`.
 
         Args:
             name: of the run in MLflow.
             params: the flattened recipe.
             tags: values that people filter runs by.
             parent: the comparison that the run belongs to, or its MLflow id.
-            virtual: whether the run's clock is virtual; then its seconds are a metric, as MLflow's timestamps are
-                wall times.
-            folder: where the record is kept; None for a temporary one, removed once MLflow has everything.
+            virtual: whether the run's clock is virtual; then its seconds are logged as a metric.
+            folder: of the record; None for a temporary one, which is removed once MLflow has everything.
             system_metrics: whether to sample this host's CPU, memory, disk, network and GPU.
             goes_on_from: samples at the checkpoint that a resumed run goes on from; later points are void.
             unique_name: that no other run of the experiment has; a resumed run keeps its first one.
         """
         record = RecordFolder.of_name(name, self.folder) if folder is None else RecordFolder(folder)
         earlier = record.earlier("start", "point")
-        names = (entry.start.unique_name for entry in earlier if entry.start is not None)
-        unique_name = next(filter(None, names), unique_name)
+        names = [entry.start.unique_name for entry in earlier if entry.start is not None]
+        unique_name = next(filter(None, [*names, unique_name]), None)
         parent_id, parent_key = (None, parent.key) if isinstance(parent, RunLog) else (parent, None)
         start = Start(name, virtual, parent_id, goes_on_from, unique_name, self.store.suite, parent_key)
         run = self._open(record, start, parent, system_metrics=system_metrics)
         clock = "virtual" if virtual else "wall"
         begins = LogEntry(start=start, params=params, tags={"clock": clock, "timestamps": "wall", **tags})
         known = RunRecord.of([*earlier, begins])
-        run.begin(begins, frozenset(point.samples for point in known.points) if known is not None else frozenset())
+        run.begin(begins, frozenset(point.samples for point in (known.points if known is not None else ())))
         return run
 
     def _open(

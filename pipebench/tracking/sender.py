@@ -86,7 +86,8 @@ class Sender:
                 return
             self.record.append(entry, content)
             self._queue.append((entry, content if self.record.path is None else None))
-            self.ended, self._end_ms = entry.status is not None, entry.at_ms
+            self.ended = entry.status is not None
+            self._end_ms = entry.at_ms
 
     def send(self, store: Store, on_progress: Callable[[], None]) -> None:
         """Send the queue to MLflow, calling `on_progress` after each request; may raise whatever MLflow raises."""
@@ -282,7 +283,8 @@ class History:
         self.began_ms = found.start_ms  # milliseconds since the epoch
         self.metrics = {**found.metrics}  # single values, by MLflow's names
         self.last_steps = defaultdict(lambda: -1, found.last_steps)  # largest step of every metric, by MLflow's names
-        self._params, self._tags = {**found.params}, {**found.tags}
+        self._params = {**found.params}
+        self._tags = {**found.tags}
 
     def params(self, params: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
         """Return the new params, and tags `resumed.<name>` for changed ones, which MLflow refuses as params."""

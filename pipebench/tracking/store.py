@@ -93,7 +93,8 @@ class Store(StoreConnection):
             if not experiment_id:  # runs would have no ids either, and their records would count as sent
                 raise ConnectionError("its answers are empty")
             _add_tags(client, experiment_id)
-            self.experiment_id, self.is_connected = experiment_id, True
+            self.experiment_id = experiment_id
+            self.is_connected = True
 
     def create_run(self, name: str, tags: Mapping[str, str], start_ms: int) -> str:
         """Create a run and return its id."""

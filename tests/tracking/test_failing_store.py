@@ -66,7 +66,8 @@ def test_a_metric_that_is_no_number_loses_no_result(
     """0.2.0 recorded it: the result couldn't be read back, and MLflow got neither it nor the run's end."""
     run = tracking.start("odd", params={}, tags={}, folder=folder / f"odd-{value}")
     run.metrics({"own": value, "width": 2})
-    run.finish(replace(RESULT, metrics={**RESULT.metrics, "staleness_max": value, "num_workers": np.float32(4)}))
+    odd: dict[str, Any] = {"staleness_max": value, "num_workers": np.float32(4)}
+    run.finish(replace(RESULT, metrics={**RESULT.metrics, **odd}))
     record, stored = read_record(folder / f"odd-{value}"), fetch(run)
     assert record is not None
     assert record.result == replace(RESULT, metrics={**RESULT.metrics, "num_workers": 4.0})
