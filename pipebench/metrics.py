@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import Flag, auto
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import NamedTuple
+from numbers import Real
+from typing import Any, NamedTuple
 
 from pipebench.hooks import EXTENSIONS, hooks
 
@@ -240,6 +241,17 @@ def on_its_clock(values: Mapping[str, float], name: str) -> float | None:
     2.0
     """
     return values.get(name, values.get(f"{_WALL}{name}"))
+
+
+def as_number(value: Any) -> float | None:
+    """Return a value as an int or float, which JSON can hold; None if it isn't a number.
+
+    >>> [as_number(value) for value in (3, True, float("inf"), "3", None)]
+    [3, 1.0, inf, None, None]
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    return float(value) if isinstance(value, Real) else None  # `json` can't write NumPy's float32
 
 
 def warn_of_unlisted(logged: Iterable[str]) -> None:

@@ -32,7 +32,7 @@ def microbatches_by_default(value: Callable[[str], Any], cluster: Cluster, minib
             return 1  # a profile file has times at few sizes
         return default_microbatches(cluster.num_workers, minibatch_size)
     row = MODES[mode]
-    if not row.cuts(flush, weights):
+    if not row.takes_microbatches(flush, weights):
         return 1
     if order is not None and is_csv(order):
         return read_csv(order).num_microbatches

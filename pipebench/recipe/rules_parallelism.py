@@ -5,7 +5,6 @@ from typing import Any
 
 from pipebench.errors import PlanError, shown
 from pipebench.recipe.draft import Draft, Problems, either, rule
-from pipebench.recipe.engines import ENGINES
 from pipebench.recipe.plan_file import asked_replicas, is_plan_file
 from pipebench.recipe.ranges import TIMINGS
 from pipebench.recipe.schema import LARGEST, VpipeRecipe
@@ -133,17 +132,6 @@ def _rows_of_order(cluster: Any, row: Mode, plan: Any) -> Problems:
 
 
 @rule
-def _messages_of_order(row: Mode, kind: str) -> Problems:
-    """Check that in processes no message overtakes another: they arrive in the order in which they were sent."""
-    if is_csv(row.order) and kind in ENGINES and ENGINES[kind].in_processes:
-        found = read_csv(row.order).overtaking
-        if found is not None:
-            why = f"got {row.order} ({found}) with engine.kind {kind}, whose messages can't overtake each other"
-            allowed = "one order of microbatches forward, and one backward, at all stages, or engine.kind: virtual"
-            yield "parallelism.order", f"{why}: allowed is {allowed}"
-
-
-@rule
 def _units_of_order(
     draft: Draft, row: Mode, microbatches: int, accumulate: int | None, minibatch_size: int
 ) -> Problems:
@@ -171,9 +159,9 @@ def _choosing(cluster: Any, vpipe: Mapping[str, Any] | None, mode: str, row: Mod
     if vpipe is None or given.moves or is_plan_file(plan):  # checked by another rule or the file
         return
     chosen = [name for name in ("swap", "recompute") if getattr(given, name)]
-    if chosen and not row.chooses:
-        others = f"mode {either(MODES, lambda each: each.chooses)}"
-        allowed = f"chunks: 1 and backward: {WHOLE}" if MODES[mode].chooses else others
+    if chosen and not row.chooses_memory:
+        others = f"mode {either(MODES, lambda each: each.chooses_memory)}"
+        allowed = f"chunks: 1 and backward: {WHOLE}" if MODES[mode].chooses_memory else others
         why = f"got true in mode {mode}, and is for stages that have a worker each and run backwards whole"
         yield f"parallelism.vpipe.{chosen[0]}", f"{why}: allowed is false, or {allowed}"
     elif given.swap and cluster.pcie_bytes_per_s is None:

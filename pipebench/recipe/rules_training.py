@@ -217,7 +217,7 @@ def _weights_and_sync(draft: Draft, mode: str, row: Mode) -> Problems:
 
 @rule
 def _microbatches(mode: str, row: Mode, microbatches: int, accumulate: int | None) -> Problems:
-    if microbatches > 1 and not row.cuts(row.flush, row.weights):
+    if microbatches > 1 and not row.takes_microbatches(row.flush, row.weights):
         why = f"mode {mode} doesn't cut minibatches" if row.flush else f"mode {mode} has no flush here"
         modes = either(MODES, lambda each: each.microbatches)
         yield "parallelism.microbatches", f"got {microbatches}, {why}: allowed is 1, or mode {modes}"

@@ -71,7 +71,7 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
     # Faults visible only in the traced model must be raised before the first recipe runs.
     decisions = [decide(each, suite, alone=not several) for each in loaded]
     tracking = Tracking(suite.name)
-    tracking.close_left(records(besides=suite.resumed))
+    tracking.close_orphaned(records(besides=suite.resumed))
     total, numbers = len(loaded) * len(seeds or [0]), itertools.count(1)
     suite = _drawing_few(suite, len(seeds or [0]) * sum(not engine_kind(each.recipe).trains for each in loaded))
 
