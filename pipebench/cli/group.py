@@ -85,7 +85,7 @@ class Commands(click.Group):
         self._meta = ctx.meta
         _require_working_directory()
         try:
-            with _telling(ctx):
+            with _loading_notice(ctx):
                 result = super().invoke(ctx)
             sys.stdout.flush()
             return result
@@ -124,6 +124,9 @@ class Commands(click.Group):
         """Print what ended a command, with its traceback if it is pipebench's fault; return the exit code."""
         if isinstance(error, click.BadParameter) and not isinstance(error, click.MissingParameter) and error.param:
             return self._mistake(UserError(f"{error.param.opts[-1]}: {error.message}"))
+        if isinstance(error, click.exceptions.NoArgsIsHelpError):
+            error.show()
+            return USER_ERROR
         if isinstance(error, click.ClickException):
             return self._mistake(UserError(_in_a_sentence(error)))
         if isinstance(error, UserError):
@@ -151,17 +154,17 @@ class Commands(click.Group):
         if (limit := limit_text(error)) is not None:
             return self._mistake(UserError(limit))
         if is_out_of_memory(error):
-            _say(f"pipebench: error: {printable(memory_text(error))}")
+            _print_error(f"pipebench: error: {printable(memory_text(error))}")
             return INTERNAL_ERROR
         trace = "".join(traceback.format_exception(error))
-        _say(f"pipebench: internal error: {type(error).__name__}: {error}\n{trace}")
+        _print_error(f"pipebench: internal error: {type(error).__name__}: {error}\n{trace}")
         return INTERNAL_ERROR
 
     def _mistake(self, error: UserError) -> int:
         for line in printable_lines(str(error) or type(error).__name__):
             click.echo(f"pipebench: error: {line}", err=True)
         if self._meta.get(_VERBOSE):
-            _say(traceback_of(error))
+            _print_error(traceback_of(error))
         return USER_ERROR
 
 
@@ -200,13 +203,13 @@ def _hint(option: str, ctx: click.Context) -> str:
 
 
 @contextmanager
-def _telling(ctx: click.Context) -> Iterator[None]:
+def _loading_notice(ctx: click.Context) -> Iterator[None]:
     """Print on the standard error what a command is loading if it takes longer than `_SHORT_S`."""
     try:
         has_reader = sys.stderr.fileno() >= 0 and "RANK" not in os.environ
     except (OSError, ValueError):  # no file
         has_reader = False
-    timer = Timer(_SHORT_S, lambda: _say(f"{_named(ctx)}: {_what_is_loading(sys.modules)}"))
+    timer = Timer(_SHORT_S, lambda: _print_error(f"{_named(ctx)}: {_what_is_loading(sys.modules)}"))
     timer.daemon = True
     if has_reader:
         timer.start()
@@ -250,7 +253,7 @@ trust = click.option(
 )
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     for line in printable_lines(text):
         click.echo(line, err=True)
 

@@ -57,8 +57,8 @@ def links(out: Path, workers: int | None, device: str) -> None:
     if os.environ.get("WORLD_SIZE") == "1":
         raise UserError(_ALONE)
     measuring = _measuring()
-    with lasting("links", "waiting for all workers to join", shown=is_first) as tell:
-        found = measuring.measure_here(device, tell)
+    with lasting("links", "waiting for all workers to join", shown=is_first) as on_progress:
+        found = measuring.measure_here(device, on_progress)
     if is_first:
         _print(found)
         output.write(lambda path: path.write_text(measuring.cluster_text(found, _MADE_BY), encoding="utf-8"))
