@@ -50,7 +50,7 @@ from pipebench.recipe.named import fill
 from pipebench.recipe.options import option_type
 from pipebench.recipe.plain import flattened, typed
 from pipebench.recipe.schema import Recipe
-from pipebench.recipe.sweep import Several, Varied, combinations, problem_with_elements, several
+from pipebench.recipe.sweep import SweepRun, SweptList, as_sweep, combinations, problem_with_elements
 from pipebench.recipe.targets import targets_of
 from pipebench.recipe.typecheck import UNQUOTE, problem_with
 from pipebench.recipe.yaml_file import EXTENDS, chain
@@ -211,7 +211,7 @@ def _load_each(
         leaves.add(data, name, folder)
     leaves.add_overrides(overrides)
     _sweep_options(leaves)
-    found = {dotted(key): leaf.value for key, leaf in leaves.found.items() if isinstance(leaf.value, Several)}
+    found = {dotted(key): leaf.value for key, leaf in leaves.found.items() if isinstance(leaf.value, SweptList)}
     if not found:
         return [_finish(leaves, path, builds=builds)]
     # The last list of the command line varies fastest.
@@ -222,7 +222,7 @@ def _load_each(
     except ValueError as error:
         raise RecipeError([*leaves.faults, Fault(display(path), "", str(error))]) from error
     loaded: list[LoadedRecipe] = []
-    faults: dict[Fault, list[Varied]] = {}
+    faults: dict[Fault, list[SweepRun]] = {}
     for run in runs:
         try:
             loaded.append(_varied(_finish(leaves.chosen(run.values), path, builds=builds), run))
@@ -240,7 +240,7 @@ def _sweep_options(leaves: Leaves) -> None:
         if isinstance(leaf.value, list) and len(key) == 2 and key[0] in ("model", "dataset"):
             name = leaves.found.get((key[0], "name"), leaf).value
             hint = str if key[1] == "name" else option_type(key[0], name, key[1])
-            swept = None if hint is Any else several(leaf.value, hint, is_option=False)
+            swept = None if hint is Any else as_sweep(leaf.value, hint, is_option=False)
             problem = problem_with_elements(swept.values) if swept else None
             if problem is not None:
                 leaves.fault(key, problem, leaf.file)
@@ -248,7 +248,7 @@ def _sweep_options(leaves: Leaves) -> None:
                 leaves.found[key] = replace(leaf, value=swept)
 
 
-def _varied(loaded: LoadedRecipe, run: Varied) -> LoadedRecipe:
+def _varied(loaded: LoadedRecipe, run: SweepRun) -> LoadedRecipe:
     """Return a recipe with what varies in its run of a sweep, interpolations resolved."""
     lacking = {fault.key for fault in loaded.pending}  # values from the environment are shown as expressions
     config, given = loaded.config, run.values
@@ -263,7 +263,7 @@ def _varied(loaded: LoadedRecipe, run: Varied) -> LoadedRecipe:
     )
 
 
-def _blamed(fault: Fault, having: Sequence[Varied], num_runs: int, lists: Mapping[str, Several]) -> Fault:
+def _blamed(fault: Fault, having: Sequence[SweepRun], num_runs: int, lists: Mapping[str, SweptList]) -> Fault:
     """Return a fault; if only some runs of a sweep have it, with the name of the first of these."""
     if len(having) == num_runs or fault.key in lists:
         return fault
