@@ -11,6 +11,7 @@ import click
 from pipebench.cli.group import tracebacks
 from pipebench.cli.outputs import Output, refuse_to_overwrite
 from pipebench.errors import UserError
+from pipebench.files import start_of
 from pipebench.formats import num_bytes, seconds
 from pipebench.garbage import without_collector
 from pipebench.show.progress import lasting
@@ -93,7 +94,4 @@ def _print(found: Any) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    try:
-        return _MADE_BY in path.read_text(encoding="utf-8").partition("\n")[0]
-    except (OSError, UnicodeDecodeError):
-        return False
+    return _MADE_BY.encode() in start_of(path, 1000).partition(b"\n")[0]

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from pipebench.cli.json_output import print_json
 from pipebench.errors import UserError
-from pipebench.files import folder_problem, rename
+from pipebench.files import folder_problem, rename, start_of
 from pipebench.show.console import print_written
 from pipebench.show.shown import Shown
 from pipebench.show.terminal import standard_output
@@ -59,11 +59,7 @@ class Output:
 
 def is_picture_by(made_by: str, path: Path) -> bool:
     """Return whether a file is a PNG that names this origin as its software."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(4096)
-    except OSError:
-        return False
+    start = start_of(path, 4096)
     return start.startswith(b"\x89PNG\r\n") and f"Software\0{made_by}".encode() in start
 
 

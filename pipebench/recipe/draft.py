@@ -70,6 +70,7 @@ class Draft:
         written = self.leaves.found.get((*path[:-1], ARGUMENTS, *path[-1:]))  # an argument of a class or target
         if written is not None:
             return written.file
+        # The last file that gave the key, else the last one that gave anything in the innermost section around it.
         for length in range(len(path), 0, -1):
             for key, leaf in reversed(self.leaves.found.items()):
                 if key[:length] == path[:length] and (length > 1 or len(path) == 1):

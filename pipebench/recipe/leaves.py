@@ -165,7 +165,7 @@ class Leaves:
         """Remove the leaves that new ones replace: sections they are in, keys inside them, and excluded keys."""
         given = [key for key, leaf in new.items() if leaf.value is not None]  # null replaces no other key
         groups = {group for group in TOGETHER for key in given if key[: len(group)] == group}
-        for old in list(self.found):
+        for old in list(self.found):  # a section replaces its keys, and a key the section that was given as a whole
             replaced = any(old[: len(key)] == key or key[: len(old)] == old for key in new)
             if (replaced and old not in new) or any(old[: len(group)] == group for group in groups):
                 del self.found[old]
@@ -253,6 +253,7 @@ class Leaves:
         if key == ("extends",):
             self.fault(key, "is for files: name another recipe instead", COMMAND_LINE)
             return None
+        # A leaf may itself be a mapping, such as an option's value; a key inside it changes that part alone.
         found = next((key[:count] for count in range(1, len(key)) if key[:count] in self.found), ())
         before = self.found[found].value if found else None
         nested = _with(before, key[len(found) :], values[0] if listed is None else SweptList(tuple(values)))

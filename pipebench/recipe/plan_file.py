@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipebench.errors import PlanError, RecipeError, choice
-from pipebench.files import read_text
+from pipebench.files import read_text, start_of
 from pipebench.recipe.schema import ParallelismRecipe
 from pipebench.schedule.csv_form import is_csv
 from pipebench.schedule.modes import AUTO, KEEP, MEMORY_POLICIES, MODES, RECOMPUTE, SWAP, Mode
@@ -74,11 +74,7 @@ def is_plan_file(given: object) -> bool:
 
 def is_our_plan(path: Path) -> bool:
     """Return whether a file is a plan file, valid or not, by its beginning."""
-    try:
-        with path.open("rb") as file:
-            return f'"{_KEY}"'.encode() in file.read(200)
-    except OSError:
-        return False
+    return f'"{_KEY}"'.encode() in start_of(path, 200)
 
 
 def load_plan(path: str) -> PlanForm:
