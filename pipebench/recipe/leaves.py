@@ -131,8 +131,13 @@ class Leaves:
     def add_overrides(self, overrides: Sequence[str]) -> None:
         """Merge `key=value` words of the command line over the leaves; the last value of a key wins."""
         for text in overrides:
-            data = self._override(text)
-            if data is not None:
+            name, _, written = text.partition("=")
+            key: Key = tuple(name.strip().split("."))
+            try:
+                data = self._nested(key, _override(text, key, written))
+            except ValueError as error:
+                self.fault(key if len(key) <= MAX_DEPTH else key[:2], str(error), COMMAND_LINE)
+            else:
                 self.add(data, COMMAND_LINE, Path.cwd())
 
     def chosen(self, values: Mapping[str, Any]) -> "Leaves":
@@ -229,37 +234,34 @@ class Leaves:
             else:
                 self.fault((*key, str(name)), "is not a name an option can have (letters, digits and _)", file)
 
-    def _override(self, text: str) -> dict[str, Any] | None:
-        """Return a word `key=value` as nested data, or add a fault and return None."""
-        name, _, written = text.partition("=")
-        key: Key = tuple(name.strip().split("."))
-        if len(key) > MAX_DEPTH:
-            self.fault(key[:2], f"got {text[:60]!r}, keys are nested at most {MAX_DEPTH} deep", COMMAND_LINE)
-            return None
-        listed = elements(written)
-        parts = [written] if listed is None else listed
-        try:
-            values = [_as_text(part, parse(part), key) for part in parts]
-        except ValueError as error:
-            self.fault(key, str(error), COMMAND_LINE)
-            return None
-        if not all(key):
-            self.fault(key, f"got {text[:60]!r}, allowed is key=value", COMMAND_LINE)
-            return None
-        if not all(part.strip() for part in parts):
-            given = "no value after =" if listed is None else f"{shown(written)}, a list with an empty element"
-            self.fault(key, f"got {given}; null takes a value away", COMMAND_LINE)
-            return None
-        if key == ("extends",):
-            self.fault(key, "is for files: name another recipe instead", COMMAND_LINE)
-            return None
-        # A leaf may itself be a mapping, such as an option's value; a key inside it changes that part alone.
+    def _nested(self, key: Key, value: Any) -> dict[str, Any]:
+        """Return a key's value as nested data.
+
+        A leaf may be a mapping, such as an option's value. If the key is inside one, the data has its other keys, too.
+        """
         found = next((key[:count] for count in range(1, len(key)) if key[:count] in self.found), ())
         before = self.found[found].value if found else None
-        nested = _with(before, key[len(found) :], values[0] if listed is None else SweptList(tuple(values)))
+        nested = _with(before, key[len(found) :], value)
         for part in reversed(found):
             nested = {part: nested}
         return dict(nested)
+
+
+def _override(text: str, key: Key, written: str) -> Any:
+    """Return the value of a word `key=value`; raises a ValueError, the end of a sentence, if it isn't one."""
+    if len(key) > MAX_DEPTH:
+        raise ValueError(f"got {text[:60]!r}, keys are nested at most {MAX_DEPTH} deep")
+    listed = elements(written)
+    parts = [written] if listed is None else listed
+    values = [_as_text(part, parse(part), key) for part in parts]
+    if not all(key):
+        raise ValueError(f"got {text[:60]!r}, allowed is key=value")
+    if not all(part.strip() for part in parts):
+        given = "no value after =" if listed is None else f"{shown(written)}, a list with an empty element"
+        raise ValueError(f"got {given}; null takes a value away")
+    if key == ("extends",):
+        raise ValueError("is for files: name another recipe instead")
+    return values[0] if listed is None else SweptList(tuple(values))
 
 
 def _with(mapping: object, key: Key, value: Any) -> Any:
