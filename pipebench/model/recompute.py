@@ -27,7 +27,7 @@ Buffers = list[tuple[torch.Tensor, torch.Tensor]]  # each buffer with a copy fro
 Storages = MutableMapping[int, torch.UntypedStorage]  # by address, which no other storage gets while they are held
 
 
-class _SavedInputs:
+class _Recomputation:
     """Computes the tensors that autograd would save of a run of layers again, when the backward asks for them.
 
     torch.utils.checkpoint also does this, but takes 0.6 ms per call, while a small stage's forward takes 1 ms.
@@ -40,7 +40,7 @@ class _SavedInputs:
 
     def __call__(self) -> Any:
         """Run the layers forward."""
-        with _as(FIRST), saved_tensors_hooks(self._leave_out, self._find):
+        with _running_as(FIRST), saved_tensors_hooks(self._leave_out, self._find):
             return self._run(*self._values)
 
     def _leave_out(self, _: torch.Tensor) -> int:
@@ -56,7 +56,7 @@ class _SavedInputs:
                 for buffer, value in self._buffers:
                     buffer.copy_(value)
             hooks = saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _refuse)
-            with self._layers.same_buffers(writes=False), _as(AGAIN), torch.enable_grad(), hooks:
+            with self._layers.same_buffers(writes=False), _running_as(AGAIN), torch.enable_grad(), hooks:
                 self._run(*self._values)
             self._layers.note_again(saved, self._values)
             if len(saved) != self._num_saved:
@@ -70,9 +70,9 @@ class _SavedInputs:
 
 
 @contextmanager
-def _as(time: str) -> Iterator[None]:
+def _running_as(which: str) -> Iterator[None]:
     """Set `running` within the context."""
-    before = running.set(time)
+    before = running.set(which)
     try:
         yield
     finally:
@@ -102,9 +102,9 @@ class Recomputed(FoldedRun):
         if self._own is None:
             self._own = [buffer for part in self._parts() for buffer in part.buffers(recurse=False)]
         buffers = [(buffer, buffer.clone()) for buffer in (self._own if self._changing is None else self._changing)]
-        saved_inputs, versions = _SavedInputs(self, values, buffers), [buffer._version for buffer in self._own]
+        recomputation, versions = _Recomputation(self, values, buffers), [buffer._version for buffer in self._own]
         with self.same_buffers():
-            found = saved_inputs()
+            found = recomputation()
         self._note_changes(buffers, versions)
         if self.saved is not None:
             self.saved.update(_storages([*values, *(before for _, before in buffers)]))

@@ -70,8 +70,9 @@ def find_slices(module: fx.GraphModule, num_slices: int) -> Slicing:
         )
     found = Slicing()
     for region in regions:
-        for name in ("columns", "alone", "rows"):
-            getattr(found, name).update(getattr(region, name))
+        found.columns |= region.columns
+        found.alone |= region.alone
+        found.rows |= region.rows
         found.gathered += region.gathered
         found.embeddings += region.embeddings
     for node in (each for each in module.graph.nodes if each in found.columns):

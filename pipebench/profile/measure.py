@@ -327,10 +327,10 @@ class _Passes:
     def _fetch(self, size: int, k: int, fields: Sequence[str]) -> _Samples:
         """Return the k-th minibatch of the training samples, on the device."""
         fetched = Source(self.dataset, "train", fields, self.device).fetch((self._indices(size, k), 0))
-        there = {name: onto_device(value, self.device) for name, value in fetched.items()}
+        samples = {name: onto_device(value, self.device) for name, value in fetched.items()}
         if self.engine.channels_last:
-            there |= {name: channels_last(there[name]) for name in self.dataset.inputs if name in there}
-        return there
+            samples |= {name: channels_last(samples[name]) for name in self.dataset.inputs if name in samples}
+        return samples
 
     def _whole_step(self, samples: _Samples) -> Reading:
         """Time one forward and backward of the whole model, written as a user would."""
