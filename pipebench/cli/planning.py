@@ -23,7 +23,7 @@ from pipebench.planner.compare import compare, with_others
 from pipebench.planner.cost_models import COST_MODELS, DEFAULT
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
-from pipebench.planner.states import Known
+from pipebench.planner.states import PlanningCache
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.profile.load import load_profile, plain_name
 from pipebench.profile.model import Profile
@@ -102,14 +102,14 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
     )
     refuse_to_overwrite((out, picture))
     began_s = time.perf_counter()
-    known = Known()
-    answer = _of_recipe(loaded, options, known) if loaded is not None else _of_file(options, known)
+    cache = PlanningCache()
+    answer = _of_recipe(loaded, options, cache) if loaded is not None else _of_file(options, cache)
     if not options.as_json:
         print_plan(answer, standard_output())
     form = form_of(answer.comparison.best.plan, answer.layer_names)
     out.write(lambda path: path.write_text(form.text(), encoding="utf-8"), _progress(options))
     picture.write(lambda path: _pictures().plan_figure(answer).write(path), _progress(options))
-    everything = _with_others(answer, options, known)
+    everything = _with_others(answer, options, cache)
     everything = replace(everything, total_s=time.perf_counter() - began_s)
     if options.as_json:
         print_json(plan_data(everything))
@@ -119,9 +119,9 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
 
 def findings(loaded: LoadedRecipe, *, others: bool) -> PlanFindings:
     """Return what `plan` prints of a recipe, with the `others`, the best plans of the other modes, if asked."""
-    began_s, known = time.perf_counter(), Known()
+    began_s, cache = time.perf_counter(), PlanningCache()
     options = PlanOptions(others=others)
-    answer = _with_others(_of_recipe(loaded, options, known), options, known)
+    answer = _with_others(_of_recipe(loaded, options, cache), options, cache)
     return replace(answer, total_s=time.perf_counter() - began_s)
 
 
@@ -142,11 +142,11 @@ def plan_each(loaded: Sequence[LoadedRecipe], options: PlanOptions) -> None:
             raise UserError(f"{option} is for one plan, and the recipe makes {len(loaded)}: give one value per key")
     answers, refused = [], {}
     for each in loaded:
-        known = Known()
+        cache = PlanningCache()
         try:
-            answer = _of_recipe(each, options, known)
+            answer = _of_recipe(each, options, cache)
             if options.as_json:  # the table has no room for other modes
-                answer = _with_others(answer, options, known)
+                answer = _with_others(answer, options, cache)
             answers.append(replace(answer, name=each.varied_name))
         except RecipeError as error:
             refused[each.varied_name] = "; ".join(fault.problem for fault in error.faults)
@@ -160,7 +160,7 @@ def plan_each(loaded: Sequence[LoadedRecipe], options: PlanOptions) -> None:
         print_plans(answers, refused, standard_output())
 
 
-def _of_recipe(loaded: LoadedRecipe, options: PlanOptions, known_states: Known) -> PlanFindings:
+def _of_recipe(loaded: LoadedRecipe, options: PlanOptions, cache: PlanningCache) -> PlanFindings:
     mode = options.mode or loaded.recipe.parallelism.mode
     with faults_of(loaded):
         loaded = _with_slices(loaded, options, mode)
@@ -176,7 +176,7 @@ def _of_recipe(loaded: LoadedRecipe, options: PlanOptions, known_states: Known) 
         request = plan_request(recipe, cluster, known.profile, known.dataset)
         if mode != parallelism.mode:
             request = replace(request, row=None)
-        answer = _answer(recipe.name, request, mode, options, known_states, says_samples=True)
+        answer = _answer(recipe.name, request, mode, options, cache, says_samples=True)
         if request.row is not None:
             answer = replace(answer, given=_given(parallelism, known, request, mode))
     return answer
@@ -229,7 +229,7 @@ def _progress(options: PlanOptions) -> Console | None:
     return standard_error() if options.as_json else None
 
 
-def _of_file(options: PlanOptions, known_states: Known) -> PlanFindings:
+def _of_file(options: PlanOptions, cache: PlanningCache) -> PlanFindings:
     assert options.profile is not None
     given = options.minibatch_size
     profile = load_profile(options.profile, given or 1)
@@ -249,17 +249,17 @@ def _of_file(options: PlanOptions, known_states: Known) -> PlanFindings:
     model = COST_MODELS[options.cost_model or DEFAULT]
     request = Request(profile, cluster, model, size, runnable=False)
     name = plain_name(Path(options.profile))
-    return _answer(name, request, options.mode or "pipedream", options, known_states, says_samples=says_samples)
+    return _answer(name, request, options.mode or "pipedream", options, cache, says_samples=says_samples)
 
 
 def _answer(
-    name: str, request: Request, mode: str, options: PlanOptions, known_states: Known, *, says_samples: bool
+    name: str, request: Request, mode: str, options: PlanOptions, cache: PlanningCache, *, says_samples: bool
 ) -> PlanFindings:
     """Return the plan of the requested mode, without other modes."""
     if mode == AUTO and not options.others:
         raise UserError("--no-others goes with one mode: auto plans them all, to find the fastest")
-    with preparing(name, _progress(options), work="planning") as tell:
-        comparison = compare(request, None if mode == AUTO else mode, others=False, known=known_states, tell=tell)
+    with preparing(name, _progress(options), work="planning") as on_search:
+        comparison = compare(request, None if mode == AUTO else mode, others=False, cache=cache, on_search=on_search)
     best = comparison.best
     asked = request if best.plan.mode == mode else replace(request, row=None)
     row = best.chosen(asked.row or MODES[best.plan.mode])
@@ -279,9 +279,9 @@ def _one_deeper_s(planner: Planner, best: PlanEstimate) -> float | None:
     return planner.with_prediction(deeper).minibatch_s
 
 
-def _with_others(answer: PlanFindings, options: PlanOptions, known_states: Known) -> PlanFindings:
+def _with_others(answer: PlanFindings, options: PlanOptions, cache: PlanningCache) -> PlanFindings:
     """Add the other modes to an answer, if requested."""
     if not options.others:
         return answer
-    with preparing(answer.name, _progress(options), work="planning") as tell:
-        return replace(answer, comparison=with_others(answer.request, answer.comparison, known_states, tell))
+    with preparing(answer.name, _progress(options), work="planning") as on_search:
+        return replace(answer, comparison=with_others(answer.request, answer.comparison, cache, on_search))

@@ -23,6 +23,7 @@ from pipebench.model.in_place import MADE, make_cuttable, memory_owner, overwrit
 from pipebench.model.slice_modules import Slices
 from pipebench.model.tracing import Fed, TracedModule, fed_arguments, record
 
+DRAWS_AS = "pipebench_draws_as"  # in a node's `meta`: see `draw_name`
 _RANDOM_MODULES: tuple[type[nn.Module], ...] = (_DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
@@ -201,6 +202,19 @@ def copied(part: _Part, memo: dict[int, Any] | None = None) -> _Part:
     return made
 
 
+def copied_to(module: nn.Module, device: torch.device) -> nn.Module:
+    """Return a copy of a module on a device; tensors that its modules share stay shared.
+
+    `Module.to` would give each module a buffer of its own.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = buffer.detach().to(device)
+    return copied(module, memo)
+
+
 def _parameters_of(part: Any) -> list[nn.Parameter]:
     if isinstance(part, nn.Module):
         return list(part.parameters())
@@ -328,7 +342,7 @@ def _layer_graph(model: nn.Module, module: fx.GraphModule, **rest: Any) -> Layer
             parameters=_names(module, node, first_name, trained=True),
             untrained=_names(module, node, first_name, trained=False),
             buffers=_buffers(module, node, changed),
-            draws_as=_draw_name(module, node),
+            draws_as=draw_name(module, node),
             runs_once=(owner := memory_owner(module, node)).op == "get_attr" and str(owner.target) in changed,
         )
         for i, node in enumerate(computing)
@@ -339,8 +353,13 @@ def _layer_graph(model: nn.Module, module: fx.GraphModule, **rest: Any) -> Layer
     return LayerGraph(model, module, graph, inputs, layers, reads_of(output, index), **rest)
 
 
-def _draw_name(module: fx.GraphModule, node: fx.Node) -> str:
-    """Return the name that seeds a layer's draws, "" if it draws none; every call of one module has its own name."""
+def draw_name(module: fx.GraphModule, node: fx.Node) -> str:
+    """Return the name that seeds a layer's draws; each call of a module that is called several times has its own.
+
+    A rewrite that gives a node another module keeps the name by `DRAWS_AS` in the node's `meta`.
+    """
+    if DRAWS_AS in node.meta:
+        return str(node.meta[DRAWS_AS])
     if not is_random(module, node):
         return ""
     if node.op != "call_module":

@@ -173,7 +173,7 @@ class EmbeddingSlices(nn.Module):
         self.num_embeddings = num_rows
         self.start = group.rank * math.ceil(num_rows / group.size)
         padding = divided.padding_idx
-        self._options = divided.scale_grad_by_freq, divided.sparse
+        self._sparse = divided.sparse
         self._padding = None if padding is None else padding - self.start
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -184,24 +184,26 @@ class EmbeddingSlices(nn.Module):
         own = own.masked_fill(elsewhere, 0)
         # The last devices may have no rows, and a lookup needs one.
         rows = self.weight if len(self.weight) else nn.functional.pad(self.weight, (0, 0, 0, 1))
-        vectors = nn.functional.embedding(own, rows, padding, None, 2.0, *self._options)
+        vectors = nn.functional.embedding(own, rows, padding, sparse=self._sparse)
         vectors = vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
         y: torch.Tensor = _SumForward.apply(vectors, self.group)
         return y
 
 
 class DropoutSlices(nn.Module):
-    """Dropout of pieces, drawn for the whole, so that the number of devices doesn't change what is dropped."""
+    """Dropout of pieces, of one form of a model: drawn for the whole, so that all numbers of devices drop the same."""
 
     one_layer = True
 
     def __init__(self, whole: nn.Dropout, dimension: int, group: SliceGroup) -> None:
         super().__init__()
-        self.p, self.dimension, self.group = whole.p, dimension, group
+        # Not `self.training`, which stages set by the names of the model's own modules.
+        self.p = whole.p if whole.training else 0.0
+        self.dimension, self.group = dimension, group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the device's piece of the whole's dropout."""
-        if not self.training or self.p == 0:
+        if self.p == 0:
             return x
         shape = list(x.shape)
         shape[self.dimension] *= self.group.size

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from pipebench.errors import GraphError
-from pipebench.model.graph import is_random
+from pipebench.model.graph import DRAWS_AS, draw_name, is_random
 from pipebench.model.slice_modules import (
     Alone,
     CopiedToSlices,
@@ -130,13 +130,15 @@ class ProcessSlicer(Slicer):
         super().__init__(group, in_processes=True)
 
     def _treat_alone(self, module: fx.GraphModule, found: Slicing) -> None:
+        """Give pieces dropout of their own: the model's module may drop whole values elsewhere."""
         super()._treat_alone(module, found)
+        for node in module.graph.find_nodes(op="call_module"):
+            node.meta[DRAWS_AS] = draw_name(module, node)  # before targets, which it goes by, change
         for node, kind in found.alone.items():
             path = str(node.target)
             if node.op == "call_module" and isinstance(whole := module.get_submodule(path), nn.Dropout):
-                self._wholes.append(whole)
-                made = DropoutSlices(whole, DIMENSION[kind], self._group)
-                module.set_submodule(path, self._modules.setdefault(id(whole), made))
+                node.target = f"{path}_of_{kind}"
+                module.add_submodule(node.target, DropoutSlices(whole, DIMENSION[kind], self._group))
 
 
 class SlicerInTurn(Slicer):

@@ -13,6 +13,7 @@ Differs: every device computes the loss, from gathered logits, so that it may be
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -48,6 +49,12 @@ class Slicing:
     rows: dict[fx.Node, str] = field(default_factory=dict)  # divided by rows: read pieces, return sums
     gathered: list[fx.Node] = field(default_factory=list)  # divided by columns: return gathered pieces
     embeddings: list[fx.Node] = field(default_factory=list)  # divided by rows: return sums
+
+    @property
+    def roles(self) -> dict[fx.Node, tuple[str, str]]:
+        """The nodes whose matrices are divided, with the field that has them, and what their pieces are of."""
+        by_kind = {node: (name, kind) for name in ("columns", "rows") for node, kind in getattr(self, name).items()}
+        return by_kind | {node: (name, "") for name in ("gathered", "embeddings") for node in getattr(self, name)}
 
     @property
     def divided(self) -> dict[fx.Node, int]:
@@ -135,7 +142,7 @@ def _ends(module: fx.GraphModule) -> Iterator[Slicing]:
         if node.op != "call_module":
             continue
         called = module.get_submodule(str(node.target))
-        if type(called) is nn.Embedding and called.num_embeddings > called.embedding_dim and called.max_norm is None:
+        if type(called) is nn.Embedding and called.num_embeddings > called.embedding_dim and _looks_up(called):
             yield Slicing(embeddings=[node])
         is_last = [*node.users] == [*module.graph.find_nodes(op="output")]
         is_divided = is_last and isinstance(called, nn.Linear) and _role(module, node, 1) == FEATURES
@@ -144,29 +151,42 @@ def _ends(module: fx.GraphModule) -> Iterator[Slicing]:
 
 
 def _consistent(module: fx.GraphModule, regions: Sequence[Slicing]) -> list[Slicing]:
-    """Return the regions whose parameters are divided in the same way by all layers that use them.
+    """Return the regions whose modules and parameters are divided alike wherever the model uses them.
 
+    A process has only its piece of a divided matrix. So the matrix stays whole if the model also reads it as a tensor,
+    as in `linear(x, self.words.weight)`, or calls its module once for the layer after it and once for its output.
     Leaving out a region may make others inconsistent, with which it shares parameters: hence the loop.
     """
     remaining = [*regions]
     while True:
         divided = {node: dimension for region in remaining for node, dimension in region.divided.items()}
-        ways: dict[int, set[int | None]] = {}
+        roles = {node: role for region in remaining for node, role in region.roles.items()}
+        ways: dict[int, set[Any]] = {}  # by id of a module or parameter
         for node in module.graph.nodes:
-            for parameter in module.get_submodule(str(node.target)).parameters() if node.op == "call_module" else ():
-                ways.setdefault(id(parameter), set()).add(divided.get(node))
-        alike = [
-            region
-            for region in remaining
-            if all(
-                len(ways[id(parameter)]) == 1
-                for node in region.divided
-                for parameter in module.get_submodule(str(node.target)).parameters()
-            )
-        ]
+            if node.op == "get_attr":
+                ways.setdefault(id(attrgetter(str(node.target))(module)), set()).add(None)
+            elif node.op == "call_module":
+                called = module.get_submodule(str(node.target))
+                ways.setdefault(id(called), set()).add(roles.get(node))
+                for parameter in called.parameters():
+                    ways.setdefault(id(parameter), set()).add(divided.get(node))
+        alike = [region for region in remaining if all(len(ways[id(each)]) == 1 for each in _held(module, region))]
         if len(alike) == len(remaining):
             return alike
         remaining = alike
+
+
+def _looks_up(embedding: nn.Embedding) -> bool:
+    """Return whether a row's vector and gradient depend on no other token: no renormalisation, no token counts."""
+    return embedding.max_norm is None and not embedding.scale_grad_by_freq
+
+
+def _held(module: fx.GraphModule, region: Slicing) -> Iterator[nn.Module | nn.Parameter]:
+    """Yield the divided modules of a region, and their parameters."""
+    for node in region.divided:
+        called = module.get_submodule(str(node.target))
+        yield called
+        yield from called.parameters()
 
 
 def _role(module: fx.GraphModule, node: fx.Node, side: int) -> str | None:

@@ -1,10 +1,8 @@
-"""What a mode's plans may do where memory binds: share out optimizer state, run layers again, or both.
+"""What plans do where memory binds: shard optimizer state, recompute layers, or both; and the error if none fits.
 
-Where no plan fits at all: by how much, and what would help.
-
-Weights in training stay those of a plan that does neither, so the planner may choose, by predicted time among what
-fits. Memory binds where the plan that would be best without a limit doesn't fit; elsewhere nothing is chosen, though
-replicas with shards step faster.
+Neither changes the weights that training gives, so the planner may choose: of the plans that fit, the fastest as
+predicted. Memory binds if the plan that would be best without a limit doesn't fit. Otherwise nothing is chosen,
+although sharded replicas have shorter optimizer steps.
 """
 
 import math
@@ -28,14 +26,14 @@ from pipebench.schedule.syncs import OPTIMIZER
 
 
 def why_nothing_fits(of: Estimator) -> str:
-    """Return a sentence that says by how much memory every plan exceeds a device's, and what would help."""
+    """Return a sentence on the memory that the leanest plan lacks, and on the changes that would make one fit."""
     request, mode, limit = of.request, of.mode, float(of.request.cluster.memory_bytes or 0)
     needed = least_memory(of)
     if math.isinf(needed):
         return _too_few_places(of)
 
     def fits(changed: Request, name: str = of.name) -> bool:
-        return least_memory(Estimator(changed, name)) <= limit
+        return least_memory(Estimator(changed, name, of.cache)) <= limit
 
     ways = []
     recomputing = replace(request, row=replace(mode, recompute=True), memory=None)
@@ -70,7 +68,7 @@ def why_nothing_fits(of: Estimator) -> str:
 
 
 def lacks_places(of: Estimator) -> bool:
-    """Return whether a mode has no plan whatever the memory: several stages per worker need more workers or places."""
+    """Return whether there are too few workers or places to cut for a mode with several stages per worker."""
     return of.mode.chunks > 1 and math.isinf(least_memory(of))
 
 
@@ -85,7 +83,7 @@ def _too_few_places(of: Estimator) -> str:
 
 
 def _without_activations(profile: Profile) -> Profile:
-    """Return a profile whose layers keep and send nothing: what does not depend on the minibatch."""
+    """Return a profile whose layers neither save nor send anything: bytes independent of the minibatch remain."""
     nothing: dict[str, Any] = dict.fromkeys(("saved_with", "keeps", "puts_out", "takes", "output_parts"), ())
     nothing |= dict.fromkeys(("saved_bytes", "output_bytes", "gradient_bytes"), 0)
     layers = {size: tuple(replace(row, **nothing) for row in rows) for size, rows in profile.layers.items()}
@@ -93,7 +91,7 @@ def _without_activations(profile: Profile) -> Profile:
 
 
 def _may_swap(of: Estimator) -> bool:
-    """Return whether layers that don't swap could."""
+    """Return whether swapping is possible, and some layer doesn't swap yet."""
     several = not of.mode.is_one_stage and of.mode.backward != SPLIT
     return several and of.request.cluster.pcie_bytes_per_s is not None and {*of.memory_policies} != {SWAP}
 
@@ -103,7 +101,7 @@ def least_memory(of: Estimator) -> float:
     if of.mode.chunks > 1:
         every = Searches(of, lambda _search: None).candidates(None)
         return min((found.memory_bytes for found in every), default=math.inf)
-    # Replicas that share out what they hold need less each the more they are.
+    # The more replicas share a sharded stage, the less each of them holds.
     replicas = of.request.cluster.num_workers if of.mode.shape == "one-stage" else 1
     whole = of.estimate("", (SearchStage(0, len(of.work.states) - 1, replicas),)).memory_bytes
     if of.mode.is_one_stage:
@@ -115,7 +113,7 @@ def least_memory(of: Estimator) -> float:
         rule = of.memory(middle)
         if of.mode.weight_sets != 1 and of.request.depth is None:
             rule = replace(rule, depth_at_most=1)
-        if order_of(of.mode.order).splits:  # every stage has as many in flight as there are stages
+        if order_of(of.mode.order).splits:  # every stage has as many units in flight as there are stages
             lengths = range(of.positions_at(1), 0, -1)
             fits = any(
                 straight.fits(replace(rule, in_flight=of.in_flight([1] * k, 0, of.depth_of([1] * k))), k)
@@ -130,16 +128,18 @@ def least_memory(of: Estimator) -> float:
     return high
 
 
-Best = Callable[[Request], PlanEstimate]  # of a request in one mode; raises a PlanError if nothing fits
+Best = Callable[[Request], PlanEstimate]  # the best plan of a mode under a request; raises a PlanError if none fits
 
 
 def best_choice(of: Estimator, best: Best) -> PlanEstimate:
-    """Return the best plan of a mode; if memory binds, of all that its request leaves open.
+    """Return the best plan of a mode; where memory binds, of all rows of `open_rows`, too.
 
-    `best` returns the best plan of a request that leaves nothing open, and of `of.request` as if it did.
+    Args:
+        of: the mode and its request.
+        best: returns the best plan for exactly the row of a request, without choosing.
 
     Raises:
-        PlanError: nothing fits; says what the mode as it is needs.
+        PlanError: nothing fits; says what the mode's own row needs.
     """
     found = {of.mode: _tried(best, of.request)}
     own = found[of.mode]
@@ -153,7 +153,7 @@ def best_choice(of: Estimator, best: Best) -> PlanEstimate:
     chosen = min(plans, key=lambda row: plans[row].minibatch_s)
     if len(found) == 1:
         return plans[chosen]
-    ordered = sorted(found, key=lambda row: row != chosen)  # the others stay in order
+    ordered = sorted(found, key=lambda row: row != chosen)  # stable: the others keep their order
     times_s = {row: each.minibatch_s for row, each in plans.items()}
     tried = tuple(replace(_choice(row), minibatch_s=times_s.get(row)) for row in ordered)
     made = replace(plans[chosen], choices=tried)
@@ -168,9 +168,9 @@ def _choice(row: Mode) -> MemoryChoice:
 
 
 def open_rows(of: Estimator) -> Iterator[Mode]:
-    """Yield the mode's row with everything that plans may do besides what it says.
+    """Yield the other rows that plans may use: the mode's with shards, with recomputation, or with both.
 
-    Nothing under the papers' cost models, which know no shards; no shards in straight plans, which have no replicas.
+    None under the papers' cost models, which have no shards. Straight plans have no replicas to shard.
     """
     request, mode = of.request, of.mode
     if request.cluster.memory_bytes is None or not request.model.has_ports or mode.is_one_stage:
@@ -187,7 +187,8 @@ def open_rows(of: Estimator) -> Iterator[Mode]:
 def _fits_whole(of: Estimator) -> bool:
     """Return whether one device holds twice the whole model, with as many units in flight as any stage can have.
 
-    Then memory binds nowhere, which no search need find out. Twice, since a stage has buffers for what it sends.
+    Then memory never binds, and no search is needed to know it. Twice, because a stage also has buffers for what it
+    sends.
     """
     rule, states = of.memory(of.memory_limit_bytes), of.work.states
     deepest = rule.in_flight or max(1 + of.request.cluster.num_workers, of.request.depth or 1)
@@ -195,7 +196,7 @@ def _fits_whole(of: Estimator) -> bool:
 
 
 def _binds(of: Estimator, best: Best, closed: Request, own: PlanEstimate) -> bool:
-    """Return whether a plan that doesn't fit is faster than the best that does."""
+    """Return whether memory binds: some plan that doesn't fit is faster than the best that does."""
     fastest = best(replace(closed, cluster=replace(of.request.cluster, memory_bytes=None)))
     return fastest.minibatch_s < own.minibatch_s and fastest.memory_bytes > of.memory(of.memory_limit_bytes).limit_bytes
 

@@ -1,11 +1,11 @@
 """Straight plans whose stages choose each layer's policy so that they fit, as in vPipe.
 
-Paper: vPipe (TPDS'21) section 4. The model is cut for its layers' times without memory limits; then every stage chooses
-what to keep, swap and recompute (`swap_recompute`), and, unless the recipe fixes the cuts, stages are cut again for the
-resulting times.
+Paper: vPipe (TPDS'21) section 4. The model is cut by its layers' times without memory limits. Then every stage chooses
+what to keep, swap and recompute (`swap_recompute`). Unless the recipe fixes the cuts, the model is cut again by the
+resulting times, and so on.
 
-Stage memory is first a closed form, then simulated; a stage that exceeds it there, as transfers queue, chooses again
-with that much less memory.
+A stage's memory is first a closed form and then simulated. If a stage exceeds its memory there, because transfers
+queue, it chooses again with that much less memory.
 """
 
 import itertools
@@ -23,15 +23,15 @@ from pipebench.planner.plans import PlanEstimate
 from pipebench.planner.stage_problem import StageProblem
 from pipebench.planner.swap_recompute import best_policies
 
-_MOST_TRIALS = 8  # of policies; two or three suffice if any do
+_MOST_TRIALS = 8  # choices of policies; two or three suffice if any do
 _MOST_REPARTITIONS = 10  # the paper says 3 to 9
-_GAINS = 0.999  # of the bottleneck: what is worth cutting again
-_SHARES = (1.0, 0.95, 0.9, 0.8)  # of a device's memory: the rest is for what the closed form ignores
+_GAINS = 0.999  # times the bottleneck, at most, to continue with other cuts
+_SHARES = (1.0, 0.95, 0.9, 0.8)  # of a device's memory for the closed form; the rest is for what it leaves out
 _AGAIN = ", repartitioned"
 
 
 class UnfitError(PlanError):
-    """A stage fits with no policies."""
+    """A stage doesn't fit with any policies."""
 
 
 def virtualised(of: Estimator, stages: Sequence[SearchStage], found_by: str) -> PlanEstimate:
@@ -45,7 +45,7 @@ def virtualised(of: Estimator, stages: Sequence[SearchStage], found_by: str) -> 
     outcomes = [best_policies(problem) for problem in problems]
     for _ in range(_MOST_TRIALS):
         memory = tuple(policy for outcome in outcomes for policy in outcome.memory)
-        found = _under(of, memory).estimate(found_by, stages)
+        found = of.under(memory=memory).estimate(found_by, stages)
         if math.isinf(limit):
             return found
         over = [most - limit for most in _most_bytes(of, found)]
@@ -70,8 +70,9 @@ def virtualised(of: Estimator, stages: Sequence[SearchStage], found_by: str) -> 
 def best_virtualised(of: Estimator) -> PlanEstimate:
     """Return the best straight plan found whose stages choose their layers' policies, without a prediction.
 
-    Starts from cuts for the layers' times, or the best that can be made to fit. Then, as in vPipe's Algorithm 1, every
-    layer's time is scaled to its stage's, Algorithm 3 cuts for these times, and so on until nothing improves.
+    Starts from the best cuts for the layers' times or, if these can't fit, the best that can. Then, as in vPipe's
+    Algorithm 1, every layer's time is scaled to its stage's time, Algorithm 3 cuts by these times, and so on until
+    nothing improves.
 
     Raises:
         UnfitError: no plan was found that fits.
@@ -99,25 +100,20 @@ def _repartitioned(of: Estimator, found: PlanEstimate) -> tuple[SearchStage, ...
     """Return Algorithm 3's stages for layers scaled to their stages' times."""
     states, rows = of.work.states, of.request.profile.layers[of.unit_size]
     own_s = timed_graph(rows).seconds
-    lasting = [0.0] * len(rows)  # the loss counts with the last layer
+    scaled_s = [0.0] * len(rows)  # `timed_graph` adds the loss to the last layer
     for place, stage in zip(found.plan.stages, found.stages, strict=True):
         layers = range(place.start, place.stop)
         whole_s = sum(own_s[layer] for layer in layers)
         for layer in layers:
-            lasting[layer] = own_s[layer] * (stage.stage_s / found.microbatches / whole_s if whole_s else 1.0)
-    line = LayerChain(timed_graph(rows, lasting), sorted(states.after)[1:-1])
+            scaled_s[layer] = own_s[layer] * (stage.stage_s / found.microbatches / whole_s if whole_s else 1.0)
+    line = LayerChain(timed_graph(rows, scaled_s), sorted(states.after)[1:-1])
     ends = line.ends(repartition(line, found.plan.starts))
     return tuple(SearchStage(states.after[a], states.after[b], 1) for a, b in itertools.pairwise(ends))
 
 
 def predicted(of: Estimator, found: PlanEstimate) -> PlanEstimate:
     """Return a plan with policies per layer and the simulator's prediction."""
-    return _under(of, found.plan.memory).with_prediction(found)
-
-
-def _under(of: Estimator, memory: tuple[str, ...]) -> Estimator:
-    """Return the estimator for these policies of all layers."""
-    return Estimator(replace(of.request, memory=memory), of.name)
+    return of.under(memory=found.plan.memory).with_prediction(found)
 
 
 def _problems(of: Estimator, stages: Sequence[SearchStage]) -> list[StageProblem]:
@@ -131,7 +127,7 @@ def _problems(of: Estimator, stages: Sequence[SearchStage]) -> list[StageProblem
 
 
 def _most_bytes(of: Estimator, found: PlanEstimate) -> list[float]:
-    """Return every stage's peak bytes: simulated, or by the closed form if that takes long."""
+    """Return every stage's peak bytes: simulated or, if that would take long, by the closed form."""
     peaks = of.simulated_peaks(found)
     return [stage.memory_bytes for stage in found.stages] if peaks is None else [*map(float, peaks)]
 
@@ -145,7 +141,7 @@ def _fastest(of: Estimator) -> tuple[SearchStage, ...]:
 
 
 def _best_that_fit(of: Estimator, num_stages: int, unfit: UnfitError) -> tuple[tuple[SearchStage, ...], PlanEstimate]:
-    """Return the fastest stages that can be made to fit, by the closed form and then simulated, and their plan."""
+    """Return the fastest stages that fit with some policies by the closed form and in simulation, and their plan."""
     for share in _SHARES:
         stages = _that_fit(of, num_stages, share)
         if stages is not None:
@@ -155,7 +151,7 @@ def _best_that_fit(of: Estimator, num_stages: int, unfit: UnfitError) -> tuple[t
 
 
 def _that_fit(of: Estimator, num_stages: int, share: float) -> tuple[SearchStage, ...] | None:
-    """Return the fastest straight stages that fit under uniform policies in a share of a device's memory, or None."""
+    """Return the fastest straight stages that each fit in a share of a device's memory with one policy, or None."""
     state_of = of.work.states.after
 
     def fits(part: int, start: int, stop: int) -> bool:

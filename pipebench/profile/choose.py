@@ -71,10 +71,15 @@ def profile_for(
         key = _machine(recipe, device)
         make = partial(measured_profile, request, device, on_progress=on_progress, engine=recipe.engine)
     else:
-        found = _read_for(recipe, timing, request)
-        return replace(found, precision=recipe.train.precision)
+        return _used_here(recipe, device, _read_for(recipe, timing, request))
     found = cached({**_model_parts(recipe, request), **key}, make, anew=recipe.engine.timing == ANEW)
-    return replace(found, precision=recipe.train.precision)
+    return _used_here(recipe, device, found)
+
+
+def _used_here(recipe: Recipe, device: torch.device, found: Profile) -> Profile:
+    """Return a profile with what a file or the cache doesn't know: the recipe's precision, and the GPUs here."""
+    num_devices = torch.cuda.device_count() if device.type == "cuda" else 0
+    return replace(found, precision=recipe.train.precision, num_devices=num_devices)
 
 
 def _check_measurable(recipe: Recipe, cluster: Cluster, dataset: Dataset) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipebench.cluster import LOCAL, Cluster
-from pipebench.errors import ProfileError, choice
+from pipebench.errors import DeviceError, choice
 from pipebench.profile.efficiencies import AMPERE, HOPPER, LAUNCH_S, SHIPPED, Efficiencies
 from pipebench.recipe.schema import EngineRecipe
 from pipebench.zoo.late import torch
@@ -88,12 +88,13 @@ def is_computed(timing: str, cluster: Cluster) -> bool:
 
 
 def find_device(name: str) -> DeviceSpec:
-    """Return a device's entry (case, spaces and `-` don't matter); raises a ProfileError if there is none."""
+    """Return a device's entry (case, spaces and `-` don't matter); raises a DeviceError if there is none."""
     wanted = _plain(name)
     for spec in DEVICES.values():
         if _plain(spec.name) == wanted:
             return spec
-    raise ProfileError(f"no analytic profile for device: {choice(name, DEVICES)}")
+    needed = "without a profile file as engine.timing, the device must be in the catalogue"
+    raise DeviceError(f"{needed}: {choice(name, DEVICES)}")
 
 
 def device_of(cluster: Cluster, engine: EngineRecipe | None = None) -> DeviceSpec:
@@ -102,7 +103,7 @@ def device_of(cluster: Cluster, engine: EngineRecipe | None = None) -> DeviceSpe
     `engine` says whether 32-bit products may use TF32 and whether kernels must be deterministic; None: its defaults.
 
     Raises:
-        ProfileError: no such device.
+        DeviceError: no such device.
     """
     spec = find_device(cluster.device)
     launch_s = spec.launch_s if cluster.launch_s is None else cluster.launch_s

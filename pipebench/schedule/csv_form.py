@@ -70,24 +70,6 @@ class CsvSchedule:
         """Whether backwards are split."""
         return any(cell.op is Op.BACKWARD_WEIGHT for row in self.rows for cell in row)
 
-    @cached_property
-    def overtaking(self) -> str | None:
-        """Where a stage first takes microbatches in another order than stage 0, and the pass; None if no stage does.
-
-        Compared are the passes that send: forwards with forwards, and backwards with backwards.
-        """
-        for ops in ((Op.FORWARD,), (Op.BACKWARD, Op.BACKWARD_INPUT)):
-            of_stage: dict[int, list[tuple[int, ScheduleCell]]] = {}
-            for row, cells in enumerate(self.rows, 1):
-                for cell in cells:
-                    if cell.op in ops:
-                        of_stage.setdefault(cell.stage, []).append((row, cell))
-            for cells_of in of_stage.values():
-                for (row, cell), (_, first) in zip(cells_of, of_stage[0], strict=True):
-                    if cell.microbatch != first.microbatch:
-                        return f"row {row}, cell {cell.number}: {cell} where stage 0 has {first}"
-        return None
-
 
 def is_csv(order: str) -> bool:
     """Return whether an order of work is a file's path rather than a name."""

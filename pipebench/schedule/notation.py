@@ -69,7 +69,7 @@ def _replicas(given: object, mode: Mode, num_workers: int) -> tuple[int, ...]:
         return (2,) * (num_workers // 2) if mode.shape == "even" else (1,) * num_workers
     if isinstance(given, bool) or not isinstance(given, str | int) or not _NOTATION.fullmatch(text):
         others = "replicas per stage such as 15-1, 2-1-1 or 16, or a plan's file such as plan.json"
-        raise PlanError(f"{choice(text[:60], (AUTO, STRAIGHT))}, or {others}")
+        raise PlanError(f"{choice(given, (AUTO, STRAIGHT))}, or {others}")
     return tuple(int(part) for part in text.split("-"))
 
 

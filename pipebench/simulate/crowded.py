@@ -101,8 +101,11 @@ class Crowded(Simulation):
             yield TimelineEvent(now_s, now_s, worker, instruction)
         self._running.discard(worker)
 
-    def _let_compute(self, worker: int, instruction: Instruction, now_s: float) -> None:
-        """Run a backward that has waited for its copy, on the worker's cores."""
+    def _resume(self, worker: int, instruction: Instruction, now_s: float) -> None:
+        """Let a worker that was held up play its instruction now: a backward, or a send, on its cores."""
+        if self._waits(instruction):
+            lasts_s = self.plays[instruction.op](worker, instruction, now_s)
+            assert lasts_s is not None  # what it has waited for is there
         self._work(self._own_s(instruction), worker, _Done(now_s, instruction, math.inf), now_s)
 
     def _waits(self, instruction: Instruction) -> bool:

@@ -1,12 +1,14 @@
 """A recipe's request to the planner, its sizes of units, and a worker's slices, without its model and without torch."""
 
 import copy
+import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pipebench.cluster import Cluster, coarser
+from pipebench.cluster import LOCAL, Cluster, coarser
 from pipebench.errors import GraphError, PlanError
 from pipebench.model.plan import memory_of
 from pipebench.model.sampling import InOrder, Sampler, Streams, Varying, microbatch_sizes
@@ -83,11 +85,26 @@ def whole_minibatches(dataset: Dataset, minibatch_size: int) -> Dataset:
 def with_device_memory(recipe: Recipe, cluster: Cluster, profile: Profile) -> Cluster:
     """Return a cluster whose devices have the memory of the GPU that was measured, if its file gives no size.
 
-    Workers in processes: in one process they share a device, whatever they stand for.
+    Applies to workers in processes, each of which has an equal part of the memory of a GPU that it shares. In one
+    process all workers share a device, whatever they stand for.
     """
-    if cluster.memory_bytes is None and profile.device_bytes and engine_kind(recipe).in_processes:
-        return replace(cluster, memory_bytes=profile.device_bytes)
-    return cluster
+    if cluster.memory_bytes is not None or not profile.device_bytes or not engine_kind(recipe).in_processes:
+        return cluster
+    return replace(cluster, memory_bytes=profile.device_bytes // _processes_per_device(cluster, profile))
+
+
+def _processes_per_device(cluster: Cluster, profile: Profile) -> int:
+    """Return the most processes that share a GPU of this host: local rank r is on GPU r modulo the number of GPUs.
+
+    A launcher says how many processes are on this host. Without one, all workers of cluster `local` are; of other
+    clusters each process is assumed to have its own GPU, because they may be on several hosts.
+    """
+    launched = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if launched.isdecimal():
+        num_here = int(launched)
+    else:
+        num_here = cluster.num_workers * profile.slices if cluster.name == LOCAL else 1
+    return max(1, math.ceil(num_here / profile.num_devices)) if profile.num_devices else 1
 
 
 def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Dataset) -> Request:

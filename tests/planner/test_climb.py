@@ -16,7 +16,7 @@ from pipebench.planner.placement_costs import Sketch
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
 from pipebench.planner.predict import PlannedWorkload, predict
-from pipebench.planner.states import Known
+from pipebench.planner.states import PlanningCache
 from pipebench.schedule.pipeline import noam
 from reports.studies import planner_regret
 from reports.studies.planner_regret import MODE, best_plan, every_plan, instance
@@ -143,15 +143,15 @@ def test_a_plan_that_several_searches_find_is_simulated_once(mode: str, monkeypa
 
 
 def test_bounds_are_made_once_for_modes_that_differ_in_their_weights_only() -> None:
-    asked, known = instance("random", 6).request, Known()
-    alone, shared = (Planner(asked, "pipemare", known=each).best() for each in (None, known))
-    (floors,) = known.floors.values()
+    asked, cache = instance("random", 6).request, PlanningCache()
+    alone, shared = (Planner(asked, "pipemare", cache=each).best() for each in (None, cache))
+    (floors,) = cache.floors.values()
     num_stages = floors.alone_s.cache_info().misses
-    assert Planner(asked, "spectrain", known=known).best().tried_all
-    assert (alone, [*known.floors.values()]) == (shared, [floors])
+    assert Planner(asked, "spectrain", cache=cache).best().tried_all
+    assert (alone, [*cache.floors.values()]) == (shared, [floors])
     assert floors.alone_s.cache_info().misses == num_stages
-    assert len(Planner(replace(asked, relay=not asked.relay), "pipemare", known=known).best().stages) > 0
-    assert len(known.floors) == 2
+    assert len(Planner(replace(asked, relay=not asked.relay), "pipemare", cache=cache).best().stages) > 0
+    assert len(cache.floors) == 2
 
 
 def limited(asked: Request, **shares: Any) -> Request:

@@ -189,7 +189,7 @@ def test_10_000_layers_on_two_levels_are_planned_without_crawling() -> None:
     request = Request(profile, Cluster("two", "random", None, SERVERS), COST_MODELS["artifact"], 1)
     told: list[str] = []
     began_s = time.process_time()
-    found = compare(request, tell=told.append)
+    found = compare(request, on_search=told.append)
     assert time.process_time() - began_s < 90.0  # no benchmark (nox -s bench is): only that it doesn't crawl
     assert found.best.plan.stages[-1].stop == 10_000
     assert found.num_states == 10_001

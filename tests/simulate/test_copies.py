@@ -165,6 +165,19 @@ def test_workers_that_share_cores_wait_for_their_copies_as_well() -> None:
     assert found == {name: pytest.approx(times) for name, times in plain.items()}
 
 
+def test_backwards_that_have_waited_for_their_copies_share_cores() -> None:
+    """Two replicas on one core: forwards until 2 s, copies out and in until 6 s, backwards and their sum until 10 s."""
+    pipeline = Pipeline((2,), chain(1), "1f1b", True, 1, swaps=(0,))
+    costs = costs_of(pipeline, [stage(1.0, 2.0, 20, SimulatedBucket(8, 0.5))])
+    crowded = replace(costs, host=HostCosts(shared=SharedProcessors(1.0)))
+    network = Network(cluster_of(2), copies=True)
+    events = list(Crowded(pipeline, programs(pipeline, 2), crowded, network, lambda unit: 1))
+    ends = {op: [event.end_s for event in events if event.instruction.op is op] for op in Op}
+    assert ends[Op.FORWARD] == [2.0, 2.0]
+    assert ends[Op.SWAP_IN] == [6.0, 6.0]
+    assert ends[Op.BACKWARD] == ends[Op.WAIT_ALL_REDUCE] == [10.0, 10.0]
+
+
 # Messages have the lane first.
 
 

@@ -228,7 +228,7 @@ def compared_until_it_ends(setup: Setup) -> int:
     def observe(event: TimelineEvent) -> None:
         nonlocal compared
         it, worker = event.instruction, event.worker
-        size = engine._feed.size(it.number) if it.op in (Op.FORWARD, *BACKWARDS) else 0
+        size = engine.workers[worker].feed.size(it.number) if it.op in (Op.FORWARD, *BACKWARDS) else 0
         levels.execute(worker, it, size)
         for each in {worker, setup.pipeline.places[it.stage][0]}:
             replica = engine.workers[each].replicas[it.stage]
