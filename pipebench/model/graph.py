@@ -23,7 +23,7 @@ from pipebench.model.in_place import MADE, make_cuttable, memory_owner, overwrit
 from pipebench.model.slice_modules import Slices
 from pipebench.model.tracing import Fed, TracedModule, fed_arguments, record
 
-DRAWS_AS = "pipebench_draws_as"  # in a node's `meta`: see `draw_name`
+DRAWS_AS = "pipebench_draws_as"  # key of a node's `meta`, see `draw_name`
 _RANDOM_MODULES: tuple[type[nn.Module], ...] = (_DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
@@ -205,7 +205,7 @@ def copied(part: _Part, memo: dict[int, Any] | None = None) -> _Part:
 def copied_to(module: nn.Module, device: torch.device) -> nn.Module:
     """Return a copy of a module on a device; tensors that its modules share stay shared.
 
-    `Module.to` would give each module a buffer of its own.
+    `Module.to` would give every module a copy of its own of a shared buffer.
     """
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
@@ -278,6 +278,7 @@ def tensors_read(root: nn.Module, node: fx.Node) -> Iterator[tuple[str, torch.Te
 
 
 def _check_leaves(model: nn.Module, leaves: Sequence[str]) -> None:
+    """Raise a GraphError for a leaf that is neither a module's name nor a class of one."""
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
     names |= {type(module).__name__ for module in model.modules()}
     for leaf in leaves:
@@ -325,6 +326,7 @@ def _computing(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _layer_graph(model: nn.Module, module: fx.GraphModule, **rest: Any) -> LayerGraph:
+    """Return the layer graph of a traced module; `rest` are further fields of `LayerGraph`."""
     graph = module.graph
     computing = _computing(graph)
     index = {node: i for i, node in enumerate(computing)}
@@ -354,9 +356,9 @@ def _layer_graph(model: nn.Module, module: fx.GraphModule, **rest: Any) -> Layer
 
 
 def draw_name(module: fx.GraphModule, node: fx.Node) -> str:
-    """Return the name that seeds a layer's draws; each call of a module that is called several times has its own.
+    """Return the name that seeds a layer's draws, "" if it draws none; every call of one module has its own name.
 
-    A rewrite that gives a node another module keeps the name by `DRAWS_AS` in the node's `meta`.
+    A rewrite that lets a node call another module keeps the name as `DRAWS_AS` in the node's `meta`.
     """
     if DRAWS_AS in node.meta:
         return str(node.meta[DRAWS_AS])
@@ -384,6 +386,7 @@ def _names(module: nn.Module, node: fx.Node, first_name: Mapping[int, str], *, t
 
 
 def _buffers(module: nn.Module, node: fx.Node, changed: Collection[str]) -> tuple[str, ...]:
+    """Return `Layer.buffers` of a node; `changed` are the buffers that any node changes in place."""
     if node.op == "call_module":
         path = str(node.target)
         return tuple(name for name, _ in module.get_submodule(path).named_buffers(prefix=path))

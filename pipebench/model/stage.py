@@ -220,6 +220,7 @@ class _StageLayers:
         return output
 
     def _stateful(self, module: nn.Module) -> tuple[str, ...]:
+        """Return the qualified names of the layers' modules that carry a state."""
         called = [str(layer.node.target) for layer in self.layers if layer.node.op == "call_module"]
         return tuple(
             f"{path}.{inner}" if inner else path

@@ -77,12 +77,13 @@ def profile_for(
 
 
 def _used_here(recipe: Recipe, device: torch.device, found: Profile) -> Profile:
-    """Return a profile with what a file or the cache doesn't know: the recipe's precision, and the GPUs here."""
+    """Return a profile with what files and the cache don't store: the recipe's precision, and the GPUs here."""
     num_devices = torch.cuda.device_count() if device.type == "cuda" else 0
     return replace(found, precision=recipe.train.precision, num_devices=num_devices)
 
 
 def _check_measurable(recipe: Recipe, cluster: Cluster, dataset: Dataset) -> None:
+    """Refuse to measure samples of several lengths, and to measure here for another cluster's device."""
     if dataset.lengths:
         raise ProfileError(
             f"dataset.lengths: {recipe.dataset.get('lengths')} needs times at every length, and only the data has "

@@ -257,6 +257,7 @@ class _Walk:
 
 
 def _steps(graph: LayerGraph, root: nn.Module) -> list[WalkStep]:
+    """Return a step per layer, with the tensors of `root` that it uses."""
     parameters = dict(root.named_parameters())
     exact = dict(graph.root.named_parameters()) if graph.rounding else {}
     can_be_split, averaged = {*splittable(root, graph.graph)}, averaged_buffers(graph)

@@ -102,6 +102,7 @@ def write_csv(rows: Iterable[Iterable[tuple[int, Op, int]]]) -> str:
 
 @cache
 def _read(path: str, text: str) -> CsvSchedule:
+    """Parse and check a file's text."""
     try:
         rows = [row for row in csv.reader(io.StringIO(text, newline="")) if any(cell.strip() for cell in row)]
     except csv.Error as error:
@@ -116,6 +117,7 @@ def _read(path: str, text: str) -> CsvSchedule:
 
 
 def _cells(path: str, row: int, given: Sequence[str]) -> Iterator[ScheduleCell]:
+    """Yield the passes of a row; raises a CsvError for a cell that is none."""
     for number, text in enumerate(given, 1):
         together = _TOGETHER.fullmatch(text.strip())
         for part in (together[1] if together else text).split(";"):
