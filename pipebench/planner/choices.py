@@ -149,22 +149,20 @@ def best_choice(of: Estimator, best: Best) -> PlanEstimate:
         found |= {row: _tried(best, replace(closed, row=row)) for row in rows}
     plans = {row: each for row, each in found.items() if isinstance(each, PlanEstimate)}
     if isinstance(own, PlanError) and not plans:
-        raise PlanError(f"{own}; with {_choice(rows[-1])} none fits either") if rows else own
+        if not rows:
+            raise own
+        raise PlanError(f"{own}; with {MemoryChoice(rows[-1].shard, rows[-1].recompute)} none fits either")
     chosen = min(plans, key=lambda row: plans[row].minibatch_s)
     if len(found) == 1:
         return plans[chosen]
     ordered = sorted(found, key=lambda row: row != chosen)  # stable: the others keep their order
     times_s = {row: each.minibatch_s for row, each in plans.items()}
-    tried = tuple(replace(_choice(row), minibatch_s=times_s.get(row)) for row in ordered)
+    tried = tuple(MemoryChoice(row.shard, row.recompute, times_s.get(row)) for row in ordered)
     made = replace(plans[chosen], choices=tried)
     if chosen == of.mode:
         return made
     shard = None if chosen.shard == of.mode.shard else chosen.shard
     return replace(made, plan=replace(made.plan, shard=shard), found_by=f"{made.found_by}, with {tried[0]}")
-
-
-def _choice(row: Mode) -> MemoryChoice:
-    return MemoryChoice(row.shard, row.recompute, None)
 
 
 def open_rows(of: Estimator) -> Iterator[Mode]:

@@ -18,7 +18,7 @@ from pipebench.planner.choices import best_choice, why_nothing_fits
 from pipebench.planner.climb import climb, climbs
 from pipebench.planner.estimates import LONGEST_BLOCK, MOST_SIMULATED, Estimator
 from pipebench.planner.fixed import plan_fixed
-from pipebench.planner.flat import SearchStage
+from pipebench.planner.flat import SearchStage, renumbered, stages_between
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.placements import placements
 from pipebench.planner.plans import PlanEstimate, Request, StageTime
@@ -230,7 +230,7 @@ class Planner(Estimator):
         if not {*starts} <= {*states.after}:
             raise PlanError(f"the model can't be cut before layers {sorted({*starts} - {*states.after})}")
         bounds = [0, *(states.after[start] for start in starts), len(states) - 1]
-        return tuple(SearchStage(a, b, r) for (a, b), r in zip(itertools.pairwise(bounds), replicas, strict=True))
+        return stages_between(bounds, replicas)
 
     def _cut_best(self, replicas: Sequence[int]) -> tuple[SearchStage, ...]:
         """Return the fastest cuts in the simulator: any, or those that keep tied parameters in one stage.
@@ -246,7 +246,7 @@ class Planner(Estimator):
             return best
         place = {members: i for i, members in enumerate(self.states.members)}
         own = [place[members] for members in self._keeping_ties.states.members]
-        whole = tuple(SearchStage(own[start], own[stop], m) for start, stop, m in stages)
+        whole = renumbered(stages, own)
         best_s, whole_s = (
             self.with_prediction(self.estimate("the recipe", each)).minibatch_s for each in (best, whole)
         )

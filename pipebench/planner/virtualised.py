@@ -8,7 +8,6 @@ A stage's memory is first a closed form and then simulated. If a stage exceeds i
 queue, it chooses again with that much less memory.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,7 +16,7 @@ from dataclasses import replace
 from pipebench.errors import PlanError
 from pipebench.formats import a_or_an, num_bytes
 from pipebench.planner.estimates import Estimator
-from pipebench.planner.flat import FlatProblem, SearchStage, bottleneck_s, plan_flat
+from pipebench.planner.flat import FlatProblem, SearchStage, bottleneck_s, plan_flat, stages_between
 from pipebench.planner.partition import LayerChain, best_consecutive, repartition, timed_graph
 from pipebench.planner.plans import PlanEstimate
 from pipebench.planner.stage_problem import StageProblem
@@ -108,7 +107,7 @@ def _repartitioned(of: Estimator, found: PlanEstimate) -> tuple[SearchStage, ...
             scaled_s[layer] = own_s[layer] * (stage.stage_s / found.microbatches / whole_s if whole_s else 1.0)
     line = LayerChain(timed_graph(rows, scaled_s), sorted(states.after)[1:-1])
     ends = line.ends(repartition(line, found.plan.starts))
-    return tuple(SearchStage(states.after[a], states.after[b], 1) for a, b in itertools.pairwise(ends))
+    return stages_between([states.after[end] for end in ends], [1] * (len(ends) - 1))
 
 
 def predicted(of: Estimator, found: PlanEstimate) -> PlanEstimate:
@@ -165,4 +164,4 @@ def _that_fit(of: Estimator, num_stages: int, share: float) -> tuple[SearchStage
         ends = [state_of[end] for end in line.ends(best_consecutive(line, num_stages))]
     except PlanError:
         return None
-    return tuple(SearchStage(start, stop, 1) for start, stop in itertools.pairwise(ends))
+    return stages_between(ends, [1] * num_stages)

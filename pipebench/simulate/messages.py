@@ -78,9 +78,9 @@ class Messages:
         self._pipeline, self._host, self._network, self._size_of = pipeline, costs.host, network, size_of
         self._copies, self._wake = copies, wake
         self._resume: Resume | None = None
+        places, replicas = pipeline.places, pipeline.replicas
         activations: dict[_Stages, _Edge] = {}
         gradients: dict[_Stages, _Edge] = {}
-        places, replicas = pipeline.places, pipeline.replicas
         for (source, target), sizes in costs.activation_bytes.items():
             values, _ = costs.values.get((source, target), (1.0, 1.0))
             activations[source, target] = _Edge(ACTIVATION, "F", sizes, places[target], replicas[target], values)

@@ -118,11 +118,11 @@ class Simulation:
             Op.UPDATE: self._update,
             Op.WAIT_ALL_REDUCE: self._wait_all_reduce,
             Op.WAIT_SCATTER: self._wait_all_reduce,
-            Op.WAIT_NORM: self._wait_norm,
+            Op.WAIT_NORM: self._join_and_wait,
             Op.GATHER: self._gather,
             Op.WAIT_GATHER: self._wait_gather,
             Op.FREE: lambda worker, it, now_s: 0.0,
-            Op.WAIT_TIED: self._wait_tied,
+            Op.WAIT_TIED: self._join_and_wait,
         }
 
     def __iter__(self) -> Iterator[TimelineEvent]:
@@ -221,13 +221,11 @@ class Simulation:
             self._reductions.join(stage, round_index, now_s)
         return self._wait(worker, (stage, round_index), wait, now_s)
 
-    def _wait_tied(self, worker: int, wait: Instruction, now_s: float) -> float | None:
-        self._reductions.join(wait.peer, wait.number, now_s)
-        return self._wait(worker, (wait.peer, wait.number), wait, now_s)
-
-    def _wait_norm(self, worker: int, wait: Instruction, now_s: float) -> float | None:
-        self._reductions.join(EVERY_STAGE, wait.number, now_s)
-        return self._wait(worker, (EVERY_STAGE, wait.number), wait, now_s)
+    def _join_and_wait(self, worker: int, wait: Instruction, now_s: float) -> float | None:
+        """Join and wait for the sum of a tie's copies, or of the gradients' norm."""
+        group = wait.peer if wait.op is Op.WAIT_TIED else EVERY_STAGE
+        self._reductions.join(group, wait.number, now_s)
+        return self._wait(worker, (group, wait.number), wait, now_s)
 
     def _gather(self, worker: int, gather: Instruction, now_s: float) -> float:
         self._reductions.gather(worker, gather.stage, now_s)

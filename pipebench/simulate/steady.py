@@ -88,16 +88,9 @@ class SegmentTotals:
         num_bytes = Counter(self.num_bytes)
         for key, value in period.num_bytes.items():
             num_bytes[key] += value * times
-        return replace(
-            self,
-            end_s=self.end_s + period.end_s * times,
-            busy_s=self.busy_s + period.busy_s * times,
-            stall_s=self.stall_s + period.stall_s * times,
-            num_bytes=num_bytes,
-            again_s=self.again_s + period.again_s * times,
-            swap_stall_s=self.swap_stall_s + period.swap_stall_s * times,
-            periods=None,
-        )
+        names = ("end_s", "busy_s", "stall_s", "again_s", "swap_stall_s")
+        seconds = {name: getattr(self, name) + getattr(period, name) * times for name in names}
+        return replace(self, num_bytes=num_bytes, periods=None, **seconds)
 
 
 @dataclass(frozen=True)
