@@ -207,10 +207,15 @@ def estimate_rate(workload: Workload, num_minibatches: int, num_instructions: in
 
 @without_collector()
 def simulate_all(
-    workload: Workload, num_minibatches: int, meter: Meter | None = None, *, first: int = -1
+    workload: Workload,
+    num_minibatches: int,
+    meter: Meter | None = None,
+    *,
+    first: int = -1,
+    sampler: Sampler | None = None,
 ) -> SegmentTotals:
-    """Simulate a whole segment that ends an epoch, or that begins with minibatch `first`."""
-    return _simulated(_Run(workload, num_minibatches, meter, ends_epoch=first < 0, first=first))
+    """Simulate a whole segment that ends an epoch, or that begins with minibatch `first`; see `_Run`."""
+    return _simulated(_Run(workload, num_minibatches, meter, ends_epoch=first < 0, sampler=sampler, first=first))
 
 
 def _simulated(run: "_Run") -> SegmentTotals:
