@@ -1,13 +1,15 @@
 """Segments of a run between two drains, anywhere in an epoch; equal ones are simulated once.
 
-An epoch's last minibatch may be short. At the end of a segment it is simulated. In the middle of a segment, the time
-that it saves is subtracted. If minibatches vary in length, short ones in the middle are simulated as they are drawn.
+An epoch's last minibatch may be short. At the end of a segment it is simulated. Of short ones in the middle of a
+segment, the time that they save is subtracted, of all of them together: what one saves may depend on the others. If
+minibatches vary in length, short ones in the middle are simulated as they are drawn.
 """
 
 import math
 from dataclasses import replace
 from functools import cache, cached_property
 
+from pipebench.model.sampling import Sampler
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.network import Network
 from pipebench.simulate.statistics import average_statistics
@@ -54,12 +56,13 @@ class Segments:
             return simulate_all(workload, num_minibatches, meter, first=begin)
         ends_epoch = (begin + num_minibatches) % per_epoch == 0
         totals = simulate_segment(workload, num_minibatches, meter, ends_epoch=ends_epoch)
+        if not inside:
+            return totals
         period = totals.periods.num_minibatches if totals.periods else workload.pipeline.period
-        for epoch in range(1, inside + 1):
-            before = epoch * per_epoch - 1 - begin
-            after = num_minibatches - 1 - before
-            totals = totals.extended(self._short(self._near(before, period), self._near(after, period)), 1)
-        return totals
+        before = self._near(per_epoch - 1 - begin, period)
+        epoch = self._near(per_epoch, period) + period  # more than any other count
+        after = epoch if ends_epoch else self._near(begin + num_minibatches - inside * per_epoch, period)
+        return totals.extended(self._short(before, epoch, after, inside), 1)
 
     def _near(self, count: int, period: int) -> int:
         """Return the smallest count of neighbouring minibatches with which a short one saves as much as with `count`.
@@ -69,11 +72,26 @@ class Segments:
         """
         return min(count, self._window + (count - self._window) % period)
 
-    def _of_short(self, before: int, after: int) -> SegmentTotals:
-        """Return what a short minibatch adds (below 0), given the numbers of whole ones before and after it."""
-        workload, length = self._workload, before + 1 + after
-        first = workload.sampler.minibatches_per_epoch - 1 - before
-        return simulate_all(workload, length, first=first).extended(simulate_all(workload, length, first=0), -1)
+    def _of_short(self, before: int, epoch: int, after: int, inside: int) -> SegmentTotals:
+        """Return what short minibatches in the middle of a segment add to its totals: less than 0.
+
+        Args:
+            before: whole minibatches before the first short one.
+            epoch: minibatches from one short one to the next.
+            after: minibatches after the last short one; the last of them is short, too, if they are an epoch.
+            inside: short minibatches.
+        """
+        length = before + 1 + (inside - 1) * epoch + after
+        one_epoch = self._of_epoch(length if after == epoch else length + 1)
+        whole = simulate_all(self._workload, length, first=0, sampler=one_epoch)
+        short = simulate_all(self._workload, length, first=epoch - 1 - before, sampler=self._of_epoch(epoch))
+        return short.extended(whole, -1)
+
+    def _of_epoch(self, num_minibatches: int) -> Sampler:
+        """Return a sampler of epochs of so many minibatches, the last of which is as short as the workload's."""
+        sampler = self._workload.sampler
+        missing = sampler.minibatch_size - sampler.size(sampler.minibatches_per_epoch - 1)
+        return Sampler(num_minibatches * sampler.minibatch_size - missing, sampler.minibatch_size, 0)
 
     @property
     def _window(self) -> int:

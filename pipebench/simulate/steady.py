@@ -203,10 +203,15 @@ def estimate_rate(workload: Workload, num_minibatches: int, num_instructions: in
 
 @without_collector()
 def simulate_all(
-    workload: Workload, num_minibatches: int, meter: Meter | None = None, *, first: int = -1
+    workload: Workload,
+    num_minibatches: int,
+    meter: Meter | None = None,
+    *,
+    first: int = -1,
+    sampler: Sampler | None = None,
 ) -> SegmentTotals:
     """Simulate a whole segment: one that ends an epoch or, unless `first` is -1, that begins with minibatch `first`."""
-    return _simulated(_Run(workload, num_minibatches, meter, ends_epoch=first < 0, first=first))
+    return _simulated(_Run(workload, num_minibatches, meter, ends_epoch=first < 0, sampler=sampler, first=first))
 
 
 def _simulated(run: "_Run") -> SegmentTotals:

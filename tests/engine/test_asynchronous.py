@@ -313,7 +313,7 @@ def test_a_segment_longer_than_the_given_order_goes_on_as_pushes_come() -> None:
 
 
 def test_one_worker_is_single() -> None:
-    """Nobody else updates: no gradient is late."""
+    """There is no other worker, so no gradient is late."""
     engine = trained(asp(num_workers=1), [12])
     alone = make_engine(make_setup(Mlp(), ([], [1]), weights="one", depth=1, dataset=Blobs(num_train=46)))
     alone.train(0, 12)

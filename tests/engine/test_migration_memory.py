@@ -72,8 +72,8 @@ def test_what_a_move_holds_is_foretold(policies: str, seed: int, model: type[nn.
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(12))
-def test_what_moves_with_other_policies_hold_is_told_before_they_are_made(seed: int) -> None:
-    """Likewise, where layers do something else from each move on, and copies are slow enough to pile up, or aren't."""
+def test_what_moves_with_other_policies_hold_is_predicted(seed: int) -> None:
+    """Also where layers get other memory policies with each move, and copies pile up or don't."""
     draw = random.Random(seed)
     (starts, moves), words = drawn(draw), draw.choice(((KEEP, SWAP), (KEEP, RECOMPUTE), (KEEP, RECOMPUTE, SWAP)))
     moves = [replace(move, memory=tuple(draw.choices(words, k=7))) for move in moves]

@@ -88,11 +88,11 @@ def test_the_same_is_decided_where_memory_is_limited(
     starts: list[int], columns: Any, share: float, chooses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stages that aren't trained say what they hold, too: to the byte, whenever they are asked."""
-    told: list[list[tuple[int, ...]]] = []
+    reported: list[list[tuple[int, ...]]] = []
     decide = RepartitionController.decide
 
     def noted(balancing: RepartitionController, minibatch: int, reports: Sequence[StageReport]) -> Repartition | None:
-        told[-1] += [(minibatch, each.stage, each.moves, each.units, int(each.peak_bytes)) for each in reports]
+        reported[-1] += [(minibatch, each.stage, each.moves, each.units, int(each.peak_bytes)) for each in reports]
         return decide(balancing, minibatch, reports)
 
     free = with_momentum(balancing(starts, **columns))
@@ -104,11 +104,11 @@ def test_the_same_is_decided_where_memory_is_limited(
     trained, simulated = make_engine(setup), SimulatedEngine(setup)
     made = []
     for each in (trained, simulated):
-        told.append([])
+        reported.append([])
         made.append(played(each, [120]))
     assert made[0] == made[1]
     assert simulated.setup.plan == trained.setup.plan
-    measured, predicted = told
+    measured, predicted = reported
     assert len(predicted) > 20
     assert predicted == measured[: len(predicted)]  # no more is played than anything may change in
     assert any(peak_bytes for *_, peak_bytes in predicted)
@@ -185,7 +185,7 @@ def test_what_isn_t_played_is_as_if_it_were(segments: list[int], columns: Any, m
 
 
 class Counted:
-    """Counts what a meter tells of."""
+    """Counts what a meter is notified of."""
 
     def __init__(self) -> None:
         self.num_events = 0
@@ -201,7 +201,7 @@ class Counted:
 
 
 def test_nothing_moves_where_stages_are_balanced() -> None:
-    """And it is what it is where nobody looks."""
+    """The result is the same without a meter."""
     setup = with_momentum(balancing([3], live=True))
     engine, other = SimulatedEngine(setup), SimulatedEngine(moving(setup, balances=False))
     for each in (engine, other):
