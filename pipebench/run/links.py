@@ -12,12 +12,13 @@ from pipebench.distributed.world import join
 from pipebench.errors import UserError
 from pipebench.profile.devices import local_device_name
 
-_BINDS = 0.95  # of what a port carries; a connection or a sum that gets no less has no limit of its own
-_JOIN_S = 600.0
+# A pair of workers or a sum that gets less than this fraction of what a port carries has a limit of its own.
+_BINDS = 0.95
+_JOIN_S = 600.0  # for all workers to join
 
 
 class LinksHere(NamedTuple):
-    """A cluster's links, and on what they were measured."""
+    """A cluster's links, and the devices and the backend with which they were measured."""
 
     links: MeasuredLinks
     device: str  # a worker's
@@ -44,7 +45,7 @@ def check_device(device: str) -> None:
 
 
 def cluster_text(found: LinksHere, made_by: str) -> str:
-    """Return the text of a cluster's file, which ends its first line in what it was made by."""
+    """Return the text of a cluster's file; `made_by` ends its first line."""
     return "\n".join([f"# workers on {found.device}, and their links, {made_by}", *_lines(found), ""])
 
 
