@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from torch.distributed import Store  # type: ignore[attr-defined] # torch lists it nowhere
 
@@ -38,6 +38,14 @@ _FAILED = 3  # exit code
 def end_quietly() -> NoReturn:
     """End this process now: its launcher was killed, so nothing can be reported."""
     os._exit(_FAILED)
+
+
+class _CurrentWork(NamedTuple):
+    """The training thread's current work; see `Control.at`."""
+
+    instruction: Instruction | None
+    name: str
+    since_s: float  # by `time.monotonic`
 
 
 class Control(AdmissionControl):
@@ -85,8 +93,7 @@ class Control(AdmissionControl):
         self._stall_limit_s, self._look_s = stall_limit_s, heartbeat_s
         self._beat_s = beat_period_s(heartbeat_s, num_processes)
         self._on_stall, self._on_orphan = on_stall, on_orphan
-        # The training thread's current work: instruction, name of other work, and since when.
-        self._place: tuple[Instruction | None, str, float] = (None, "", time.monotonic())
+        self._work = _CurrentWork(None, "", time.monotonic())
         self._heard: dict[int, tuple[bytes, float]] = {}  # each process's last heartbeat, and when it arrived here
         self._started_s = self._listened_s = time.monotonic()  # of the threads; when the store answered last
         self._num_heartbeats = 0
@@ -126,7 +133,7 @@ class Control(AdmissionControl):
             work: the name of other work, of which `EXCHANGE` and `BARRIER` wait for all workers; or of what an
                 instruction belongs to that isn't training. Without an instruction, "" is nothing to watch.
         """
-        self._place = (instruction, work, time.monotonic())
+        self._work = _CurrentWork(instruction, work, time.monotonic())
 
     def admit(self, minibatch: int) -> bool:
         """Return whether a minibatch, numbered since the drain, may begin on this worker; False ends the segment.
@@ -135,12 +142,12 @@ class Control(AdmissionControl):
         replica joins a segment's last round in which it has no unit. Waits while workers agree on a stop.
         """
         if self.is_undecided(minibatch):
-            place = self._place
+            before = self._work
             self.at(None, ADMIT)
             try:
                 return super().admit(minibatch)
             finally:
-                self.at(*place[:2])
+                self.at(before.instruction, before.name)
         return super().admit(minibatch)
 
     def request_stop(self, reason: str) -> None:
@@ -206,28 +213,28 @@ class Control(AdmissionControl):
         most.
         """
         period_s = min(_WATCHDOG_S, self._stall_limit_s / 10)
-        place, place_s, before_s = self._place, 0.0, time.monotonic()
+        work, elapsed_s, before_s = self._work, 0.0, time.monotonic()
         while not self._closed.wait(period_s):
             now_s = time.monotonic()
-            if self._place is not place:
-                place = self._place
-                place_s = min(now_s - place[2], 4 * period_s)
+            if self._work is not work:
+                work = self._work
+                elapsed_s = min(now_s - work.since_s, 4 * period_s)
             else:
-                place_s += min(now_s - before_s, 4 * period_s)
+                elapsed_s += min(now_s - before_s, 4 * period_s)
             before_s = now_s
-            is_watched = place[0] is not None or place[1]
-            if is_watched and place_s > self._limit_s(place) and not self._waits_for_work(place):
+            is_watched = work.instruction is not None or work.name
+            if is_watched and elapsed_s > self._limit_s(work) and not self._waits_for_others_work(work):
                 self._on_stall(self._report())
                 return
 
-    def _limit_s(self, place: tuple[Instruction | None, str, float]) -> float:
+    def _limit_s(self, work: _CurrentWork) -> float:
         """Return the time limit of some work: checkpoints and searches take longer than instructions."""
-        is_own_work = place[0] is None and place[1] not in (ADMIT, EXCHANGE, BARRIER)
-        return self._stall_limit_s * (LONGEST_WORK if is_own_work else 1)
+        is_own = work.instruction is None and work.name not in (ADMIT, EXCHANGE, BARRIER)
+        return self._stall_limit_s * (LONGEST_WORK if is_own else 1)
 
-    def _waits_for_work(self, place: tuple[Instruction | None, str, float]) -> bool:
+    def _waits_for_others_work(self, work: _CurrentWork) -> bool:
         """Return whether this worker waits for all, and another one is at its own work, which is watched there."""
-        if place[0] is not None or place[1] not in (EXCHANGE, BARRIER):
+        if work.instruction is not None or work.name not in (EXCHANGE, BARRIER):
             return False
         now_s = time.monotonic()
         recent_s = max(_SILENT_S, _SILENT_HEARTBEATS * self._beat_s)
@@ -235,9 +242,9 @@ class Control(AdmissionControl):
         return any(beat["text"] != NOTHING and not beat["waits"] for beat in recent)
 
     def _activity(self) -> Activity:
-        instruction, work, since_s = self._place
+        instruction, name, since_s = self._work
         worker, elapsed_s = self._own // self._slices, time.monotonic() - since_s
-        return describe(self._pipeline, worker, instruction, work, self.num_minibatches, elapsed_s)
+        return describe(self._pipeline, worker, instruction, name, self.num_minibatches, elapsed_s)
 
     def _report(self) -> str:
         """Return the stall report. Durations end when this worker last heard from the store."""
