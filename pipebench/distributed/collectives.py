@@ -199,7 +199,7 @@ class ProcessCollectives:
         setup, world = self.setup, self.world
         ring = setup.ring(setup.pipeline.members(stage))
         ranks = [self.ranks[worker] for worker in ring]
-        group = world.new_group("nccl" if world.direct else "gloo", ranks)
+        group = world.new_group(world.backend, ranks)
         self.groups.append(group)
         is_member = self.worker.index in ring
         if is_member:
@@ -215,8 +215,7 @@ class ProcessCollectives:
         if shared is not None:
             self._shared.append(shared)
         if is_member:
-            host_copy = setup.device.type == "cuda" and not world.direct
-            summing = Summing(group, host_copy, setup.pipeline.way, shared)
+            summing = Summing(group, world.host_copy, setup.pipeline.way, shared)
             self._reducers[stage] = Reducer(buckets, like, summing, self.timer)
 
     def _make_exchange(self, stage: int, ring: Sequence[int], ranks: Sequence[int]) -> None:
@@ -226,8 +225,8 @@ class ProcessCollectives:
         same operations in the same order. They don't if a stage's replicas are on the workers in the reverse order
         (`dualpipe`), so that stage has groups of its own.
         """
-        setup, world, pipeline = self.setup, self.world, self.setup.pipeline
-        in_place = pipeline.num_stages == pipeline.chunks
+        world, pipeline = self.world, self.setup.pipeline
+        in_place = pipeline.num_stages == pipeline.chunks  # every worker has a replica of every stage
         order = [pipeline.replica_of(worker, stage) for worker in ring]
         made = []
         for purpose in (REDUCE_SCATTER, ALL_GATHER):
@@ -239,10 +238,10 @@ class ProcessCollectives:
             return
         weights = self.worker.replicas[stage].weights
         native = world.direct and pipeline.sums == RING
-        host_copy = setup.device.type == "cuda" and not world.direct
         own = ring.index(self.worker.index)
         scatter, gather = (
-            Exchange(group, order, own, native=native, host_copy=host_copy, shared=shared) for group, shared in made
+            Exchange(group, order, own, native=native, host_copy=world.host_copy, shared=shared)
+            for group, shared in made
         )
         assert weights.sharding is not None
         self._reducers[stage] = ShardReducer(weights.sharding, weights.newest.parameters, scatter, self.timer)
@@ -255,7 +254,7 @@ class ProcessCollectives:
             self._shared.append(shared)
         if any(self.world.exchange(shared is not None)):
             return None, shared
-        group = self.world.new_group("nccl" if self.world.direct else "gloo", list(ranks))
+        group = self.world.new_group(self.world.backend, ranks)
         self.groups.append(group)
         return group, None
 

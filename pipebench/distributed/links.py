@@ -106,11 +106,10 @@ class _Links:
 
     def __init__(self, world: World, tell: Callable[[str], None]) -> None:
         self._world, self._tell = world, tell
-        self._backend = "nccl" if world.direct else "gloo"
         self._device = world.device if world.direct else torch.device("cpu")
         # A group for each way, as activations and gradients have: a connection of Gloo's that is used in both ways at
         # the same time carries half as much each way.
-        self._all, self._back = (world.new_group(self._backend) for _ in range(2))
+        self._all, self._back = (world.new_group(world.backend) for _ in range(2))
         with peers():
             for group in (self._all, self._back):  # the first use of a group of NCCL's must be by all its members
                 dist.all_reduce(self._bytes(1), group=group)
@@ -123,7 +122,7 @@ class _Links:
         pair, _ = self._rate(lambda size: self._messages(pairs[:1], size)) if len(pairs) > 1 else (port, 0)
         latency_s = self._median_s(lambda: self._round_trips(*pairs[0])) / (2 * _ROUND_TRIPS)
         self._tell(f"measuring sums of level {name}")
-        group = self._world.new_group(self._backend, ring)
+        group = self._world.new_group(self._world.backend, ring)
         passed, _ = self._rate(lambda size: self._sum(group, ring, size))
         share = 2 * (len(ring) - 1) / len(ring)
         return MeasuredLevel(name, len(ring), len(pairs) * port, pair, share * passed, latency_s, num_bytes)

@@ -108,7 +108,7 @@ class PrivateStore(Store):
         return total
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a key if it has the expected value, or doesn't exist and that is ""; return its value afterwards."""
+        """Set a key if it has the expected value, which is "" for a key that doesn't exist; return its value then."""
         found: bytes = self._ask("compare_set", key, _bytes(expected), _bytes(desired))
         return found
 

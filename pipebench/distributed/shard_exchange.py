@@ -189,6 +189,7 @@ class _Scatter:
     def __init__(self, bucket: Sequence[Sequence[Piece]], like: Sequence[torch.Tensor], exchange: Exchange) -> None:
         self.indices = [*dict.fromkeys(piece.place for part in bucket for piece in part)]
         self._like = {index: like[index] for index in self.indices}
+        self._first = like[self.indices[0]]
         self._exchange, self._messages = exchange, exchange.messages(bucket, like)
         self._native, self._room = exchange.is_native(bucket), exchange.room(bucket, like)
         self.pieces = bucket[exchange.order[exchange.own]]
@@ -203,8 +204,7 @@ class _Scatter:
     def put(self, index: int, gradient: torch.Tensor | None) -> None:
         """Keep a gradient; None as zeros."""
         if gradient is None:
-            like = self._like[index]
-            gradient = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+            gradient = torch.zeros_like(self._like[index], memory_format=torch.contiguous_format)
         # torch can't send a tensor that is only marked as conjugated or negated.
         self._gradients[index] = gradient.resolve_conj().resolve_neg().contiguous()
         self.missing.discard(index)
@@ -224,7 +224,7 @@ class _Scatter:
 
     def _values(self, message: Pieces) -> torch.Tensor:
         runs = [piece.of(self._gradients[piece.place]) for piece in message]
-        return self._exchange.joined(runs, next(iter(self._like.values())))
+        return self._exchange.joined(runs, self._first)
 
     def wait(self) -> None:
         """Wait for the others' parts."""
@@ -242,16 +242,12 @@ class _Scatter:
             for index, other in enumerate(others):
                 # The first summand may be this member's own gradient, which must not be overwritten.
                 total = torch.add(total, other, out=other if own == index == 0 else total)
-            values = torch.split(total.to(self._device), [piece.stop - piece.start for piece in message])
+            values = torch.split(total.to(self._first.device), [piece.stop - piece.start for piece in message])
             for piece, value in zip(message, values, strict=True):
                 found[piece] = value.view(piece.shape(self._like[piece.place]))
         self._given, self._sent, self._work = [], [], []
         self.missing = set(self.indices)
         return [found[piece] for piece in self.pieces]
-
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self._like.values())).device
 
 
 class ShardReducer(BucketsInOrder[_Scatter]):

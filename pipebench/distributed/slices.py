@@ -59,9 +59,8 @@ class ProcessSlices:
         found = [share(world, ranks, 0) for ranks in neighbours]
         self._shared = next((each for each in found if each is not None), None)
         if self._shared is None:
-            backend = "nccl" if world.direct else "gloo"
-            self._group = [world.new_group(backend, ranks) for ranks in neighbours][world.rank // self.size]
-        self._host_copy = world.device.type == "cuda" and not world.direct
+            self._group = [world.new_group(world.backend, ranks) for ranks in neighbours][world.rank // self.size]
+        self._host_copy = world.host_copy
         self._num_bytes, self._key = num_bytes, (TENSOR, level)
         word = torch.zeros(self.size, device=world.device)
         self.sum(word)  # the first use makes connections

@@ -65,6 +65,16 @@ class World:
         return self.place.size // self.slices
 
     @property
+    def backend(self) -> str:
+        """The backend of groups that exchange tensors."""
+        return "nccl" if self.direct else "gloo"
+
+    @property
+    def host_copy(self) -> bool:
+        """Whether tensors on a GPU travel through the host's memory."""
+        return self.device.type == "cuda" and not self.direct
+
+    @property
     def slice_index(self) -> int:
         """Which of its worker's processes this is."""
         return self.place.rank % self.slices
