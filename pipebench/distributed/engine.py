@@ -40,7 +40,7 @@ from pipebench.simulate.timeline import Transfer
 
 
 class DistributedEngine(TrainingEngine):
-    """Trains this process's worker. All processes call `train` and `evaluate` alike, which leave the pipeline drained.
+    """Trains this process's worker. All processes call `train` and `evaluate`, which leave the pipeline drained.
 
     If layers are divided, a worker is several processes. Each exchanges values with its counterpart of every other
     worker, and `facts` adds up what a worker's processes count.
@@ -330,7 +330,7 @@ class DistributedEngine(TrainingEngine):
         if loss is not None:
             self._take_loss(loss)
         if instruction.op in ENDS and instruction.stage == self._first_stage:  # this worker's last one of the unit
-            # As if all replicas of the stage had come as far as this one.
+            # An estimate: it assumes that all replicas of the stage have trained on as many units as this one.
             samples = self._feed.size(instruction.number) * self.setup.pipeline.replicas[instruction.stage]
             self._on_unit(samples, transport.latest_loss, self.clock())
 

@@ -67,12 +67,12 @@ class MeasuredLinks:
     pcie_bytes_per_s: float | None = None
 
 
-def measure_links(world: World, tell: Callable[[str], None]) -> MeasuredLinks:
+def measure_links(world: World, on_progress: Callable[[str], None]) -> MeasuredLinks:
     """Measure the links between a job's workers; collective.
 
     Args:
         world: at least two workers.
-        tell: gets what is being measured, in words.
+        on_progress: gets what is being measured, in words.
 
     Raises:
         UserError: hosts have different numbers of workers, or all are on the CPUs of one host and share its memory.
@@ -84,7 +84,7 @@ def measure_links(world: World, tell: Callable[[str], None]) -> MeasuredLinks:
         raise UserError(f"a cluster's servers are alike: got hosts of {counts} workers, needed are as many on each")
     if len(hosts) == 1 and world.device.type == "cpu":
         raise UserError(NO_LINKS)
-    links = _Links(world, tell)
+    links = _Links(world, on_progress)
     levels = []
     if len(hosts[0]) > 1:
         pairs = [(hosts[0][0], hosts[0][1])]
@@ -104,8 +104,8 @@ def _hosts(world: World) -> list[list[int]]:
 class _Links:
     """Timed messages and sums among a world's workers. All of them call every method, with the same arguments."""
 
-    def __init__(self, world: World, tell: Callable[[str], None]) -> None:
-        self._world, self._tell = world, tell
+    def __init__(self, world: World, on_progress: Callable[[str], None]) -> None:
+        self._world, self._on_progress = world, on_progress
         self._device = world.device if world.direct else torch.device("cpu")
         # A group for each way, as activations and gradients have: a connection of Gloo's that is used in both ways at
         # the same time carries half as much each way.
@@ -117,11 +117,11 @@ class _Links:
 
     def level(self, name: str, pairs: Pairs, ring: Sequence[int]) -> MeasuredLevel:
         """Measure one level: between `pairs` of workers of two components, and among one worker of each, `ring`."""
-        self._tell(f"measuring messages of level {name}")
+        self._on_progress(f"measuring messages of level {name}")
         port, num_bytes = self._rate(lambda size: self._messages(pairs, size))
         pair, _ = self._rate(lambda size: self._messages(pairs[:1], size)) if len(pairs) > 1 else (port, 0)
         latency_s = self._median_s(lambda: self._round_trips(*pairs[0])) / (2 * _ROUND_TRIPS)
-        self._tell(f"measuring sums of level {name}")
+        self._on_progress(f"measuring sums of level {name}")
         group = self._world.new_group(self._world.backend, ring)
         passed, _ = self._rate(lambda size: self._sum(group, ring, size))
         share = 2 * (len(ring) - 1) / len(ring)
@@ -129,7 +129,7 @@ class _Links:
 
     def pcie(self) -> float:
         """Return the bytes per second of all GPUs' copies to their hosts and back, each way."""
-        self._tell("measuring copies between GPUs and their hosts")
+        self._on_progress("measuring copies between GPUs and their hosts")
         return self._rate(partial(copies, self._world.device))[0]
 
     def _rate(self, work: Callable[[int], Callable[[], None]]) -> tuple[float, int]:

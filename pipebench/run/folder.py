@@ -148,13 +148,13 @@ class RunFolder:
         where = "the beginning" if step is None else f"minibatch {step}"
         print_notice(f"{self.run_id} goes on from {where}")
 
-    def finish(self, result: RunResult, changes: Sequence[str], keep: int, *, tells: bool) -> None:
+    def finish(self, result: RunResult, changes: Sequence[str], keep: int, *, prints: bool) -> None:
         """Say how to resume an interrupted run, or how to export the weights; remove the checkpoints if `keep` is 0."""
         if result.outcome == INTERRUPTED:
             self.say_how_to_go_on(changes)
         elif keep == 0:
             self.checkpoints.remove()
-        elif tells and (steps := self.checkpoints.steps()):
+        elif prints and (steps := self.checkpoints.steps()):
             earlier = f" (or --step {' or '.join(map(str, steps[:-1]))})" if len(steps) > 1 else ""
             print(f"  weights  pipebench export {self.run_id}{earlier}", flush=True)
 
@@ -233,7 +233,7 @@ def find_trusted(run: str, *, trusts: bool) -> RunFolder:
 
 
 def resumed(
-    run: str, overrides: Sequence[str], *, trusts: bool = False, tells: bool = True
+    run: str, overrides: Sequence[str], *, trusts: bool = False, prints: bool = True
 ) -> tuple[RunFolder, LoadedRecipe]:
     """Return the folder and the recipe of a run to resume from its last checkpoint.
 
@@ -241,7 +241,7 @@ def resumed(
         run: see `find`.
         overrides: of the recipe, as `key=value`.
         trusts: whether the run's code is executed even if another user owns it.
-        tells: whether to print what code is executed.
+        prints: whether to print what code is executed.
 
     Raises:
         UserError: there is no such run, another user owns it, it has no checkpoint, an override changes a key on which
@@ -268,7 +268,7 @@ def resumed(
             f"--resume: run {folder.run_id} has trained all it had to, {num_epochs(trained)}: nothing is left to train "
             f"with other keys; {_EPOCHS} and train.target say for how long it goes on"
         )
-    require_own_code(loaded, trusts=trusts, tells=tells)
+    require_own_code(loaded, trusts=trusts, prints=prints)
     return folder, replace(loaded, goes_on=True)
 
 

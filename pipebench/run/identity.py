@@ -84,7 +84,7 @@ def _text(inputs: Inputs) -> str:
 
 
 def hardware() -> dict[str, str]:
-    """Return the tags that runs on machines like this one have, as far as measured durations depend on it."""
+    """Return facts of this machine on which measured durations depend, as a run's tags."""
     return {"processor": processor(), "cpus": str(os.cpu_count())}
 
 

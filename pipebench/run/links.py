@@ -25,7 +25,7 @@ class LinksHere(NamedTuple):
     backend: str  # `NCCL`, or `Gloo` through the hosts' memory
 
 
-def measure_here(device: str, tell: Callable[[str], None]) -> LinksHere:
+def measure_here(device: str, on_progress: Callable[[str], None]) -> LinksHere:
     """Join the other processes of a launcher's job on a device as for `join`, and measure their links.
 
     Raises:
@@ -33,7 +33,7 @@ def measure_here(device: str, tell: Callable[[str], None]) -> LinksHere:
         PeerLostError: one is gone.
     """
     world = join(device, limit_s=_JOIN_S)
-    links = measure_links(world, tell)
+    links = measure_links(world, on_progress)
     world.close()
     return LinksHere(links, local_device_name(world.device), "NCCL" if world.direct else "Gloo")
 

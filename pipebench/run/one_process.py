@@ -69,8 +69,8 @@ def run_virtual(request: RunRequest, tracking: Tracking) -> Run:
                 folder.made.say_how_to_go_on(suite.changes)
             raise
     if folder.made is not None:
-        tells = suite.prints and not request.is_one_of_many
-        folder.made.finish(made.result, suite.changes, job.recipe.train.checkpoint_keep, tells=tells)
+        prints = suite.prints and not request.is_one_of_many
+        folder.made.finish(made.result, suite.changes, job.recipe.train.checkpoint_keep, prints=prints)
     return made
 
 

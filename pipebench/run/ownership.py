@@ -28,13 +28,13 @@ def require_own(folder: Path, files: tuple[str, ...]) -> None:
         _require_own(path, "the run")
 
 
-def require_own_code(loaded: LoadedRecipe, *, trusts: bool, tells: bool = True) -> None:
+def require_own_code(loaded: LoadedRecipe, *, trusts: bool, prints: bool = True) -> None:
     """Refuse a recipe whose targets execute files of other users.
 
     Args:
         loaded: the recipe; its targets have not been imported yet.
         trusts: whether other users' files are allowed.
-        tells: whether to print the files that are executed, to standard error.
+        prints: whether to print the files that are executed, to standard error.
 
     Raises:
         UserError: for another user's file.
@@ -43,7 +43,7 @@ def require_own_code(loaded: LoadedRecipe, *, trusts: bool, tells: bool = True) 
         files = _files_of(target, [*loaded.folders, *map(Path, sys.path)])
         for path in files if not trusts else ():
             _require_own(path, f"the code of {key}, {target}")
-        if tells:
+        if prints:
             where = f"{files[-1]}, of user {_owner(files[-1])}" if files else "Python"
             print_notice(f"{key}: executes {target} from {where}")
 

@@ -119,10 +119,10 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder, log: RunLog, ready
             close_record(folder, log)
         raise WorkersFailedError(code or _FAILED)
     end_record(folder, result, log)
-    tells = suite.prints and not request.is_one_of_many
-    if tells:
+    prints = suite.prints and not request.is_one_of_many
+    if prints:
         print_link(log.where())
-    folder.finish(result, suite.changes, job.recipe.train.checkpoint_keep, tells=tells)
+    folder.finish(result, suite.changes, job.recipe.train.checkpoint_keep, prints=prints)
     return Run(result, folder.mlflow_run_id, record=folder.record_path)
 
 
@@ -235,7 +235,7 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
             recorder = RunRecorder(request, job, tracking, collected, folder.record_path, policy.samples_done)
             result = recorder.record(train).result
             if not launched_by_us():  # otherwise the launcher does so
-                folder.finish(result, suite.changes, job.recipe.train.checkpoint_keep, tells=True)
+                folder.finish(result, suite.changes, job.recipe.train.checkpoint_keep, prints=True)
 
 
 def _remark(world: World, *, restarted: bool) -> None:
