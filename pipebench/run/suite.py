@@ -30,7 +30,9 @@ class Suite:
     brief: bool = False  # one of many runs summarised elsewhere: print nothing, record no pages
     draws: bool = True  # pictures of simulated runs, which take most of their time
     silent: bool = False  # print no result: who asked for the runs shows it
-    on_progress: Callable[[dict[str, Any]], None] | None = None  # called instead of printing progress, see `Telling`
+    on_progress: Callable[[dict[str, Any]], None] | None = (
+        None  # called instead of printing progress, see `ProgressEvents`
+    )
     template: Template | None = None  # where workers come from; None starts new processes
 
     @property
