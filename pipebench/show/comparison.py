@@ -97,16 +97,6 @@ def _has_target(results: Iterable[RunResult]) -> bool:
     return any(result.outcome != COMPLETED for result in results)
 
 
-def _time_to_target(entry: ComparedRun) -> float:
-    time_s = entry.median("time_to_accuracy_s")
-    return math.inf if time_s is None else time_s
-
-
-def _time_per_sample(entry: ComparedRun) -> float:
-    rate = entry.median("throughput_samples_per_s")
-    return math.inf if rate is None else -rate
-
-
 @dataclass(frozen=True)
 class ComparisonRow:
     """The values of a row: medians over its runs, None if unknown."""
@@ -204,9 +194,14 @@ def groups(results: Sequence[RunResult]) -> list[RunGroup]:
         entry = ComparedRun(name, tuple(each))
         found.setdefault(frozenset(_shared(entry).items()), []).append(entry)
     titles = _titles([_shared(entries[0]) for entries in found.values()])
-    keeps = any(quantity(text) is not None for result in results for text in result.varied.values())  # the order
-    cost = _time_to_target if _has_target(results) else _time_per_sample
-    grouped = [tuple(each if keeps else sorted(each, key=cost)) for each in found.values()]
+    keeps_order = any(quantity(text) is not None for result in results for text in result.varied.values())
+    metric, sign = (_TO_TARGET, 1) if _has_target(results) else ("throughput_samples_per_s", -1)
+
+    def cost(entry: ComparedRun) -> float:
+        value = entry.median(metric)
+        return math.inf if value is None else sign * value
+
+    grouped = [tuple(each if keeps_order else sorted(each, key=cost)) for each in found.values()]
     return [RunGroup(title, each, _rows_of(results, each)) for title, each in zip(titles, grouped, strict=True)]
 
 
@@ -217,7 +212,8 @@ def _rows_of(results: Sequence[RunResult], entries: Sequence[ComparedRun]) -> tu
     usual = entries[0].median(_UPDATE)
     found = []
     for entry in entries:
-        first, values = entry.runs[0], {metric: values_of(entry.runs, metric) for metric in _METRICS}
+        first = entry.runs[0]
+        values = {metric: values_of(entry.runs, metric) for metric in _METRICS}
         base = baseline(entry, entries)
         scaled = (entry.num_devices, *scaling(entry, entries)) if scales else (None, None, None)
         found.append(
