@@ -28,7 +28,7 @@ from pipebench.schedule.csv_form import is_csv
 from pipebench.schedule.pipeline import SPLIT
 from pipebench.show import console
 from pipebench.show.answers import Run
-from pipebench.show.progress import RunProgress, Silent, Telling, preparing
+from pipebench.show.progress import ProgressEvents, RunProgress, Silent, preparing
 from pipebench.show.terminal import is_terminal, standard_output
 from pipebench.simulate.meter import MEMORY, PLAN, PREDICTION
 from pipebench.simulate.timeline import Timeline
@@ -38,7 +38,7 @@ from pipebench.tracking.identity import identity_tags
 from pipebench.tracking.inputs import Inputs
 from pipebench.tracking.record import Status
 from pipebench.tracking.run_log import RunLog, Tracking
-from pipebench.tracking.writers import Described, Writers
+from pipebench.tracking.writers import RunDescription, Writers
 from pipebench.train.interfaces import OnPoint, ProgressSink
 from pipebench.train.job import Job
 from pipebench.train.memory_forecast import MemoryForecast
@@ -158,7 +158,7 @@ class RunRecorder:
         )
         collected.move_to(self.log.folder)
         unique = self.log.unique_name
-        described = Described(request.suite.name, title, unique, params, not self._kind.measures, samples_done)
+        described = RunDescription(request.suite.name, title, unique, params, not self._kind.measures, samples_done)
         self._writers = Writers(request.loaded.recipe.tracking, described)
         self._began_ms = time.time_ns() // 1_000_000
         self.log.inputs(Inputs.of(request.loaded, job.setup.dataset))
@@ -265,7 +265,7 @@ class RunRecorder:
         per_epoch = self._job.setup.sampler.num_samples
         suite = self._request.suite
         if suite.on_progress is not None:
-            return train(Telling(self._request.name, suite.on_progress), self._point)
+            return train(ProgressEvents(self._request.name, suite.on_progress), self._point)
         with RunProgress(
             self._request.name,
             self._job.recipe.train.max_epochs * per_epoch,

@@ -30,7 +30,7 @@ class Suite:
     brief: bool = False  # one of many runs summarised elsewhere: print nothing, record no pages
     draws: bool = True  # pictures of simulated runs, which take most of their time
     silent: bool = False  # print no result, because the caller shows it
-    on_progress: Callable[[dict[str, Any]], None] | None = None  # called instead of printing progress, see `Telling`
+    on_progress: Callable[[dict[str, Any]], None] | None = None  # gets `ProgressEvents` in place of the terminal
     template: Template | None = None  # where workers come from; None starts new processes
 
     @property
