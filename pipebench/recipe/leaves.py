@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pipebench.errors import Fault, nearest, shown
 from pipebench.hooks import hooks, with_section
 from pipebench.recipe.schema import Recipe
-from pipebench.recipe.sweep import Several, elements, problem_with_elements, several
+from pipebench.recipe.sweep import SweptList, as_sweep, elements, problem_with_elements
 from pipebench.recipe.typecheck import in_words, problem_with
 from pipebench.recipe.yaml_file import MAX_DEPTH, parse
 
@@ -139,7 +139,7 @@ class Leaves:
         """Return the leaves of one run of a sweep, with the run's elements in place of lists."""
         leaves = Leaves()
         leaves.found = {
-            key: replace(leaf, value=values[dotted(key)]) if isinstance(leaf.value, Several) else leaf
+            key: replace(leaf, value=values[dotted(key)]) if isinstance(leaf.value, SweptList) else leaf
             for key, leaf in self.found.items()
         }
         leaves.faults, leaves.faulty = [*self.faults], {*self.faulty}
@@ -165,7 +165,7 @@ class Leaves:
         """Remove the leaves that new ones replace: sections they are in, keys inside them, and excluded keys."""
         given = [key for key, leaf in new.items() if leaf.value is not None]  # null replaces no other key
         groups = {group for group in TOGETHER for key in given if key[: len(group)] == group}
-        for old in list(self.found):
+        for old in list(self.found):  # a section replaces its keys, and a key the section that was given as a whole
             replaced = any(old[: len(key)] == key or key[: len(old)] == old for key in new)
             if (replaced and old not in new) or any(old[: len(group)] == group for group in groups):
                 del self.found[old]
@@ -191,14 +191,14 @@ class Leaves:
             yield from self._flatten(value, section, key, file)
         elif isinstance(value, dict) and get_origin(expected) is dict:
             yield from self._options(key, value, file)
-        elif section is None and (swept := several(value, expected, is_option=is_option)) is not None:
-            yield from self._each(key, swept, expected, file)
+        elif section is None and (swept := as_sweep(value, expected, is_option=is_option)) is not None:
+            yield from self._sweep(key, swept, expected, file)
         elif value != MISSING and (problem := _problem(value, expected)) is not None:
-            self.fault(key, problem + _key_of_word(key, value, expected), file)
+            self.fault(key, problem + _hint(key, value, expected), file)
         else:
             yield key, value
 
-    def _each(self, key: Key, swept: Several, expected: Any, file: str) -> Iterator[tuple[Key, Any]]:
+    def _sweep(self, key: Key, swept: SweptList, expected: Any, file: str) -> Iterator[tuple[Key, Any]]:
         """Yield the leaf of a sweep's list, or add the faults of its elements."""
         count = len(swept.values)
         problems = [
@@ -253,9 +253,10 @@ class Leaves:
         if key == ("extends",):
             self.fault(key, "is for files: name another recipe instead", COMMAND_LINE)
             return None
+        # A leaf may itself be a mapping, such as an option's value; a key inside it changes that part alone.
         found = next((key[:count] for count in range(1, len(key)) if key[:count] in self.found), ())
         before = self.found[found].value if found else None
-        nested = _with(before, key[len(found) :], values[0] if listed is None else Several(tuple(values)))
+        nested = _with(before, key[len(found) :], values[0] if listed is None else SweptList(tuple(values)))
         for part in reversed(found):
             nested = {part: nested}
         return dict(nested)
@@ -304,7 +305,7 @@ def _problem(value: object, expected: Any) -> str | None:
     return None
 
 
-def _key_of_word(key: Key, value: object, expected: Any) -> str:
+def _hint(key: Key, value: object, expected: Any) -> str:
     """Return a hint where a list or a section is expected: the word in a list, or the section's key that takes it."""
     if isinstance(value, str) and _problem([value], expected) is None:
         return _as_list(key, value)

@@ -1,7 +1,7 @@
-"""Segments of a run, each between two drains, wherever in an epoch they begin: those that are alike are simulated once.
+"""Segments of a run between two drains, anywhere in an epoch; equal ones are simulated once.
 
-An epoch's last minibatch may be short. At the end of a segment it is simulated as it is; in the middle of one, what it
-is shorter by is subtracted. Where lengths vary, minibatches in the middle are drawn, short ones, too.
+An epoch's last minibatch may be short. At the end of a segment it is simulated. In the middle of a segment, the time
+that it saves is subtracted. If minibatches vary in length, short ones in the middle are simulated as they are drawn.
 """
 
 import math
@@ -23,7 +23,10 @@ class Segments:
         self._short = cache(self._of_short)
 
     def totals(self, first: int, num_minibatches: int, meter: Meter | None = None) -> SegmentTotals:
-        """Return the totals of a segment that begins with minibatch `first` of a run; `meter` records a new one."""
+        """Return the totals of a segment that begins with minibatch `first` of a run.
+
+        `meter` records the segment, unless an equal one was simulated before.
+        """
         sampler = self._workload.sampler
         per_epoch = sampler.minibatches_per_epoch
         begin = first % per_epoch
@@ -37,7 +40,7 @@ class Segments:
 
     @cached_property
     def drain(self) -> SegmentTotals:
-        """What a drain takes after a segment's last update: replicas average running statistics."""
+        """Totals of a drain after a segment's last update, in which replicas average running statistics."""
         workload, ends_s = self._workload, [0.0]
         network = Network(workload.cluster, workload.devices, copies=bool(workload.pipeline.swaps))
         average_statistics(workload.pipeline, workload.costs, network, 0.0, ends_s.append)
@@ -45,7 +48,7 @@ class Segments:
         return replace(NOTHING, end_s=max(ends_s), num_bytes=network.num_bytes)
 
     def _simulated(self, begin: int, num_minibatches: int, inside: int, meter: Meter | None) -> SegmentTotals:
-        """Simulate a segment with so many short minibatches before its end."""
+        """Simulate a segment from minibatch `begin` of an epoch on, with `inside` short minibatches before its end."""
         workload, per_epoch = self._workload, self._workload.sampler.minibatches_per_epoch
         if inside and per_epoch <= 2 * (self._window + workload.pipeline.period):
             return simulate_all(workload, num_minibatches, meter, first=begin)
@@ -59,21 +62,21 @@ class Segments:
         return totals
 
     def _near(self, count: int, period: int) -> int:
-        """Return a count of minibatches that is no less to one after or before them: as many, or less by whole periods.
+        """Return the smallest count of neighbouring minibatches with which a short one saves as much as with `count`.
 
-        What a short one saves goes by its place: how full the pipeline is, which replica runs it, what else is in its
-        update, and where in a `period` of the steady state it is.
+        What it saves depends on how full the pipeline is, on the replica that runs it, on the other minibatches of its
+        update, and on its place in a `period` of the steady state. So the count is smaller by whole periods.
         """
         return min(count, self._window + (count - self._window) % period)
 
     def _of_short(self, before: int, after: int) -> SegmentTotals:
-        """Return what an epoch's last, short minibatch adds with so many others before and after it: less than 0."""
+        """Return what a short minibatch adds (below 0), given the numbers of whole ones before and after it."""
         workload, length = self._workload, before + 1 + after
         first = workload.sampler.minibatches_per_epoch - 1 - before
         return simulate_all(workload, length, first=first).extended(simulate_all(workload, length, first=0), -1)
 
     @property
     def _window(self) -> int:
-        """Minibatches that fill and empty a pipeline, with a margin."""
+        """Minibatches that fill or empty a pipeline, with a margin."""
         pipeline = self._workload.pipeline
         return math.ceil(8 * pipeline.depth / pipeline.period) * pipeline.period

@@ -45,7 +45,7 @@ def running(
     chooses: tuple[str, ...] = (),
     pcie: float | None = None,
 ) -> RepartitionSearch:
-    """Return stages of which the first of p has p units in flight and the last one, nothing but activations kept."""
+    """Return stages that hold activations only; the first of p has p units in flight, the last has one."""
     num_layers, num_stages = len(rows) - 1, len(starts) + 1
     measured = [StageTimes(*each) for each in zip(stage_s, held or [0.0] * num_stages, strict=True)]
 
@@ -57,7 +57,7 @@ def running(
 
 
 def better_cuts(rows: Sequence[LayerProfile], starts: Sequence[int], stage_s: Sequence[float]) -> Any:
-    """Return the cuts that are best, or None."""
+    """Return the best cuts, or None."""
     stages = running(rows, starts, stage_s)
     best = stages.best() if stages.is_needed else None
     return best and best.layout.starts

@@ -1,4 +1,4 @@
-"""Segments that begin anywhere in an epoch, whose last minibatch is short: as if all of them were simulated."""
+"""Segments that begin anywhere in an epoch with a short last minibatch: they equal a full simulation."""
 
 from dataclasses import replace
 from typing import Any
