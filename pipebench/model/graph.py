@@ -114,14 +114,14 @@ def trace(
         named = name in leaves or type(module).__name__ in leaves
         return named or getattr(module, "one_layer", False) or carries_state(module)
 
-    def graph() -> fx.GraphModule:
+    def traced() -> fx.GraphModule:
         module = record(model, is_leaf, fed)
         make_cuttable(module, module.graph)
         rewrite(module)
         module.recompile()
         return module
 
-    return _in_both_modes(model, model, graph)
+    return _in_both_modes(model, model, traced)
 
 
 def as_one_layer(model: nn.Module, fed: Fed = None) -> LayerGraph:
@@ -130,14 +130,14 @@ def as_one_layer(model: nn.Module, fed: Fed = None) -> LayerGraph:
     holder = nn.Module()
     holder.model = model
 
-    def graph() -> fx.GraphModule:
-        made = fx.Graph()
-        values = [made.placeholder(name) for name in (*positional, *by_keyword)]
+    def module_of_one_call() -> fx.GraphModule:
+        graph = fx.Graph()
+        values = [graph.placeholder(name) for name in (*positional, *by_keyword)]
         named: dict[str, Any] = dict(zip(by_keyword, values[len(positional) :], strict=True))
-        made.output(made.call_module("model", tuple(values[: len(positional)]), named))
-        return TracedModule(holder, made)
+        graph.output(graph.call_module("model", tuple(values[: len(positional)]), named))
+        return TracedModule(holder, graph)
 
-    return _in_both_modes(model, holder, graph)
+    return _in_both_modes(model, holder, module_of_one_call)
 
 
 def is_random(root: nn.Module, node: fx.Node) -> bool:
@@ -151,10 +151,12 @@ def is_random(root: nn.Module, node: fx.Node) -> bool:
             return False
         if home.split(".")[0] not in ("torch", "None"):  # a function of a user or a library
             return True
-    packet = getattr(torch.ops.aten, name, None)
-    if packet is None:
+    # torch marks the operators that draw. A torch function without an operator of its name may draw; a method doesn't.
+    operator_forms = getattr(torch.ops.aten, name, None)
+    if operator_forms is None:
         return node.op == "call_function"
-    return any(torch.Tag.nondeterministic_seeded in getattr(packet, form).tags for form in packet.overloads())
+    forms = (getattr(operator_forms, form) for form in operator_forms.overloads())
+    return any(torch.Tag.nondeterministic_seeded in form.tags for form in forms)
 
 
 def carries_state(module: nn.Module) -> bool:
@@ -311,8 +313,8 @@ def _in_both_modes(model: nn.Module, holder: nn.Module, make: Callable[[], fx.Gr
         for name in model.__dict__.keys() - attributes:  # tensors made in forward, which the graphs hold now
             delattr(model, name)
     (trains, in_training), (evaluates, in_evaluation) = found
-    same = evaluation_map(_computing(trains.graph), _computing(evaluates.graph))
-    evaluation = _layer_graph(model, evaluates, training=in_evaluation, evaluation_map=same)
+    index_in_training = evaluation_map(_computing(trains.graph), _computing(evaluates.graph))
+    evaluation = _layer_graph(model, evaluates, training=in_evaluation, evaluation_map=index_in_training)
     return _layer_graph(model, trains, training=in_training, evaluation=evaluation)
 
 
