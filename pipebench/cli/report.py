@@ -89,7 +89,7 @@ def _made(
     with preparing(name, work="loading recipes"):
         definition, asked = load_report(path, only or (), engine)
         with without_collector():
-            from pipebench.report.make import Making, make_report
+            from pipebench.report.make import MakeOptions, make_report
 
     if given["keeps"]:
         require_keepable(path)
@@ -97,4 +97,4 @@ def _made(
     options += [f"--engine {engine}"] if engine else []
     options += ["--no-training"] if no_training else []
     command = " ".join(["pipebench report", shlex.quote(name), *options])
-    return make_report(definition, asked, Making(command, folder, **given, trains=not no_training))
+    return make_report(definition, asked, MakeOptions(command, folder, **given, trains=not no_training))

@@ -156,8 +156,8 @@ def _to_run(
     if references:
         raise click.UsageError(f"--resume goes on with a run's own recipe: leave out {references[0]}")
     checked = "PIPEBENCH_RUN" in os.environ and _started_as_worker()  # by the process that started this one
-    tells = not checked and os.environ.get("RANK", "0") == "0"
-    folder, recipe = resumed(resume, overrides, trusts=trusts or checked, tells=tells)
+    prints = not checked and os.environ.get("RANK", "0") == "0"
+    folder, recipe = resumed(resume, overrides, trusts=trusts or checked, prints=prints)
     return [recipe], Suite(folder.read().suite, tuple(overrides), verbose, folder)
 
 

@@ -13,6 +13,7 @@ from pipebench.report.expressions import Expression
 UNITS = ("x", "share", "s", "bytes", "samples/s", "count", "none")
 BETTER = ("higher", "lower")
 Bound = Literal["exact", "at_least", "at_most", "about"]
+# Keys of each kind of picture.
 PICTURES: Mapping[str, tuple[str, ...]] = {
     "bars": ("measures", "bound", "line"),
     "scatter": ("measures",),
@@ -21,7 +22,7 @@ PICTURES: Mapping[str, tuple[str, ...]] = {
     "phases": ("runs", "metric", "bound", "line", "title"),
     "stages": ("runs", "metric", "row", "line", "title"),
     "schedule": ("run", "row"),
-}  # keys of each kind of picture
+}
 OVER = ("epochs", "samples", "virtual_time_s")
 # The default column: recipes unchanged.
 REPRODUCED = "reproduced"

@@ -12,7 +12,7 @@ from typing import Any
 from pipebench.formats import UNKNOWN, listed
 from pipebench.report.definition import Measure, PublishedClaim, Quoted, Report, Row
 from pipebench.report.evaluated import EARLIER, LEFT_OUT, NO, UNTESTABLE, YES, Evaluated, Origin, TableCell, Verdict
-from pipebench.report.expressions import Cells, Expression, Look, NoValueError, Value, cells_of, evaluate, explain
+from pipebench.report.expressions import Cells, Expression, Lookup, NoValueError, Value, cells_of, evaluate, explain
 from pipebench.report.metrics import value_of
 from pipebench.report.reasons import reason_for_plan, same_plan
 from pipebench.report.recipes import SAME
@@ -178,7 +178,7 @@ def _number(measure: Measure, runs: Sequence[Sequence[CellOutcome]]) -> dict[str
         of = "seeds" if sum(len(outcomes) > 1 for outcomes in runs) == 1 else "combinations of seeds"
         remarks.append(f"{len(reached)} of {len(combinations)} {of}; the others: {'; '.join(problems)}")
     remarked = {"remarks": tuple(dict.fromkeys(remarks))}
-    middle = values[(len(values) - 1) // 2 : len(values) // 2 + 1]
+    middle = values[(len(values) - 1) // 2 : len(values) // 2 + 1]  # the one or two values that make the median
     if not reached or any(is_missed for _, is_missed in middle):
         return {"problem": "; ".join(problems) or _NOT_RUN, **remarked}
     spread = {"low": reached[0], "high": reached[-1]} if len(reached) > 1 or problems else {}
@@ -198,7 +198,7 @@ def _missed(measure: Measure, chosen: Mapping[str, CellOutcome]) -> dict[str, No
 def _value(measure: Measure, chosen: Mapping[str, CellOutcome]) -> float:
     """Return the value for one outcome of every run; raises a NoValueError with the reason if there is none."""
 
-    def look(run: str, metric: str) -> Value:
+    def lookup(run: str, metric: str) -> Value:
         outcome = chosen[run]
         if outcome.result is None:
             raise NoValueError(str(outcome.problem))
@@ -208,7 +208,7 @@ def _value(measure: Measure, chosen: Mapping[str, CellOutcome]) -> float:
         return found
 
     assert measure.expression is not None
-    value = evaluate(measure.expression, look)
+    value = evaluate(measure.expression, lookup)
     assert not isinstance(value, Cells)  # validated
     return float(value)
 
@@ -233,7 +233,7 @@ def _quoted(report: Report, quoted: Quoted, cells: Sequence[TableCell]) -> str:
     if _left_out(report, quoted.expression):
         return f"({LEFT_OUT})"
     try:
-        value = evaluate(quoted.expression, _look_in(report, cells, quoted.column))
+        value = evaluate(quoted.expression, _lookup_in(report, cells, quoted.column))
     except NoValueError:
         return UNKNOWN
     assert not isinstance(value, Cells)  # validated
@@ -252,7 +252,7 @@ def _verdicts(report: Report, claim: PublishedClaim, cells: Sequence[TableCell])
         return
     for column in report.columns:
         try:
-            found = verdict(claim, column.name, _look_in(report, cells, column.name))
+            found = verdict(claim, column.name, _lookup_in(report, cells, column.name))
         except NoValueError as error:
             yield Verdict(claim, column.name, UNTESTABLE, str(error))
         else:
@@ -280,25 +280,25 @@ def _left_out(report: Report, expression: Expression) -> list[str]:
     ]
 
 
-def verdict(claim: PublishedClaim, column: str, look: Look) -> Verdict:
-    """Return whether a testable claim holds for the cells of `look`; raises a NoValueError if one is missing."""
+def verdict(claim: PublishedClaim, column: str, lookup: Lookup) -> Verdict:
+    """Return whether a testable claim holds for the cells of `lookup`; raises a NoValueError if one is missing."""
     number = claim.number
     if number is None:
         assert claim.holds is not None
-        return Verdict(claim, column, YES if evaluate(claim.holds, look) else NO, explain(claim.holds, look))
-    value = evaluate(number.value, look)
+        return Verdict(claim, column, YES if evaluate(claim.holds, lookup) else NO, explain(claim.holds, lookup))
+    value = evaluate(number.value, lookup)
     assert not isinstance(value, Cells)  # validated
     ratio = value / number.published
     reason = f"{number_text(value, number.unit)}, {ratio:.2f} of the published"
     return Verdict(claim, column, YES if abs(ratio - 1) <= number.within else NO, reason, value)
 
 
-def _look_in(report: Report, cells: Sequence[TableCell], column: str) -> Look:
+def _lookup_in(report: Report, cells: Sequence[TableCell], column: str) -> Lookup:
     """Return a function that looks up a measure in a column: its value in a row, or its cells in matching rows."""
     rows = [row.name for row in report.rows]
     own = [cell for cell in cells if cell.column == column]
 
-    def look(measure: str, row: str) -> Value:
+    def lookup(measure: str, row: str) -> Value:
         mine = [cell for cell in own if cell.measure == measure and (not row or fnmatchcase(cell.row, row))]
         values = {cell.row: float(cell.value) for cell in mine if isinstance(cell.value, int | float)}
         if row in rows and row in values:
@@ -308,4 +308,4 @@ def _look_in(report: Report, cells: Sequence[TableCell], column: str) -> Look:
         why = "; ".join(dict.fromkeys(f"{cell.row}: {cell.problem}" for cell in mine if cell.problem))
         raise NoValueError(f"{measure} has no value{f' of {row}' if row else ''}{f' ({why})' if why else ''}")
 
-    return look
+    return lookup

@@ -89,7 +89,7 @@ class Verdict:
 
     @property
     def ratio(self) -> float | None:
-        """Reproduced / published of a claimed number; None without."""
+        """Reproduced / published; None for a claim without a number."""
         number = self.claim.number
         return None if self.value is None or number is None else self.value / number.published
 

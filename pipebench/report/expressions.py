@@ -42,7 +42,7 @@ _CORRELATION = "correlation"  # Pearson's, over the rows that have cells of both
 FUNCTIONS = ("min", "max", "abs", "median", "mean", "sum", "count", "all", "any", _CORRELATION)
 _ALLOWED = "numbers, names, + - * / ( ), comparisons, and, or, not"
 
-Look = Callable[[str, str], "Value"]
+Lookup = Callable[[str, str], "Value"]
 
 
 class Cells(dict[str, float]):
@@ -117,20 +117,20 @@ def unit_of(expression: Expression, units: Mapping[str, str]) -> str:
     return _unit(expression.tree, units) or "none"
 
 
-def evaluate(expression: Expression, look: Look) -> Value:
+def evaluate(expression: Expression, lookup: Lookup) -> Value:
     """Evaluate an expression.
 
     Infinite values, such as the time to a target that was missed, are valid operands.
 
     Args:
         expression: of a cell or a claim.
-        look: returns the value of (run, metric) in a cell's expression, and of (measure, row) in a claim's, where the
+        lookup: returns the value of (run, metric) in a cell's expression, and of (measure, row) in a claim's, where the
             row is a name, a pattern, or "" for all rows. Its exceptions pass through.
 
     Raises:
         NoValueError: it has no value, such as a quotient by 0 or inf / inf.
     """
-    return _value(expression.tree, look)
+    return _value(expression.tree, lookup)
 
 
 def cells_of(expression: Expression) -> Iterator[tuple[str, str]]:
@@ -138,13 +138,13 @@ def cells_of(expression: Expression) -> Iterator[tuple[str, str]]:
     yield from _cells(expression.tree)
 
 
-def explain(expression: Expression, look: Look) -> str:
+def explain(expression: Expression, lookup: Lookup) -> str:
     """Return what decided a claim: the sides of its comparisons with their values, and the rows that decide.
 
     Raises:
         NoValueError: as by `evaluate`.
     """
-    return "; ".join(dict.fromkeys(_explained(expression.tree, look)))
+    return "; ".join(dict.fromkeys(_explained(expression.tree, lookup)))
 
 
 def _over_cells(text: str, measures: Collection[str], rows: Collection[str]) -> tuple[Expression, bool]:
@@ -309,25 +309,25 @@ def _is_zero(node: ast.expr) -> bool:
         return False
 
 
-def _value(node: ast.expr, look: Look) -> Value:
+def _value(node: ast.expr, lookup: Lookup) -> Value:
     """Return the value of a subexpression, which `_kind` has checked."""
     leaf = _leaf(node)
     if leaf is not None:
-        return look(*leaf)
+        return lookup(*leaf)
     match node:
         case ast.Constant(value=value):
             return value  # type: ignore[return-value] # validated to be a number
         case ast.Call(func=ast.Name(id=name), args=args):
-            return _called(name, [_value(each, look) for each in args])
+            return _called(name, [_value(each, lookup) for each in args])
         case ast.BinOp(left, op, right):
-            return _each(_ARITHMETIC[type(op)], _value(left, look), _value(right, look))
+            return _each(_ARITHMETIC[type(op)], _value(left, lookup), _value(right, lookup))
         case ast.UnaryOp(op, operand):
             function = operator.not_ if isinstance(op, ast.Not) else operator.neg
-            return _value(operand, look) if isinstance(op, ast.UAdd) else _each(function, _value(operand, look))
+            return _value(operand, lookup) if isinstance(op, ast.UAdd) else _each(function, _value(operand, lookup))
         case ast.BoolOp(op, values):
-            return _joined(op, [_value(each, look) for each in values])
+            return _joined(op, [_value(each, lookup) for each in values])
         case ast.Compare(left, ops, comparators):
-            sides = [_value(each, look) for each in (left, *comparators)]
+            sides = [_value(each, lookup) for each in (left, *comparators)]
             pairs = zip(ops, sides, sides[1:], strict=False)
             return _joined(ast.And(), [_each(_COMPARISONS[type(op)], one, other) for op, one, other in pairs])
     raise AssertionError(ast.dump(node))  # validated
@@ -339,7 +339,7 @@ def _joined(op: ast.boolop, values: Sequence[Value]) -> Value:
 
 
 def _each(function: Callable[..., float], *values: Value) -> Value:
-    """Apply a function to numbers, or per row to values of several rows."""
+    """Apply a function to numbers or, if any value has several rows, row by row to the rows that all of them have."""
     several = [value for value in values if isinstance(value, Cells)]
     if not several:
         return _applied(function, values)
@@ -380,27 +380,27 @@ def _correlation(measures: Sequence[Value]) -> float:
         raise NoValueError("it takes two rows that differ") from None
 
 
-def _explained(node: ast.expr, look: Look) -> Iterator[str]:
+def _explained(node: ast.expr, lookup: Lookup) -> Iterator[str]:
     """Yield the sides of comparisons with their values, and for `all` and `any` the rows that decide."""
     if isinstance(node, ast.Compare):
         for side in (node.left, *node.comparators):
             if not isinstance(side, ast.Constant):
-                yield f"{ast.unparse(side)} is {_shown(_value(side, look))}{_where(side, look)}"
+                yield f"{ast.unparse(side)} is {_shown(_value(side, lookup))}{_where(side, lookup)}"
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _OF_TRUTHS:
-        value = _value(node.args[0], look)
+        value = _value(node.args[0], lookup)
         if isinstance(value, Cells):
             holding, against = ([row for row in value if bool(value[row]) is held] for held in (True, False))
             named = f", not {', '.join(against)}" if node.func.id == "all" else f": {', '.join(holding)}"
             yield f"{len(holding)} of {len(value)} rows{named if against and holding else ''}"
     elif isinstance(node, ast.BoolOp | ast.UnaryOp):
         for part in _operands(node):
-            yield from _explained(part, look)
+            yield from _explained(part, lookup)
 
 
-def _where(node: ast.expr, look: Look) -> str:
+def _where(node: ast.expr, lookup: Lookup) -> str:
     """Return the row that has the minimum or maximum, if the expression is one over rows."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("min", "max"):
-        value = _value(node.args[0], look)
+        value = _value(node.args[0], lookup)
         if isinstance(value, Cells):
             return f" ({(min if node.func.id == 'min' else max)(value, key=lambda row: value[row])})"
     return ""

@@ -78,9 +78,10 @@ def _best(sought: Sought, error: Error, values: Mapping[str, float]) -> float:
         if abs(x - before[0]) < _SETTLED:
             return math.exp(x)
         now = errors(x)
+        # Gauss-Newton for one unknown: minimise sum (error + slope * step)^2, with slopes from the last two values.
         slopes = [(a - b) / (x - before[0]) for a, b in zip(now, before[1], strict=True)]
         steepness = math.fsum(slope * slope for slope in slopes)
-        if steepness == 0:
+        if steepness == 0:  # no cell depends on the constant here
             break
         step = -math.fsum(a * slope for a, slope in zip(now, slopes, strict=True)) / steepness
         step = min(max(step, -_LONGEST_STEP), _LONGEST_STEP)

@@ -13,7 +13,7 @@ from pipebench.report.definition import Report
 from pipebench.report.read_claims import read_calibration, read_claims, read_pictures, read_text
 from pipebench.report.read_table import check_metrics, read_table
 from pipebench.report.reading import Reading
-from pipebench.report.recipes import Asked, asked_runs
+from pipebench.report.recipes import ReportRun, report_runs
 
 _TOP = ("title", "source", "about", "columns", "measures", "runs", "rows", "claims", "pictures", "calibration")
 
@@ -21,7 +21,7 @@ _TOP = ("title", "source", "about", "columns", "measures", "runs", "rows", "clai
 _HIDES_ROWS = re.compile(r"rows(\.\d+(\.(name|for|at)(\..+)?)?)?|(rows\..+\.)?runs")
 
 
-def load_report(path: Path, only: Sequence[str] = (), engine: str | None = None) -> tuple[Report, list[Asked]]:
+def load_report(path: Path, only: Sequence[str] = (), engine: str | None = None) -> tuple[Report, list[ReportRun]]:
     """Load and validate a report and the recipes of all its runs.
 
     Args:
@@ -38,7 +38,7 @@ def load_report(path: Path, only: Sequence[str] = (), engine: str | None = None)
     if engine is not None:
         report = _on_engine(report, engine)
         check_metrics(report.measures, report.rows, reading)
-    asked, faults = asked_runs(report, whole=not only)
+    asked, faults = report_runs(report, whole=not only)
     if reading.faults or faults:
         raise RecipeError(dict.fromkeys([*reading.faults, *faults]))
     return report, asked

@@ -12,12 +12,13 @@ from pipebench.report.evaluated import Evaluated
 _WIDTH_IN, _HEIGHT_IN, _FRAME_IN = 2.4, 2.3, 0.6
 _MOST_BESIDE = 5
 _WIDE = 8.0  # maximum over minimum from which the horizontal axis is logarithmic
+# Marker and label of a published value, by its bound.
 _PUBLISHED = {
     "exact": ("o", "published"),
     "about": ("o", "published"),
     "at_least": ("^", "published: at least"),
     "at_most": ("v", "published: at most"),
-}  # marker and label
+}
 _Place = str | float
 
 

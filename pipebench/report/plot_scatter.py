@@ -43,7 +43,7 @@ class _Point:
 
     @property
     def label(self) -> str:
-        """Its row and mark."""
+        """The row's title and the mark."""
         return f"{self.title} {self.mark}".strip()
 
 

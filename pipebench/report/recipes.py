@@ -14,7 +14,7 @@ SAME = ""  # in place of a column's name, for runs that are the same in all colu
 
 
 @dataclass(frozen=True)
-class Asked:
+class ReportRun:
     """One run of a report; several may share a recipe."""
 
     row: str
@@ -25,7 +25,7 @@ class Asked:
     largest: bool = False  # whether the largest minibatch that fits is still to be found
 
 
-def asked_runs(report: Report, *, whole: bool = True) -> tuple[list[Asked], list[Fault]]:
+def report_runs(report: Report, *, whole: bool = True) -> tuple[list[ReportRun], list[Fault]]:
     """Return every run of a report, row by row, and all faults of their recipes.
 
     Args:
@@ -33,7 +33,7 @@ def asked_runs(report: Report, *, whole: bool = True) -> tuple[list[Asked], list
         whole: whether all rows are there; if not, keys of columns that no run uses are no faults.
     """
     loader = _RecipeLoader(report)
-    asked: list[Asked] = []
+    asked: list[ReportRun] = []
     for row in report.rows:
         for name, run in row.runs.items():
             for column in (Column(SAME, ""),) if run.same else report.columns:
@@ -56,7 +56,7 @@ class _RecipeLoader:
     def faults(self) -> list[Fault]:
         return [*self._fault_by_text.values()]
 
-    def runs(self, row: Row, name: str, run: RunReference, column: Column) -> Iterator[Asked]:
+    def runs(self, row: Row, name: str, run: RunReference, column: Column) -> Iterator[ReportRun]:
         """Yield a run of a row in a column, once per seed."""
         key = f"rows.{row.name}.runs.{name}"
         try:
@@ -68,7 +68,7 @@ class _RecipeLoader:
             words = self._in_column(path, given, column)
             for seed in run.seeds or (None,):
                 seeded = words if seed is None else (*words, f"train.seed={seed}")
-                yield Asked(row.name, name, column.name, seeded, self._load(path, seeded), run.largest)
+                yield ReportRun(row.name, name, column.name, seeded, self._load(path, seeded), run.largest)
         except RecipeError as error:
             where = f" (column {column.name})" if column.name and len(self._report.columns) > 1 else ""
             for fault in error.faults:
@@ -113,7 +113,7 @@ class _RecipeLoader:
         return display(beside) if os.path.isfile(beside) else cluster
 
     def column_faults(self, *, whole: bool) -> Iterator[Fault]:
-        """Yield faults of columns: unknown clusters, and in a `whole` report unused ones and words that none takes."""
+        """Yield faults of columns: unknown clusters and, if all rows are there, clusters and words that no run uses."""
         file = display(self._report.path)
         for column in self._report.columns:
             for cluster, other in column.clusters.items():

@@ -18,7 +18,7 @@ MARKS = {
     "or aren't trained, or an earlier release trained them",
 }
 _MOST_TITLES = 4
-_LEAST_SHARE = 0.0001  # smaller shares are shown as below this
+_LEAST_SHARE = 0.0001  # smaller shares are written as `<0.01%`
 _BOUNDS = {"exact": "", "about": "about ", "at_least": "≥ ", "at_most": "≤ "}
 
 

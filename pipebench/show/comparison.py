@@ -50,7 +50,7 @@ _Format = Callable[[float], str]
 class ComparedRun:
     """One row: the runs of one recipe, which differ in their seed only."""
 
-    name: str  # the recipe's; in a sweep with the varied values
+    name: str  # the recipe's name, in a sweep with the varied values
     runs: tuple[RunResult, ...]  # at least one
 
     @property
@@ -97,16 +97,6 @@ def _has_target(results: Iterable[RunResult]) -> bool:
     return any(result.outcome != COMPLETED for result in results)
 
 
-def _time_to_target(entry: ComparedRun) -> float:
-    time_s = entry.median("time_to_accuracy_s")
-    return math.inf if time_s is None else time_s
-
-
-def _time_per_sample(entry: ComparedRun) -> float:
-    rate = entry.median("throughput_samples_per_s")
-    return math.inf if rate is None else -rate
-
-
 @dataclass(frozen=True)
 class ComparisonRow:
     """The values of a row: medians over its runs, None if unknown."""
@@ -114,7 +104,7 @@ class ComparisonRow:
     name: str  # the recipe's, without the beginning that all names share
     mode: str  # its parallelism mode
     plan: str  # in the papers' notation
-    is_dp: bool  # whether a mode that may have several stages has data parallelism on all workers as its plan
+    is_dp: bool  # whether its mode allows several stages but its plan is data parallelism on all workers
     is_marked: bool  # whether its number of samples per update differs from the first row's
     outcome: str  # of its runs
     num_reached: int  # runs that reached their target
@@ -165,6 +155,7 @@ def _count(value: float) -> str:
 
 
 _UPDATE = "samples_per_update"
+_TO_TARGET, _OF_EPOCHS = "time_to_accuracy_s", "epoch_time_s"
 _VS_DP = ("vs dp", "vs_dp", ratio)
 # Heading, attribute of `ComparisonRow`, formatter; columns without any value are left out.
 _COLUMNS: tuple[tuple[str, str, _Format], ...] = (
@@ -203,9 +194,14 @@ def groups(results: Sequence[RunResult]) -> list[RunGroup]:
         entry = ComparedRun(name, tuple(each))
         found.setdefault(frozenset(_shared(entry).items()), []).append(entry)
     titles = _titles([_shared(entries[0]) for entries in found.values()])
-    keeps = any(quantity(text) is not None for result in results for text in result.varied.values())  # the order
-    cost = _time_to_target if _has_target(results) else _time_per_sample
-    grouped = [tuple(each if keeps else sorted(each, key=cost)) for each in found.values()]
+    keeps_order = any(quantity(text) is not None for result in results for text in result.varied.values())
+    metric, sign = (_TO_TARGET, 1) if _has_target(results) else ("throughput_samples_per_s", -1)
+
+    def cost(entry: ComparedRun) -> float:
+        value = entry.median(metric)
+        return math.inf if value is None else sign * value
+
+    grouped = [tuple(each if keeps_order else sorted(each, key=cost)) for each in found.values()]
     return [RunGroup(title, each, _rows_of(results, each)) for title, each in zip(titles, grouped, strict=True)]
 
 
@@ -216,7 +212,8 @@ def _rows_of(results: Sequence[RunResult], entries: Sequence[ComparedRun]) -> tu
     usual = entries[0].median(_UPDATE)
     found = []
     for entry in entries:
-        first, values = entry.runs[0], {metric: values_of(entry.runs, metric) for metric in _METRICS}
+        first = entry.runs[0]
+        values = {metric: values_of(entry.runs, metric) for metric in _METRICS}
         base = baseline(entry, entries)
         scaled = (entry.num_devices, *scaling(entry, entries)) if scales else (None, None, None)
         found.append(
@@ -225,7 +222,7 @@ def _rows_of(results: Sequence[RunResult], entries: Sequence[ComparedRun]) -> tu
                 len({usual, median(values[_UPDATE])} - {None}) > 1,
                 ", ".join(dict.fromkeys(run.outcome for run in entry.runs)),
                 sum(run.outcome == REACHED for run in entry.runs), sum(run.outcome != COMPLETED for run in entry.runs),
-                vs_dp=speed_up(entry, base) if has_target else epoch_speed_up(entry, base),
+                vs_dp=speed_up(entry, base, _TO_TARGET if has_target else _OF_EPOCHS),
                 **{metric: median(each) for metric, each in values.items()},
                 **dict(zip(("num_devices", "speed_up", "efficiency"), scaled, strict=True)),
                 ranges={metric: (min(each), max(each)) for metric, each in values.items() if len({*each}) > 1},
@@ -309,17 +306,8 @@ def time_to_accuracy_s(result: RunResult) -> float | None:
     return result.metrics.get("time_to_accuracy_s") if result.outcome == REACHED else None
 
 
-def speed_up(entry: ComparedRun, base: ComparedRun | None) -> float | None:
-    """Return a row's speed-up to the target over the baseline, by medians; None if half or more of either's missed."""
-    return _faster(entry, base, "time_to_accuracy_s")
-
-
-def epoch_speed_up(entry: ComparedRun, base: ComparedRun | None) -> float | None:
-    """Return a row's speed-up of epochs over the baseline, by medians."""
-    return _faster(entry, base, "epoch_time_s")
-
-
-def _faster(entry: ComparedRun, base: ComparedRun | None, metric: str) -> float | None:
+def speed_up(entry: ComparedRun, base: ComparedRun | None, metric: str = _TO_TARGET) -> float | None:
+    """Return how many times as fast as the baseline a row is, by medians of the seconds `metric`; None if unknown."""
     return None if base is None else _divided(base.median(metric), entry.median(metric))
 
 
@@ -343,7 +331,8 @@ def speed_ups(results: Sequence[RunResult]) -> dict[tuple[str, int | None], dict
 
 
 def _speed_ups(entry: ComparedRun, base: ComparedRun | None) -> dict[str, float]:
-    values = {"speedup_over_dp": speed_up(entry, base), "epoch_speedup_over_dp": epoch_speed_up(entry, base)}
+    names = {"speedup_over_dp": _TO_TARGET, "epoch_speedup_over_dp": _OF_EPOCHS}
+    values = {name: speed_up(entry, base, metric) for name, metric in names.items()}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -365,8 +354,8 @@ def _closest(entry: ComparedRun, others: Sequence[ComparedRun]) -> ComparedRun |
 def scaling(entry: ComparedRun, others: Iterable[ComparedRun]) -> tuple[float | None, float | None]:
     """Return a row's speed-up of epochs over `smallest`, and that speed-up divided by the ratio of devices."""
     first = smallest(entry, others)
-    faster, wider = epoch_speed_up(entry, first), _divided(entry.num_devices, first.num_devices)
-    return faster, _divided(faster, wider)
+    faster = speed_up(entry, first, _OF_EPOCHS)
+    return faster, _divided(faster, _divided(entry.num_devices, first.num_devices))
 
 
 def _scales(results: Sequence[RunResult]) -> bool:
@@ -397,7 +386,7 @@ def _titles(settings: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Drop the names' common beginning, up to a dash.
+    """Return the names without their common beginning up to a dash, by full name.
 
     A sweep's varied values and modes come last: a dash there is part of a value.
     """

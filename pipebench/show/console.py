@@ -1,4 +1,4 @@
-"""Prints the results of a run, its seeds or a comparison."""
+"""Prints the results of a run, of its seeds, or of a comparison."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -106,7 +106,7 @@ def _draw_limit(axes: Axes, height: float) -> None:
 
 
 def _mark(axes: Axes, memory: MemoryTimeline, worker: int, scale: float, limit: int | None) -> None:
-    """Draw the device's limit, and where a worker first exceeds it."""
+    """Draw the device's limit, and a mark where the worker first exceeds it."""
     if limit is not None:
         _draw_limit(axes, limit / scale)
     found = memory.overflow
@@ -160,6 +160,7 @@ def _moments(curve: Curve, end_s: float) -> Sequence[tuple[int, int]]:
     """Return, for every part of the time, the range of indices of the curve's values in it, the stop excluded."""
     edges_s = np.linspace(0.0, end_s or 1.0, NUM_PARTS + 1)
     # Of several changes at one moment, only the last counts.
+    # A part begins with the value of the last change before it.
     before = np.maximum(np.searchsorted(curve.times_s, edges_s[:-1], side="right") - 1, 0)
     after = np.searchsorted(curve.times_s, edges_s[1:], side="left")
     return [(int(a), int(max(a + 1, b)) if len(curve.times_s) else int(a)) for a, b in zip(before, after, strict=True)]

@@ -158,6 +158,8 @@ def text_picture(timeline: Timeline, unit_s: float | None = None, width: int = 8
             starts_s.setdefault(span.worker, span.start_s)
     filled_s = int(max(starts_s.values(), default=0.0) / unit_s) * unit_s
     lines, begin_s = list[str](), 0.0
+    # The first of these views in which every worker's row shows work: from the start, from the moment when all workers
+    # have begun, from the start in longer cells. If there is none, the first view.
     for since_s, longer in ((0.0, 1), (filled_s, 1), *((0.0, 2**power) for power in range(1, 6))):
         drawn, working = _text_lines(timeline.shifted(-since_s), unit_s, longer, width)
         is_whole = working >= starts_s.keys()
@@ -185,7 +187,7 @@ def _text_lines(timeline: Timeline, unit_s: float, longer: int, width: int) -> t
 
 
 def natural_unit_s(timeline: Timeline) -> float:
-    """Return the shortest typical duration of a forward or backward: the fastest worker's median."""
+    """Return the shortest median duration over workers of their forwards or backwards, in seconds."""
     durations_s: dict[tuple[int, str], list[float]] = {}
     for span in timeline.spans:
         if span.kind in PASSES and span.end_s > span.start_s:

@@ -52,7 +52,7 @@ class PlanFindings:
 
     @property
     def units(self) -> str:
-        """Its plural."""
+        """The plural of `unit`."""
         return "samples" if self.says_samples else "minibatches"
 
     @property

@@ -43,7 +43,7 @@ class Silent:
         """Ignore a note."""
 
 
-class Telling:
+class ProgressEvents:
     """Reports progress as plain data, to a function.
 
     `tell` gets a mapping per evaluation and note, and one per second on the last minibatch; its key `event` is

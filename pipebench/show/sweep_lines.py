@@ -71,7 +71,7 @@ class Sweep:
             elif len(equal) > 1:
                 best = together(equal)
             elif name in costs and costs[name][0] - least <= _SAME * abs(least):
-                best = name
+                best = name  # so that nearly equal lines don't take turns
             if best != name and name:
                 yield name, since, until
             name, since, until = best, text if best != name else since, text

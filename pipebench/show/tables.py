@@ -101,6 +101,7 @@ def _parts(console: Console, table: Table, width: int, left: int) -> list[_Part]
 
     while left > 1 and not all(fits([*range(left), index]) for index in range(left, len(least))):
         left -= 1  # the last name column is moved to the columns that continue below
+    # Greedy, in the columns' order: a part takes columns until the next one doesn't fit.
     parts: list[_Part] = []
     rest = list(range(left, len(least)))
     while rest or not parts:

@@ -92,6 +92,7 @@ def _lanes(timeline: Timeline) -> list[tuple[int, int, int, Transfer]]:
     free_s: dict[int, list[float]] = {}
     sends: list[tuple[int, int, int, Transfer]] = []
     sent = ((index, each) for index, each in enumerate(timeline.transfers) if each.kind not in SWAP_KINDS)
+    # In order of their start, every send takes the first lane that is free: no other assignment needs fewer lanes.
     for index, transfer in sorted(sent, key=lambda pair: pair[1].start_s):
         for sender in transfer.senders:
             ends_s = free_s.setdefault(sender, [])

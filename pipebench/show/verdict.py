@@ -38,7 +38,7 @@ def limit_of(run: RunResult) -> Limit | None:
     busy_s = _measured_s(run, minibatch_s) if run.workers else planned_s(run, int(size))
     stage = max(range(len(busy_s)), key=busy_s.__getitem__, default=0)
     if not busy_s or not 0 < busy_s[stage] <= minibatch_s * (1 + _SEEN):
-        return None
+        return None  # a stage that computes longer than a minibatch takes: the times are of other stages
     idle_s = max(0.0, minibatch_s - busy_s[stage])
     transfer_s = min(idle_s, run.metrics.get("comm_stall_fraction", 0.0) * minibatch_s)
     return Limit(minibatch_s, stage if len(busy_s) > 1 else None, busy_s[stage], transfer_s, idle_s - transfer_s)

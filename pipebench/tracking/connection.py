@@ -1,7 +1,7 @@
-"""MLflow's client on the store where runs are recorded.
+"""The connection to the MLflow store where runs are recorded.
 
-MLflow is imported late (it takes a second), kept quiet, and used by one process at a time when the store is a SQLite
-file: MLflow's own migrations and transactions don't survive several writers.
+MLflow is imported when it is first used, as its import takes a second, and its output is turned off. If the store is a
+SQLite file, one process at a time uses it: MLflow's migrations and transactions fail with several writers.
 """
 
 import errno
@@ -43,7 +43,7 @@ _ENVIRONMENT = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_ENABLE_ASYNC_LOGGING": "false",  # `Sender` has a queue of its own
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-    # MLflow's defaults keep a caller waiting for many minutes on a server that is down or hangs.
+    # With MLflow's defaults a request to a server that is down or hangs takes many minutes.
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
 }
@@ -59,7 +59,7 @@ def default_uri() -> str:
     uri = os.environ.get("MLFLOW_TRACKING_URI", "").strip() or f"{_SQLITE}mlflow.db"
     if _SCHEMELESS.fullmatch(uri):
         raise UserError(f"MLFLOW_TRACKING_URI: got {uri!r}, allowed is an address with its scheme: http://{uri}")
-    # A database in memory would end with this process, and its runs with it.
+    # A database in memory would be lost at the end of this process.
     if uri.startswith("sqlite") and uri.removeprefix(_SQLITE) in (uri, "", ":memory:"):
         raise UserError(
             f"MLFLOW_TRACKING_URI: got {uri!r}, allowed is {_SQLITE}FILE, with a fourth slash before an absolute path"
@@ -85,7 +85,7 @@ def shown_uri(uri: str) -> str:
 
 
 def reason_of(error: BaseException | str) -> str:
-    """Return why MLflow failed, on one short line without users and passwords of addresses."""
+    """Return the reason of an MLflow failure on one short line, without the users and passwords of addresses."""
     while isinstance(error, BaseException):
         deeper = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
         # A LookupError's text is the key alone; the error that wraps it says more.

@@ -59,7 +59,7 @@ def outcome_status(result: RunResult | None) -> Status:
 
 
 def logged_metrics(result: RunResult) -> dict[str, float]:
-    """Return a result's metrics for comparing runs, the deciding ones first, rounded for display."""
+    """Return a result's metrics for comparing runs, the most important first, rounded for display."""
     values = {**least_losses(result.points), **result.metrics}
     ordered = dict.fromkeys(name for pattern in _METRICS for name in values if fnmatchcase(name, pattern))
     ordered |= dict.fromkeys(name for name in values if (row := known(name)) is not None and COLUMN in row.shown)

@@ -62,7 +62,7 @@ class RecordFollower(Sender):
         super().send(store, on_progress)
         if self.ended and not self._queue:
             self._note_end(failed=False)
-            self._history = None  # MLflow's run is over, and resumed if the process is restarted
+            self._history = None  # the run has ended in MLflow; it is resumed there if the process is restarted
 
     def give_up(self) -> None:
         """Leave the run's end unsent; the process that logs may append more."""

@@ -1,4 +1,4 @@
-"""Identifies whether a recorded run is still current: by hashes of its recipe and of the code."""
+"""Hashes of a recipe and of the code, by which a recorded run is known to be still valid."""
 
 import functools
 import hashlib

@@ -17,10 +17,10 @@ _POINT, _START, _END = "POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"
 
 
 class _Benchmark(NamedTuple):
-    """A model of MLPerf's."""
+    """A benchmark of MLPerf Training."""
 
-    name: str
-    ruleset: str
+    name: str  # in MLPerf's logs
+    ruleset: str  # the newest that has it
     metric: str  # of the data set, logged as MLPerf's `eval_accuracy`
 
 
@@ -68,7 +68,7 @@ def _header(result: RunResult, benchmark: _Benchmark | None, num_train: int, num
     """Yield the events before training."""
     recipe = result.recipe
     facts = {
-        "cache_clear": False,  # caches are left as they are
+        "cache_clear": False,  # the system's caches are not cleared
         "submission_org": "pipebench (no submission)",
         "submission_platform": f"{recipe.get('cluster.name', 'local')}: {result.timing}",
         "submission_division": "open",

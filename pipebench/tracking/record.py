@@ -28,8 +28,8 @@ from pipebench.tracking.inputs import Inputs
 from pipebench.train.result import Point, RunResult
 from pipebench.typed_json import Count, JsonError, Number, read
 
-RECORD = "record"  # the record, in the folder of a run that has one
-RESULTS_FOLDER = "pipebench-results"  # where records are kept of runs that have no folder of their own
+RECORD = "record"  # the record's folder, inside the folder of a run that has one
+RESULTS_FOLDER = "pipebench-results"  # the folder of records of runs that have no folder of their own
 ENTRIES, _SENT, _LOCK = "record.jsonl", "mlflow.json", ".held"
 LOG_FILE = "run.log"  # the artifact that the processes of a run write while they run
 RESULT_FILE, STAGES_FILE = "result.json", "stages.csv"  # artifacts: a run's whole result, and its table of stages
@@ -130,6 +130,7 @@ class RunRecord:
         result, status = None, None
         for entry in entries:
             if entry.start is not None and (back_to := entry.start.goes_on_from) is not None:
+                # The process trains these points again, perhaps with other values.
                 points = {samples: point for samples, point in points.items() if samples <= back_to}
             params |= entry.params
             tags |= entry.tags

@@ -128,7 +128,7 @@ class RecordedRuns:
         return None
 
     def result_of(self, run_id: str) -> RunResult | None:
-        """Return a run's result; None if it has none that can be read.
+        """Return a run's result; None if its artifact is missing or invalid.
 
         Raises:
             UserError: MLflow can't be read.
@@ -142,10 +142,11 @@ class RecordedRuns:
         found = []
         for run in self._search("tags.kind LIKE '%'"):
             tags, params = run.data.tags, run.data.params
+            parent_id = tags.get(_PARENT)
             time_s, rate = (on_its_clock(run.data.metrics, name) for name in _TIMES)
             past = PastRun(
                 ids=(run.info.run_id,),
-                parent_id=parent_id if (parent_id := tags.get(_PARENT)) != run.info.run_id else None,  # edited by hand
+                parent_id=parent_id if parent_id != run.info.run_id else None,  # the tag may have been edited
                 kind=tags["kind"],
                 names=_names(run.info.run_name, params, tags),
                 recipe=params.get("name", ""),
@@ -296,6 +297,7 @@ def _runs_below(comparison: PastRun, past: Sequence[PastRun]) -> list[Recorded]:
     for run in reversed(past):
         below.setdefault(run.parent_id, []).append(run)
 
+    # A comparison's runs may be in groups of seeds, which are comparisons themselves.
     def found_in(run: PastRun) -> Iterator[Recorded]:
         if run.kind == "run" and (loaded := run.load()) is not None:
             yield loaded

@@ -65,8 +65,7 @@ class Tracking:
         self.folder = Path.cwd()
         self.progress = 0  # number of requests that the store has answered
         self.is_hung = False  # the store hung at the end of a run; later runs don't wait for it again
-        self._warned = False
-        self._warned_of_artifact = False
+        self._warned: set[str] = set()  # kinds of warnings that were printed
         self._ready_timed_out = False
         self._runs: list[RunLog] = []  # those that the background thread still sends
         self._awake = threading.Event()
@@ -164,8 +163,7 @@ class Tracking:
 
     def wait_until_ready(self) -> bool:
         """Wait until MLflow is imported and connected, so that neither slows down training; return whether it is."""
-        limit_s = _PATIENCE_LOCAL_S if self.store.local else _PATIENCE_SERVER_S
-        ready = self._ready(0.0 if self._ready_timed_out else limit_s)
+        ready = self._ready(0.0 if self._ready_timed_out else self.patience_s)
         self._ready_timed_out = not ready
         return ready
 
@@ -184,21 +182,13 @@ class Tracking:
 
     def warn(self, reason: BaseException | str, folder: Path | None) -> None:
         """Warn the user, once, that MLflow fails; `folder` is the record."""
-        if not self._warned:
-            self._warned = True
-            where = f"; everything is kept in {_shown(folder)}" if folder else ""
-            message = f"MLflow at {shown_uri(self.store.uri)} failed ({reason_of(reason)}){where}. The run goes on."
-            print_notice(message)  # a run's log may go to a file only
-            _log.info(message)
+        where = f"; everything is kept in {_shown(folder)}" if folder else ""
+        self._warn_once("failure", f"failed ({reason_of(reason)}){where}. The run goes on.")
 
     def warn_of_artifact(self, name: str, reason: Exception, folder: Path | None) -> None:
         """Warn the user, once, that MLflow refuses an artifact; `folder` is the record."""
-        if not self._warned_of_artifact:
-            self._warned_of_artifact = True
-            where = f"; it is kept in {_shown(folder)}" if folder else ""
-            message = f"MLflow at {shown_uri(self.store.uri)} doesn't take {name} ({reason_of(reason)}){where}"
-            print_notice(message)
-            _log.info(message)
+        where = f"; it is kept in {_shown(folder)}" if folder else ""
+        self._warn_once("artifact", f"doesn't take {name} ({reason_of(reason)}){where}")
 
     def warn_of_unsent(self, run: "RunLog") -> None:
         """Tell the user at Ctrl-C how unsent entries reach MLflow, unless the run's comparison still waits for them."""
@@ -206,6 +196,14 @@ class Tracking:
         if run.folder is not None and not awaited and not run._sender.is_done:
             unsent = f"{_shown(run.folder)} keeps what MLflow hasn't; the next run here, or `pipebench runs`, sends it"
             print_notice(unsent)
+
+    def _warn_once(self, kind: str, failure: str) -> None:
+        """Print and log what MLflow failed to do, for the first failure of its kind."""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            message = f"MLflow at {shown_uri(self.store.uri)} {failure}"
+            print_notice(message)  # a run's log may go to a file only
+            _log.info(message)
 
     def _send_forever(self) -> None:
         try:

@@ -23,7 +23,7 @@ _RESUMES, _WENT_BACK, _REFUSED = "resumes", "went_back", "artifacts_missing"
 
 
 class Sender:
-    """The queue of one run. `add` is thread-safe; everything else belongs to the thread that talks to MLflow."""
+    """The queue of one run. `add` is thread-safe; all else is for the background thread that sends to MLflow."""
 
     interval_s = SEND_INTERVAL_S  # between calls of `send`
 
@@ -64,7 +64,7 @@ class Sender:
 
     @property
     def is_done(self) -> bool:
-        """Whether there is nothing left to do, successfully or not."""
+        """Whether the run's end is sent or given up."""
         return self.settled.is_set()
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class Sender:
             self._end_ms = entry.at_ms
 
     def send(self, store: Store, on_progress: Callable[[], None]) -> None:
-        """Send the queue to MLflow, calling `on_progress` after each request; may raise whatever MLflow raises."""
+        """Send the queue to MLflow, calling `on_progress` after each request; raises MLflow's own exceptions."""
         if self._history is None and not self._queue and self.record.is_new:
             return  # the run's start, which creates it in MLflow, is not logged yet
         store.connect()
@@ -149,7 +149,7 @@ class Sender:
             self.add(entry)
 
     def _send_some(self, store: Store, run_id: str, history: "History") -> int:
-        """Send as much of the queue as one request takes; return how many entries."""
+        """Send the leading entries of the queue that fit in one request; return their number."""
         entry, content = self._queue[0]
         if entry.status is not None:
             if all(later.start is None for later, _ in self._queue.copy()):  # no later process resumed the run
@@ -202,7 +202,7 @@ class Sender:
             store.tag(run_id, _REFUSED, ", ".join(self._refused) or None)
 
     def _log(self, store: Store, run_id: str, history: "History", entries: Sequence[LogEntry]) -> None:
-        """Send values, params and tags of entries, of which only the first may be a start."""
+        """Send the values, params and tags of entries; only the first entry may be a start."""
         rows: list[MetricRow] = []
         curves: list[MetricRow] = []
         results: list[MetricRow] = []

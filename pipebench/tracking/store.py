@@ -120,7 +120,7 @@ class Store(StoreConnection):
                 if error.error_code == "RESOURCE_DOES_NOT_EXIST":
                     return None
                 raise
-            if run.info.lifecycle_stage == "deleted":  # in the UI
+            if run.info.lifecycle_stage == "deleted":  # by the user, in MLflow's UI
                 client.restore_run(run_id)
             client.update_run(run_id, status="RUNNING")
         data = run.data
@@ -215,7 +215,7 @@ class Store(StoreConnection):
                 found = client.get_experiment_by_name(self.suite)
                 if found is None:
                     raise
-        if found.lifecycle_stage == "deleted":  # in the UI; its name stays taken until it is restored
+        if found.lifecycle_stage == "deleted":  # by the user, in MLflow's UI; no other experiment can have its name
             client.restore_experiment(found.experiment_id)
         return str(found.experiment_id)
 

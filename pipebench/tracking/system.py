@@ -50,7 +50,7 @@ def _start(path: str) -> Any:
         monitor = getattr(import_module(f"{_FOLDER}.{module}"), name)()  # MLflow's monitors are not typed
         monitor.collect_metrics()  # the CPU's share counts from the previous call, so the first has no meaning
         monitor.clear_metrics()
-    except Exception as error:  # no such device, a library that isn't there, a container that hides its counters
+    except Exception as error:  # no such device, a missing library, a container that hides the counters
         _log.debug("no system metrics from %s: %s", path, error)
         return None
     return monitor

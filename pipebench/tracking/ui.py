@@ -1,4 +1,4 @@
-"""`pipebench ui`: MLflow's own pages on the store of runs, for this machine only."""
+"""The command `pipebench ui`: serves MLflow's pages on the store of runs, to this machine only."""
 
 import json
 import os

@@ -38,7 +38,7 @@ _COLUMNS = (
     ("attributes", "Dataset", 220),
 )
 _ALWAYS_FIRST = (_NAME, "runDateAndNestInfo", "duration")  # as MLflow's page names these columns
-_TRAINS = "workflowType=machine_learning"  # MLflow's pages are for traces unless the address or the browser says so
+_TRAINS = "workflowType=machine_learning"  # without it MLflow's pages show traces, or the browser's last choice
 # Plain text, as MLflow's list of experiments does not render Markdown.
 _ABOUT = (
     "Runs of pipebench. The command pipebench ui prints the address of their table, the first to its target on top."

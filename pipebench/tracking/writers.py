@@ -18,7 +18,7 @@ from pipebench.tracking.record import LogEntry
 from pipebench.train.result import Point, RunResult
 
 
-class Described(NamedTuple):
+class RunDescription(NamedTuple):
     """A run's names and params."""
 
     suite: str  # the MLflow experiment
@@ -42,7 +42,7 @@ class _Writer(Protocol):
 class _TensorBoard:
     """Event files in `tensorboard/SUITE/FOLDER`."""
 
-    def __init__(self, run: Described) -> None:
+    def __init__(self, run: RunDescription) -> None:
         folder = Path("tensorboard") / run.suite / re.sub(r"[^\w.+-]+", "-", run.folder)
         self._writer: Any = import_module("torch.utils.tensorboard").SummaryWriter(
             str(folder), purge_step=run.samples_done + 1
@@ -64,7 +64,7 @@ class _TensorBoard:
 class _WeightsAndBiases:
     """A Weights & Biases run in the folder `wandb`; offline unless WANDB_MODE says otherwise."""
 
-    def __init__(self, run: Described) -> None:
+    def __init__(self, run: RunDescription) -> None:
         wandb: Any = import_module("wandb")
         self._run: Any = wandb.init(
             project=re.sub(r"[^\w.-]+", "-", run.suite),
@@ -85,13 +85,13 @@ class _WeightsAndBiases:
         self._run.finish(exit_code=0 if result is not None else 1)
 
 
-_KINDS: dict[str, Callable[[Described], _Writer]] = {"tensorboard": _TensorBoard, "wandb": _WeightsAndBiases}
+_KINDS: dict[str, Callable[[RunDescription], _Writer]] = {"tensorboard": _TensorBoard, "wandb": _WeightsAndBiases}
 
 
 class Writers:
     """A run's writers; no method raises because a writer fails."""
 
-    def __init__(self, names: Iterable[str], run: Described) -> None:
+    def __init__(self, names: Iterable[str], run: RunDescription) -> None:
         """Begin with the writers among a recipe's `tracking`."""
         self._virtual = run.virtual
         self._writers: dict[str, _Writer] = {}

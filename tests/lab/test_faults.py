@@ -22,9 +22,9 @@ from tests.commands import weights
 from tests.lab import launcher
 from tests.lab.findings import Options
 from tests.lab.hosts import Lab
-from tests.lab.machine import needs_a_lab, wait_for
+from tests.lab.machine import needs_a_lab
 from tests.lab.trials import cluster_words
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, wait_for
 
 pytestmark = [needs_a_lab, pytest.mark.lab]
 

@@ -34,7 +34,7 @@ from tests.tracking.records import RESULT, fetch, rescued
 def test_a_store_that_fails_in_mid_run_loses_nothing(
     tracking: Tracking, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tracking, "_warned", False)
+    monkeypatch.setattr(tracking, "_warned", set())
     run = tracking.start("broken", params={"a": "1"}, tags={})
     run.point(RESULT.points[0])
 
@@ -87,7 +87,7 @@ def test_an_artifact_that_is_refused_holds_up_nothing(
     recovers: bool,
 ) -> None:
     """A proxy's 413 for a trace left the run running for ever, without its result."""
-    monkeypatch.setattr(tracking, "_warned_of_artifact", False)
+    monkeypatch.setattr(tracking, "_warned", set())
     run = tracking.start("refused", params={}, tags={})
     send, refuses = tracking.store.log_artifact, [True]
 

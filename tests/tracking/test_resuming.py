@@ -105,7 +105,7 @@ def test_a_summary_that_the_store_took_at_the_second_try_is_there_once(
         log(run_id, rows, *more)
 
     monkeypatch.setattr(tracking.store, "log", fail_once)
-    monkeypatch.setattr(tracking, "_warned", True)
+    monkeypatch.setattr(tracking, "_warned", {"failure"})
     run = tracking.start("tried", params={}, tags={}, folder=tmp_path)
     run.result(RESULT)
     tracking.wake()
@@ -189,7 +189,7 @@ def test_what_mlflow_did_not_take_is_sent_when_the_run_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(tracking.store, "log", fail)
-        patch.setattr(tracking, "_warned", True)
+        patch.setattr(tracking, "_warned", {"failure"})
         first.text("plan.txt", "straight")
         for point in RESULT.points[:2]:
             first.point(point)
