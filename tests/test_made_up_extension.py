@@ -1,15 +1,17 @@
-"""An extension made up here: it clamps gradients before every update, and takes time for that.
+"""An extension made up here, which clamps gradients before every update; this takes time.
 
-It brings a section of recipes with a rule, what an update does and takes, and a metric. No file of the core is touched.
-Beside that, what a run that turns no extension on must not load.
+It has a section of recipes with a rule, hooks for an update's execution and time, and a metric. No file of the core is
+changed. Besides, tests of what a run without extensions must not load.
 """
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 
 from pipebench.checkpoint.progress import Facts
@@ -27,15 +29,16 @@ from pipebench.simulate.steady import simulate_all
 from pipebench.tracking.entries import logged_metrics
 from pipebench.train.job import Job
 from pipebench.train.prepare import prepare
-from pipebench.typed_json import read
+from pipebench.train.result import RunResult
+from pipebench.typed_json import read, shown, write
 from tests.checkpoint.support import captured
 from tests.support import make_engine
-from tests.train.test_training import prepared, recipe, train
+from tests.train.test_training import Silent, prepared, recipe, train
 
 
 @dataclass(frozen=True)
 class Clamp:
-    """A recipe's section `clamp`: the largest element of a gradient, and the seconds that looking for it takes."""
+    """A recipe's section `clamp`: the largest element of a gradient, and the seconds that clamping takes."""
 
     largest: float = 1.0
     seconds: float = 0.0
@@ -99,7 +102,7 @@ def _made_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def job_of(clamp: Clamp | None) -> Job:
-    """Return the job of a small model, as a recipe with such a section makes it of a large one."""
+    """Return the job of a small model with this section in its recipe."""
     job = prepared(recipe(target=None), plan=([4], [2, 1]))
     pipeline = replace(job.setup.pipeline, extensions={} if clamp is None else {"clamp": clamp})
     return replace(job, setup=replace(job.setup, pipeline=pipeline))
@@ -139,6 +142,25 @@ def test_it_changes_what_an_update_does_and_its_metric_is_one_of_the_run_s() -> 
     assert whole.points != plain.points
     warn_of_unlisted(whole.metrics)
     assert logged_metrics(whole)["clamped_elements"] == whole.metrics["clamped_elements"]
+
+
+@pytest.mark.parametrize("value", ["many", None, math.nan, math.inf, [1.0]], ids=str)
+def test_a_metric_that_is_no_finite_number_is_left_out_and_its_extension_named(
+    value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.2.0 kept such a value in the result, which then couldn't be read back, nor be sent to MLflow."""
+    monkeypatch.setitem(EXTENSIONS["clamp"], "metrics", f"{__name__}:{value}")
+    monkeypatch.setitem(
+        globals(), str(value), lambda counted: {"clamped_elements": value, "clamped_rows": np.float32(2)}
+    )
+    notes: list[str] = []
+    monkeypatch.setattr(Silent, "note", lambda _, text: notes.append(text))
+    result, _, _ = train(job_of(Clamp(0.01)))
+    assert "clamped_elements" not in result.metrics
+    assert result.metrics["clamped_rows"] == 2
+    assert read(RunResult, write(result)) == result
+    wrong = "metric clamped_elements of extension clamp is left out"
+    assert notes == [f"{wrong}: got {shown(value)}, allowed is a finite number"]
 
 
 def test_it_changes_what_an_update_takes() -> None:
@@ -200,9 +222,9 @@ assert os.wait()[1] == 0, {name!r}
 
 @pytest.fixture(scope="module")
 def loaded_by(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """Return by run the modules of extensions that it has loaded, and of torch's compiler, as slow to import as torch.
+    """Return, by run, the modules of extensions, and of torch's compiler, that it has loaded.
 
-    Each is a copy of one process.
+    Runs are forks of one process.
     """
     folder = tmp_path_factory.mktemp("loading")
     plain = {key: value for key, value in load("quickstart/dp", [*DP]).plain.items() if key != "clamp"}  # only here
@@ -227,7 +249,7 @@ def names(modules: set[str]) -> set[str]:
 
 @pytest.mark.parametrize("run", ["simulated", "resolved", "policies", "trained"])
 def test_a_run_without_an_extension_loads_none_of_its_modules(run: str, loaded_by: dict[str, set[str]]) -> None:
-    """Nor does one of a resolved recipe, whose sections are null, or of vPipe's policies where layers stay."""
+    """Nor does a run of a resolved recipe, whose sections are null, or one with vPipe's policies but without moves."""
     assert loaded_by[run] == set()
 
 

@@ -14,7 +14,7 @@ from pipebench.recipe.load import load_file
 from pipebench.report.catalog import find_report
 from pipebench.report.definition import Report
 from pipebench.report.load import load_report
-from pipebench.report.recipes import Asked
+from pipebench.report.recipes import ReportRun
 from pipebench.report.scores import geometric_mean_error, rank_correlation
 from pipebench.tracking.identity import recipe_hash
 from pipebench.train.engines import simulate
@@ -102,7 +102,7 @@ class Rows:
         asked: its runs, by row and run.
     """
 
-    def __init__(self, report: Report, asked: Mapping[tuple[str, str], Asked]) -> None:
+    def __init__(self, report: Report, asked: Mapping[tuple[str, str], ReportRun]) -> None:
         self._report, self._asked = report, asked
         self._simulated: dict[str, tuple[float, str]] = {}  # seconds of an epoch and plan, by recipe and cluster
 

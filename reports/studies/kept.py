@@ -27,7 +27,7 @@ from pipebench.report.catalog import find_report, report_names, reports_folder
 from pipebench.report.collect import Collection
 from pipebench.report.kept import KeptResult, keep, kept_results
 from pipebench.report.load import load_report
-from pipebench.report.recipes import Asked
+from pipebench.report.recipes import ReportRun
 from pipebench.run.identity import made_on
 from pipebench.tracking.run_log import Tracking
 from pipebench.train.result import RunResult
@@ -47,13 +47,13 @@ def without_seed(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(word for word in words if not word.startswith(SEED))
 
 
-def trained(name: str) -> list[Asked]:
+def trained(name: str) -> list[ReportRun]:
     """Return the runs of a report that train, row by row, each once."""
     _, asked = load_report(find_report(name))
     return [*{each.words: each for each in asked if engine_kind(each.loaded.recipe).trains}.values()]
 
 
-def fresh(each: Asked) -> KeptResult:
+def fresh(each: ReportRun) -> KeptResult:
     """Train a run now and return its result.
 
     Raises:
@@ -93,7 +93,7 @@ def difference(before: RunResult, now: RunResult) -> str:
 def repeat(kept: KeptResult) -> str:
     """Run a stored result's command again; return how the result differs, "" if it repeats."""
     loaded = load_file(find(kept.words[0], recipe_names), kept.words[1:])
-    return difference(kept.result, fresh(Asked("", kept.words[0], "", kept.words, loaded)).result)
+    return difference(kept.result, fresh(ReportRun("", kept.words[0], "", kept.words, loaded)).result)
 
 
 def rounding_differences(kept: KeptResult) -> str:
@@ -119,11 +119,11 @@ def check(most: int | None) -> int:
     return verdicts["differs"]
 
 
-def missing(names: Sequence[str]) -> list[Asked]:
+def missing(names: Sequence[str]) -> list[ReportRun]:
     """Return the runs that reports lack, or have without a tree: report by report, the quickest rows first."""
     known = [*kept_results(reports_folder()).values()]
     took_s = {without_seed(each.words): each.result.metrics.get(WALL, _UNTIMED_S) for each in known}
-    left: dict[tuple[str, ...], Asked] = {}
+    left: dict[tuple[str, ...], ReportRun] = {}
     for name in names or report_names():
         asked, slowest_s = trained(name), dict[str, float]()  # the slowest run of each row
         for each in asked:

@@ -20,7 +20,7 @@ from pipebench.formats import UNKNOWN, number, ratio, seconds
 from pipebench.recipe.load import LoadedRecipe, load
 from pipebench.report.catalog import reports_folder
 from pipebench.report.kept import KeptResult, keep, kept_results
-from pipebench.report.recipes import Asked
+from pipebench.report.recipes import ReportRun
 from pipebench.train.result import RunResult
 from reports.studies import kept_runs
 from reports.studies.efficiency_pictures import draw
@@ -118,7 +118,7 @@ def modes_of(model: str) -> tuple[str, ...]:
 
 def train(run: Run) -> Outcome:
     """Train a run, store the result, and return the outcome."""
-    made = fresh(Asked("", run.words[0], "", run.words, run.loaded))
+    made = fresh(ReportRun("", run.words[0], "", run.words, run.loaded))
     outcome = outcome_of(made.result, METRICS[run.model], int(run.loaded.flat["dataset.num_train"]))
     if run.lr is None:
         keep(reports_folder(), made, run.loaded)

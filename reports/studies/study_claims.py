@@ -15,7 +15,7 @@ from pipebench.errors import RecipeError
 from pipebench.report.definition import ClaimedNumber, PublishedClaim
 from pipebench.report.evaluate import verdict
 from pipebench.report.evaluated import Verdict
-from pipebench.report.expressions import Cells, Look, NoValueError, Value, claim_expression, quoted_expression
+from pipebench.report.expressions import Cells, Lookup, NoValueError, Value, claim_expression, quoted_expression
 from pipebench.report.reading import Reading
 
 KEYS = ("page", "section", "columns", "text", "holds", "tolerance", "value", "unit", "published", "within", "apart")
@@ -140,18 +140,18 @@ def judged(claim: StudyClaim, cells: Mapping[str, Mapping[str, float]]) -> tuple
     Raises:
         NoValueError: there is no value that the claim reads.
     """
-    look, of = _look_in(cells), claim.claim
+    lookup, of = _lookup_in(cells), claim.claim
     if not claim.is_bound:
-        found = verdict(of, "", look)
+        found = verdict(of, "", lookup)
         return found, found.value
-    number = verdict(PublishedClaim(of.text, number=of.number), "", look).value
-    return verdict(PublishedClaim(of.text, holds=of.holds), "", look), number
+    number = verdict(PublishedClaim(of.text, number=of.number), "", lookup).value
+    return verdict(PublishedClaim(of.text, holds=of.holds), "", lookup), number
 
 
-def _look_in(cells: Mapping[str, Mapping[str, float]]) -> Look:
+def _lookup_in(cells: Mapping[str, Mapping[str, float]]) -> Lookup:
     """Return the function by which expressions read cells: the one of a row, or all whose row matches a pattern."""
 
-    def look(column: str, row: str) -> Value:
+    def lookup(column: str, row: str) -> Value:
         rows = cells[column]
         if row in rows:
             return rows[row]
@@ -160,4 +160,4 @@ def _look_in(cells: Mapping[str, Mapping[str, float]]) -> Look:
             raise NoValueError(f"{column} has no value{f' of {row}' if row else ''}")
         return Cells(found)
 
-    return look
+    return lookup

@@ -18,7 +18,7 @@ from pipebench.engine.engine import TrainingEngine
 from pipebench.engine.worker import Worker
 from pipebench.extensions.moves.engine import moving
 from pipebench.extensions.moves.planned import MovesPlanned, planned_moves
-from pipebench.extensions.moves.recipe import asked_moves
+from pipebench.extensions.moves.recipe import parse_moves
 from pipebench.extensions.moves.settings import MOVES
 from pipebench.recipe.schema import PeriodRecipe
 from pipebench.schedule.instructions import Instruction
@@ -58,7 +58,7 @@ class Moving:
         every = PeriodRecipe(minibatches=SEGMENT)
         given = recipe(target=None, max_epochs=2, evaluate_every=every, checkpoint_every=every)
         periods = Periods.of(given.train, setup.sampler.minibatches_per_epoch)
-        planned = planned_moves(asked_moves(moves), setup, periods)
+        planned = planned_moves(parse_moves(moves), setup, periods)
         return Job(given, setup.cluster, setup, extensions={MOVES: MovesPlanned(given, planned)})
 
 
@@ -97,7 +97,7 @@ def trained(
     if fault is not None and fault.rank == world.rank:
         _arm(fault, Path(folder))
     if fault is not None and fault.place == "write_part":
-        checkpointing._MOMENT_S = 0.0  # what the first process would wait for, 5 s, never comes
+        checkpointing._LAST_WAIT_S = 0.0  # what the first process would wait for, 5 s, never comes
     given = what.job()
     given = replace(given, recipe=replace(given.recipe, engine=replace(given.recipe.engine, kind="distributed")))
     store, engines = Checkpoints(Path(folder)), list[DistributedEngine]()
