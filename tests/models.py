@@ -218,10 +218,6 @@ class TiedImages(nn.Module):
         return self.head(self.narrow(self.wide(hidden)))
 
 
-def tied_images() -> TiedImages:
-    return TiedImages()
-
-
 class Halves(NamedTuple):
     """The output of `Halving`."""
 

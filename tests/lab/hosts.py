@@ -44,15 +44,6 @@ class Counters:
     sent_bytes: int
     sent_packets: int
     received_bytes: int
-    received_packets: int
-
-    def __sub__(self, other: "Counters") -> "Counters":
-        return Counters(
-            self.sent_bytes - other.sent_bytes,
-            self.sent_packets - other.sent_packets,
-            self.received_bytes - other.received_bytes,
-            self.received_packets - other.received_packets,
-        )
 
 
 def why_not() -> str:
@@ -169,7 +160,7 @@ class Lab:
         shown = _execute([("ip", "-n", f"{self.name}-{host_name(index)}", "-s", "-j", "link", "show", wires.INTERFACE)])
         rows: list[dict[str, Any]] = json.loads(shown)
         sent, received = rows[0]["stats64"]["tx"], rows[0]["stats64"]["rx"]
-        return Counters(sent["bytes"], sent["packets"], received["bytes"], received["packets"])
+        return Counters(sent["bytes"], sent["packets"], received["bytes"])
 
     def start(
         self, index: int, command: Sequence[str], *, name: str | None = None, **options: Any

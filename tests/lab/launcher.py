@@ -5,7 +5,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from pipebench.distributed.launch import worker_settings
 from pipebench.distributed.launch_child import python_module
@@ -31,7 +31,12 @@ def torchrun(num_hosts: int, workers_per_host: int, index: int, words: Sequence[
 
 
 def start(
-    lab: Lab, workers_per_host: int, words: Sequence[str], logs: Sequence[int | IO[str]], name: str | None = None
+    lab: Lab,
+    workers_per_host: int,
+    words: Sequence[str],
+    logs: Sequence[IO[Any]],
+    name: str | None = None,
+    **options: Any,
 ) -> list["subprocess.Popen[str]"]:
     """Start torchrun on every host.
 
@@ -41,12 +46,15 @@ def start(
         words: module and arguments of every process.
         logs: files for the output of every host.
         name: host name that all processes see; each host's own by default.
+        options: of `subprocess.Popen`; `env` are variables in addition to those of this process.
     """
-    settings = {**os.environ, **worker_settings(lab.num_hosts * workers_per_host), "PYTHONUNBUFFERED": "1"}
+    num_workers = lab.num_hosts * workers_per_host
+    added = options.pop("env", {})
+    settings = {**os.environ, **worker_settings(num_workers), **added, "PYTHONUNBUFFERED": "1"}
     return [
         lab.start(
             index, torchrun(lab.num_hosts, workers_per_host, index, words), name=name, env=environment(index, settings),
-            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, **options,
         )
         for index, log in enumerate(logs)
     ]  # fmt: skip

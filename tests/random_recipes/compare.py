@@ -39,7 +39,7 @@ from pipebench.train.result import DIVERGED
 from tests.oracles.draws import mixed, of_name
 from tests.oracles.per_minibatch import Loop, Outcome
 from tests.random_recipes.meaning import meaning_of
-from tests.random_recipes.nets import Rows, net, rows
+from tests.random_recipes.nets import Rows, net
 from tests.random_recipes.push_orders import push_order
 
 # Largest difference, relative to the largest number of a tensor. Engine and loop add in different orders: in float64,
@@ -240,7 +240,7 @@ def expected_of(job: Job, pushes: Sequence[Sequence[int]], *, moved: bool = Fals
     recipe, plan, graph = job.recipe, job.setup.plan, job.setup.graph
     of_model, of_data = ({k: v for k, v in part.items() if k != "target"} for part in (recipe.model, recipe.dataset))
     torch.default_generator.manual_seed(mixed(recipe.train.seed, of_name("initial weights")))
-    model, dataset = net(**of_model), rows(**of_data)
+    model, dataset = net(**of_model), Rows(**of_data)
     if moved:
         with torch.no_grad():
             for parameter in model.parameters():

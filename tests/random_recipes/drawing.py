@@ -53,7 +53,7 @@ def draw_recipe(seed: int, number: int) -> dict[str, Any]:
         "name": f"random-{seed}-{number}",
         "model": {"target": f"{TARGETS}:net", "steps": steps, "dtype": dtype},
         "dataset": {
-            "target": f"{TARGETS}:rows",
+            "target": f"{TARGETS}:Rows",
             **reads,
             **_data(draw, train["minibatch_size"], parallelism.get("microbatches", 1), steps),
         },

@@ -288,7 +288,3 @@ class Rows(Dataset):
 
     def buckets(self) -> Sequence[int] | None:
         return [i % self._num_buckets for i in range(self.num_train)] if self._num_buckets else None
-
-
-def rows(num_train: int, num_eval: int, steps: list[str], dtype: str = "float64", **options: Any) -> Rows:
-    return Rows(num_train, num_eval, steps, dtype, **options)

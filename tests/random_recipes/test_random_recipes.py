@@ -26,7 +26,7 @@ RECIPE: dict[str, Any] = {
         "dtype": "float64",
     },
     "dataset": {
-        "target": "tests.random_recipes.nets:rows",
+        "target": "tests.random_recipes.nets:Rows",
         "steps": "${model.steps}",
         "dtype": "${model.dtype}",
         "num_train": 26,
