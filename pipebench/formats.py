@@ -1,4 +1,4 @@
-"""Numbers as text: seconds, bytes, shares and speed-ups, in one format everywhere; and long names, shortened."""
+"""Numbers as text, in one format everywhere: seconds, bytes, shares, speed-ups. Long names and lists, shortened."""
 
 import math
 import re
@@ -60,7 +60,7 @@ def _long_seconds(value: float) -> str:
 
 
 def a_or_an(device: str) -> str:
-    """Return a device's name after its article, by how its first letter is said.
+    """Return a device's name after `a` or `an`, as its first letter or digit is pronounced.
 
     >>> a_or_an("A100"), a_or_an("H100"), a_or_an("V100"), a_or_an("2080Ti"), a_or_an("RTX 2080"), a_or_an("Hopper")
     ('an A100', 'an H100', 'a V100', 'a 2080Ti', 'an RTX 2080', 'a Hopper')
@@ -120,7 +120,7 @@ def ratio(value: float | None) -> str:
 
 
 def listed(texts: Sequence[str], most: int) -> str:
-    """Return the first `most` texts, and the number of others.
+    """Return the first `most` texts, and how many more there are.
 
     >>> listed(["a", "b"], 2), listed(["a", "b", "c", "d"], 2)
     ('a, b', 'a, b and 2 more')
@@ -134,7 +134,7 @@ def is_share(metric: str) -> bool:
 
 
 def measure(metric: str, value: float | None) -> str:
-    """Return a metric's value in the format for its name.
+    """Return a metric's value in the unit and format that its name implies.
 
     >>> measure("top1", 0.951), measure("epoch_time_s", 0.5), measure("comm_bytes_total", 2e6), measure("loss", 0.25)
     ('95.1%', '500 ms', '2.00 MB', '0.250')
@@ -149,7 +149,7 @@ def measure(metric: str, value: float | None) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """Return the beginning of a name that is too long.
+    """Return a name, cut to `width` characters if it is longer.
 
     >>> shortened("Conv2d(3, 64, kernel_size=(3, 3))", 12), shortened("ReLU", 12)
     ('Conv2d(3, ..', 'ReLU')

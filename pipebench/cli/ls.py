@@ -6,11 +6,10 @@ from typing import Any
 import click
 
 from pipebench.cli.json_output import json_flag, print_json
-from pipebench.errors import UserError
+from pipebench.errors import UserError, shown
 from pipebench.recipe.catalog import cluster_names, find_cluster, recipe_names, recipes_folder, summary
 from pipebench.recipe.clusters import sources
 from pipebench.recipe.named import KINDS, OPTIMIZER, SCHEDULE
-from pipebench.recipe.typecheck import shown
 from pipebench.schedule.modes import MODES
 from pipebench.zoo.registry import DATASETS, MODELS
 

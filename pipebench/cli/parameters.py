@@ -71,7 +71,7 @@ def name_of(names: Iterable[str]) -> Parameter:
 
     def parse(text: str) -> str:
         if text not in known:
-            raise ValueError(choice(text[:_LONGEST_TEXT], known))
+            raise ValueError(choice(text, known))
         return text
 
     return Parameter(parse)

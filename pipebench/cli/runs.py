@@ -7,7 +7,7 @@ from pipebench.run.folder import records
 from pipebench.show.past_runs import print_past_runs
 from pipebench.show.terminal import standard_output
 from pipebench.tracking.connection import default_uri
-from pipebench.tracking.left import close_left
+from pipebench.tracking.orphaned import close_orphaned
 from pipebench.tracking.results import past_runs
 
 _MOST = 20  # runs and comparisons, those of comparisons not counted
@@ -29,6 +29,6 @@ def runs(word: str | None, everything: bool) -> None:
       pipebench runs
       pipebench runs pipedream --all
     """
-    close_left(default_uri(), records())
+    close_orphaned(default_uri(), records())
     console = standard_output(plain_width=_WIDE)
     print_past_runs(past_runs(records()), word or "", None if everything else _MOST, console)

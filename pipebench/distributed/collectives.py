@@ -201,7 +201,7 @@ class ProcessCollectives:
         sync = SYNCS[setup.pipeline.sync]
         if not sync.waits:
             return
-        if setup.pipeline.shards(stage):
+        if setup.pipeline.shards_stage(stage):
             self._make_exchange(stage, ring, ranks)
             return
         like, buckets = self.worker.summed(stage) if is_member else ([], [])

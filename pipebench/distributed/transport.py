@@ -1,26 +1,28 @@
 """A worker's channels to the others: activations and gradients.
 
-Deadlock freedom, for any plan. An engine process blocks in five instructions only: receiving an activation, receiving a
-gradient, waiting for an all-reduce, waiting for the norm, and sending an activation for which no gradient comes back.
-Everything else returns at once: sends copy, an all-reduce starts inside a backward and continues in threads of Gloo or
-NCCL, or in shared memory once all wait for it (`shared_sum`). The simulator blocks in the same five instructions of the
-same lists and detects cycles; tests run it on every kind of plan, and lists that could end in a cycle (short groups)
-are read off an execution that ended. It remains to show:
+No plan can deadlock. A process blocks in five instructions only: receiving an activation, receiving a gradient, waiting
+for an all-reduce, waiting for the norm, and sending an activation for which no gradient comes back. Everything else
+returns at once. Sends copy. An all-reduce starts inside a backward and continues in threads of Gloo or NCCL, or in
+shared memory once all replicas wait for it (`shared_sum`). The simulator blocks in the same five instructions of the
+same lists and detects cycles. Tests run it on every kind of plan. Lists that could end in a cycle (short groups) are
+taken from an execution that ended. It remains to show:
 
-- What a blocked instruction waits for arrives: every channel carries its messages in the order in which both ends list
-  them. On one host they are in shared memory before the send returns; between hosts receives are posted before they are
-  waited for, and threads that wait for no worker move the bytes. Only moving layers may leave when they are waited for.
+- What a blocked instruction waits for arrives. A channel carries its messages in the order of the sender's list. The
+  receiver's list has the same order, or the receiver keeps messages that come before the one that it waits for
+  (schedules of files, moving layers). On one host messages are in shared memory before the send returns. Between hosts
+  receives are posted before they are waited for, and threads that wait for no worker move the bytes. Only moving layers
+  may leave no earlier than they are waited for.
 - An all-reduce and a message can't block each other: they use different process groups with their own connections
   (NCCL: communicators and streams). All replicas of a stage start the buckets of their rounds in one order.
-- A sender whose reader gives no gradient back waits where, with one, it would wait for that: at most as many messages
-  are under way as its stage has units in flight (`most_in_flight`). So what holds with gradients holds without.
+- A sender whose receiver returns no gradient waits where, with gradients, it would wait for one: at most as many
+  messages are under way as its stage has units in flight (`most_in_flight`). So the same argument holds for it.
 - In an evaluation, a sender far ahead waits for its oldest message to leave. A unit reads only units of its own number,
   so the receiver of the oldest unfinished unit always has its inputs and continues, and then so does the sender.
 
-With NCCL the first use of a communicator blocks its members' hosts, even if the call is asynchronous. So each is used
-before the first instruction: a pair's when its channel is opened, all channels by all workers in one order; a stage's
-by `ProcessCollectives`. Work on a GPU only waits for what earlier instructions of the same lists have started: NCCL's
-kernels are few and small enough to run at the same time (`nccl`).
+With NCCL the first use of a communicator blocks its members' hosts, even if the call is asynchronous. So every
+communicator is used before the first instruction: a pair's when its channel is opened, in one order on all workers, and
+a stage's by `ProcessCollectives`. Work on a GPU only waits for what earlier instructions of the same lists have
+started: NCCL's kernels are few and small enough to run at the same time (`nccl`).
 """
 
 import itertools
@@ -41,6 +43,7 @@ from pipebench.distributed.meter import MeasuredMeter
 from pipebench.distributed.shared_memory import connect
 from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup, ranks_of
+from pipebench.schedule.csv_form import is_csv
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, RECEIVE, Op, with_kind
 from pipebench.schedule.programs import most_in_flight
@@ -113,7 +116,7 @@ class ChannelTransport:
         self._receivers: dict[Channel, ReceivingEnd] = {}
         self._routes: dict[tuple[str, int, int, int], _Route] = {}
         self.switch_setup(setup)
-        self._early: dict[tuple[Channel, int], Any] = {}  # layers that arrived before those waited for
+        self._early: dict[tuple[Channel, int], Any] = {}  # values that arrived before those waited for, by unit
         # With NCCL on a GPU, until a drain: messages, with the times of the waits for them
         self._unsettled: dict[Channel, list[Transfer]] = {}
         self._groups: list[Any] = []
@@ -168,6 +171,8 @@ class ChannelTransport:
         unanswered = [edge for edge in edges if not edge.has_gradient]
         most = most_in_flight(setup.pipeline) if unanswered else ()
         self._most_ahead = {(edge.source, edge.target): most[edge.source] for edge in unanswered}
+        # Kinds of messages that a worker may wait for in another order than that in which they are sent.
+        self._overtaken = {MIGRATION, *((ACTIVATION, GRADIENT) if is_csv(setup.pipeline.order) else ())}
 
     def expect(self, program: Iterable[Instruction], is_empty: Callable[[int], bool]) -> None:
         """Post the first receives of a program; units without samples don't travel."""
@@ -194,7 +199,7 @@ class ChannelTransport:
     def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
         """Wait for a unit's values from a stage of another worker."""
         route = self._route(kind, unit, source, target)
-        if kind != MIGRATION:
+        if kind not in self._overtaken:
             return self._next(route, kind, unit).values
         while (route.channel, unit) not in self._early:
             message = self._next(route, kind, None)

@@ -1,8 +1,8 @@
-"""Recomputed layers: between forward and backward a stage keeps their inputs and not what they computed.
+"""Recomputed layers: between forward and backward a stage keeps their inputs, but not what they computed.
 
-Every run of consecutive recomputed layers becomes one module inside the stage's, which keeps its inputs and computes
-the rest again in the backward. A run that ends with the model's last layer includes the loss. Paper: Chen et al.,
-Training Deep Nets with Sublinear Memory Cost (2016).
+Every run of consecutive recomputed layers becomes one module inside the stage's module, see `folding.py`. It keeps its
+inputs and runs forward again in the backward. A run that ends with the model's last layer includes the loss. Paper:
+Chen et al., Training Deep Nets with Sublinear Memory Cost (2016).
 """
 
 from collections.abc import Iterator, MutableMapping, Sequence
@@ -20,17 +20,17 @@ from pipebench.model.folding import FoldedRun
 from pipebench.model.graph import is_torchs_own
 from pipebench.model.values import tensors_in
 
-# Whether layers run once, or the first time or again because they are recomputed.
+# How layers run at the moment: only once or, if they are recomputed, for the first time or again.
 ONCE, FIRST, AGAIN = "once", "first", "again"
 running: ContextVar[str] = ContextVar("running", default=ONCE)
-Buffers = list[tuple[torch.Tensor, torch.Tensor]]  # with their values before a forward
-Storages = MutableMapping[int, torch.UntypedStorage]  # by address; as long as they are held no other gets theirs
+Buffers = list[tuple[torch.Tensor, torch.Tensor]]  # each buffer with a copy from before a forward
+Storages = MutableMapping[int, torch.UntypedStorage]  # by address, which no other storage gets while they are held
 
 
 class _SavedInputs:
-    """Replaces what autograd would save of a run of layers, and computes it again on demand.
+    """Computes the tensors that autograd would save of a run of layers again, when the backward asks for them.
 
-    torch.utils.checkpoint does so too, and much else: 0.6 ms a call, where a small stage's forward takes 1 ms.
+    torch.utils.checkpoint also does this, but takes 0.6 ms per call, while a small stage's forward takes 1 ms.
     """
 
     def __init__(self, layers: "Recomputed", values: Sequence[Any], buffers: Buffers) -> None:
@@ -44,11 +44,12 @@ class _SavedInputs:
             return self._run(*self._values)
 
     def _leave_out(self, _: torch.Tensor) -> int:
+        """Return the index of a tensor that autograd saves, in its place."""
         self._num_saved += 1
         return self._num_saved - 1
 
     def _find(self, index: int) -> torch.Tensor:
-        """Return a tensor that was left out; the backward asks for each once and then holds the only reference."""
+        """Return the tensor of an index; the backward asks for each once, and then has the only reference to it."""
         if index not in self._found:
             saved: list[torch.Tensor] = []
             with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffer for buffer, _ in self._buffers)):
@@ -70,7 +71,7 @@ class _SavedInputs:
 
 @contextmanager
 def _as(time: str) -> Iterator[None]:
-    """Set `running` to which time layers run."""
+    """Set `running` within the context."""
     before = running.set(time)
     try:
         yield
@@ -89,8 +90,9 @@ class Recomputed(FoldedRun):
         super().__init__(run)
         self.saved: Storages | None = None  # if set, collects the storages that it keeps
         self.again: Storages | None = None  # if set, collects the storages that a backward computes again
-        # Buffers that its layers may read and change, and those of them that the first forward has changed; None before
+        # Buffers that its layers may read and change; None before the first forward.
         self._own: list[torch.Tensor] | None = None
+        # Those of them that the first forward has changed, whose values are kept to recompute; None before it.
         self._changing: list[torch.Tensor] | None = None
 
     def forward(self, *values: Any) -> Any:
@@ -109,27 +111,33 @@ class Recomputed(FoldedRun):
         return found
 
     def _parts(self) -> list[nn.Module]:
-        """Return the modules of its layers but torch's BatchNorm, which doesn't read in training what it changes."""
+        """Return the modules of its layers except torch's BatchNorm, which in training doesn't read what it changes."""
         parts = self.run.modules()
         return [p for p in parts if not (isinstance(p, nn.modules.batchnorm._NormBase) and is_torchs_own(p))]
 
     @contextmanager
     def same_buffers(self, *, writes: bool = True) -> Iterator[None]:
-        """Keep the tensors that are buffers, where a forward assigns others like them; `writes` has these in them."""
+        """Keep the tensors that are buffers if layers assign others of the same form to them within the context.
+
+        `writes`: whether to copy the values of the others into them.
+        """
         tables = [(part._buffers, dict(part._buffers)) for part in self._parts() if part._buffers]
         yield
         for table, before in tables:
             for name, buffer in before.items():
                 new = table[name]
                 if buffer is new or buffer is None or new is None or _form(buffer) != _form(new):
-                    continue  # of another form it is no running value, but what the module has made of constants
+                    continue  # a tensor of another form is no running value, but made from constants
                 table[name] = buffer
                 if writes:
                     with torch.no_grad():
                         buffer.copy_(new)
 
     def _note_changes(self, buffers: Buffers, versions: Sequence[int]) -> None:
-        """Note which buffers a forward has changed, at first; later ones may change no others."""
+        """Note which buffers the first forward has changed; refuse later forwards that change others.
+
+        `buffers` and `versions` are from before the forward. Buffers that it didn't change are removed from `buffers`.
+        """
         assert self._own is not None
         written = {id(b) for b, version in zip(self._own, versions, strict=True) if b._version != version}
         if self._changing is None:
@@ -142,10 +150,10 @@ class Recomputed(FoldedRun):
             )
 
     def note_again(self, saved: Sequence[torch.Tensor], values: Sequence[Any]) -> None:
-        """Note what autograd saved of layers that ran again, except what they read, which was there."""
+        """Note the storages that autograd saved when layers ran again, except those of their inputs, `values`."""
         if self.again is not None:
             read = _storages(values)
-            self.again.update((place, storage) for place, storage in _storages(saved).items() if place not in read)
+            self.again.update((at, storage) for at, storage in _storages(saved).items() if at not in read)
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -110,7 +110,7 @@ def least_memory(estimator: Estimator) -> float:
 
     def fits(limit_bytes: float) -> bool:
         rule = estimator.memory(limit_bytes)
-        if estimator.mode.weights_kept != 1 and estimator.request.depth is None:
+        if estimator.mode.weight_sets != 1 and estimator.request.depth is None:
             rule = replace(rule, depth_at_most=1)
         if not order_of(estimator.mode.order).splits:
             return straight.fits(estimator.at_width(rule, 1))

@@ -62,7 +62,7 @@ class Floors:
         self._memory = tuple(estimator.memory_policies[layer] for layer in order)
         self._relay, self._sharded = estimator.request.relay, estimator.mode.is_sharded
         self._limited = any(
-            level.host_copy_bytes_per_s or level.message_cap_bytes_per_s < math.inf for level in self._cluster.levels
+            level.host_copy_bytes_per_s or level.connection_cap_bytes_per_s < math.inf for level in self._cluster.levels
         )
         self._places = [members.bit_count() for members in states.members]  # layers before each state
         self.rows = self._profile.layers[self._size]

@@ -66,7 +66,7 @@ class ModeRequest:
     @property
     def units(self) -> int:
         """Microbatches per minibatch."""
-        return self.request.microbatches if self.mode.cuts() else 1
+        return self.request.microbatches if self.mode.takes_microbatches() else 1
 
     @cached_property
     def states(self) -> States:
@@ -104,7 +104,7 @@ class ModeRequest:
     @property
     def stages_choose(self) -> bool:
         """Whether stages choose their layers' activation policies, as vPipe's do."""
-        return bool(self.request.chooses) and self.mode.chooses
+        return bool(self.request.chooses) and self.mode.chooses_memory
 
     @cached_property
     def sizes(self) -> Profile:
@@ -174,7 +174,7 @@ class UnitsInFlight(ModeRequest):
         """Units between two updates on each replica of a straight pipeline."""
         if not self.mode.flush:
             return 1
-        if not self.mode.cuts():
+        if not self.mode.takes_microbatches():
             return self.request.accumulate or 1
         parts = self.request.microbatches
         # More minibatches than possible stages do not shorten the bubble.
@@ -208,7 +208,7 @@ class UnitsInFlight(ModeRequest):
             in_flight = min(self._units_per_flush, self.request.depth or self.positions_at(1))
         return MemoryRule(
             limit_bytes - max(row.workspace_bytes for row in rows),
-            versions=self.mode.weights_kept,
+            versions=self.mode.weight_sets,
             state_bytes_per_byte=self.request.profile.state_bytes_per_byte,
             masters=self.request.profile.has_masters,
             shard=self.mode.shard,

@@ -132,7 +132,7 @@ class Planner(Estimator):
         ]
         fitting = [each for each in itertools.chain(found, *others) if self._fits_beyond_noam(each)]
         allowed = [each for each in fitting if streams_problem(each.plan.replicas, self.request.streams) is None]
-        stashes = not self.mode.is_one_stage and self.mode.weights_kept != 1
+        stashes = not self.mode.is_one_stage and self.mode.weight_sets != 1
         if not allowed and stashes and self.request.depth is None and self._rule is not None:
             allowed = list(self._searches.shallower(self._rule))
         self.search_s = time.perf_counter() - started

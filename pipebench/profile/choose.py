@@ -1,6 +1,6 @@
 """Chooses a recipe's profile: measured here, computed for its cluster's device, or read from a file.
 
-Times of this machine are never combined with another cluster's links.
+A profile measured on this machine is never combined with another cluster's links.
 """
 
 import hashlib
@@ -47,8 +47,12 @@ def profile_for(
 ) -> Profile:
     """Return the profile that `engine.timing` asks for.
 
-    `device` is where to measure. `on_progress` gets what is profiled, in words, unless a file or the cache has the
-    profile.
+    Args:
+        recipe: names timing, model and settings.
+        cluster: its device is the one to compute for.
+        request: the model, its data and the sizes.
+        device: where to measure.
+        on_progress: gets what is profiled, in words; isn't called if a file or the cache has the profile.
 
     Raises:
         ProfileError: the cluster doesn't allow that timing, or the file is of another model, precision or size.
@@ -97,12 +101,12 @@ def profile_request(recipe: Recipe, graph: LayerGraph, dataset: Dataset, sizes: 
 
 
 def measured_key(recipe: Recipe, request: ProfileRequest, device: torch.device) -> dict[str, object]:
-    """Return what determines a profile measured on a device of this machine, for the cache."""
+    """Return the cache's key of a profile measured on a device of this machine: everything that determines it."""
     return {**_model_parts(recipe, request), **_machine(recipe, device)}
 
 
 def _machine(recipe: Recipe, device: torch.device) -> dict[str, object]:
-    """Return what determines a measured profile besides the model: device, settings, and how it is measured."""
+    """Return what determines a measured profile besides the model: device, settings and the measuring code."""
     with torch_settings(recipe.engine):
         return {
             "by": own_hash(),
@@ -115,18 +119,18 @@ def _machine(recipe: Recipe, device: torch.device) -> dict[str, object]:
 
 
 def _read_for(recipe: Recipe, path: str, request: ProfileRequest) -> Profile:
-    """Read the profile file that `engine.timing` names and check that it is of this model, precision and lengths."""
+    """Read the profile file that `engine.timing` names; check that it is of this model, precision and lengths."""
     found = fitting(load_profile(path, recipe.train.minibatch_size), path, request.graph, request.sizes)
     _check_precision(found, path, recipe.train.precision)
     _check_lengths(found, path, request.dataset)
     if _says_samples(found):
         return found
-    # Any device of the catalogue will do: its times aren't used, and bytes are the same on all.
+    # Any device of the catalogue will do: only the bytes are used, which are the same on all.
     return _with_bytes_of(analytic_profile(request, next(iter(DEVICES.values()))), found, path)
 
 
 def profile_of_file(recipe: Recipe, dataset: Dataset) -> Profile:
-    """Return the profile that `model.profile` names, for a recipe that has no other model.
+    """Return the profile that `model.profile` names, of a recipe whose model is only a profile.
 
     Raises:
         ProfileError: it can't be read, or has another precision than the recipe, or other lengths than `dataset`.
@@ -147,7 +151,7 @@ def has_one_size(recipe: Recipe) -> bool:
 
 
 def check_sizes(profile: Profile, path: str, sizes: Sequence[int]) -> None:
-    """Check that a profile has all of `sizes`, in samples; raises a ProfileError that names the missing ones."""
+    """Raise a ProfileError that names the missing sizes, unless a profile has all of `sizes`, in samples."""
     missing = sorted(set(sizes) - set(profile.layers))
     if missing:
         one = "a graph.txt holds one size, taken to be train.minibatch_size; if a mode would cut it"
@@ -164,7 +168,7 @@ def _check_precision(profile: Profile, path: str, precision: str) -> None:
 
 
 def is_measured(recipe: Recipe, cluster: Cluster) -> bool:
-    """Return whether a recipe's profile is measured here, which takes weights and data."""
+    """Return whether a recipe's profile is measured here, which requires weights and data."""
     return recipe.model.get("profile") is None and _timing(recipe, cluster) == "measured"
 
 
@@ -175,7 +179,7 @@ def _timing(recipe: Recipe, cluster: Cluster) -> str:
 
 
 def fitting(profile: Profile, path: str, graph: LayerGraph, sizes: Sequence[int]) -> Profile:
-    """Return the profile with its computing layers only, after checking that they are the model's at these sizes.
+    """Check that a profile is of a model and has all of `sizes`; return it without rows of model inputs.
 
     Raises:
         ProfileError: it is of another model, or lacks a size; names `path`.
@@ -187,7 +191,7 @@ def fitting(profile: Profile, path: str, graph: LayerGraph, sizes: Sequence[int]
 def _fitting_rows(
     profile: Profile, rows: Sequence[LayerProfile], path: str, graph: LayerGraph
 ) -> tuple[LayerProfile, ...]:
-    """Return the rows of computing layers, with the edges of the model's layers."""
+    """Return the rows without those of model inputs, with the edges of the model's layers."""
     expected = [*(layer.name for layer in graph.layers), LOSS]
     reads = [(layer.reads, layer.inputs) for layer in graph.layers] + [(graph.outputs, ())]
     work = [row for row in rows if not row.is_input]
@@ -205,7 +209,7 @@ def _fitting_rows(
 
 
 def _check_lengths(profile: Profile, path: str, dataset: Dataset) -> None:
-    """Check that the profile's lengths and their shares are the data set's."""
+    """Check that a profile's lengths and their shares are those of the data set."""
     held, wanted = ([(each.columns, each.share) for each in lengths] for lengths in (profile.lengths, dataset.lengths))
     if held != wanted:
         lengths = (f"lengths {', '.join(str(n) for n, _ in each)}" if each else "one length" for each in (held, wanted))
@@ -213,9 +217,10 @@ def _check_lengths(profile: Profile, path: str, dataset: Dataset) -> None:
 
 
 def _with_bytes_of(shapes: Profile, profile: Profile, path: str) -> Profile:
-    """Return a `graph.txt`'s profile with the bytes of `shapes`, computed from the model; times stay the file's.
+    """Return a `graph.txt`'s profile with the bytes of `shapes`, which was computed from the model.
 
-    The file can't hold which outputs have a gradient, which layers share a parameter and what each saves for backward.
+    The file doesn't say which outputs have a gradient, which layers share a parameter, and what layers save for their
+    backwards.
     """
     layers = {}
     for size, rows in shapes.layers.items():
@@ -239,7 +244,7 @@ def _with_bytes_of(shapes: Profile, profile: Profile, path: str) -> Profile:
 
 
 def _says_samples(profile: Profile) -> bool:
-    """Return whether the profile states its sizes and device: a `graph.txt` states neither."""
+    """Return whether a profile states its sizes and device, unlike one from a `graph.txt`."""
     return profile.device != UNKNOWN_DEVICE
 
 
@@ -249,7 +254,7 @@ def _model_text(recipe: Recipe) -> str:
 
 
 def _model_parts(recipe: Recipe, request: ProfileRequest) -> dict[str, object]:
-    """Return what determines a profile, measured or computed."""
+    """Return what determines a profile, whether measured or computed."""
     graph = request.graph
     tensors = {**dict(graph.root.named_parameters()), **dict(graph.root.named_buffers())}
     return {
@@ -267,9 +272,9 @@ def _model_parts(recipe: Recipe, request: ProfileRequest) -> dict[str, object]:
 
 
 def _source_hash(recipe: Recipe, graph: LayerGraph) -> str:
-    """Return a hash of the source files of the model and the data set: edited code is profiled again."""
+    """Return a hash of the source files of the model and the data set, so that edited code is profiled again."""
     names = {importlib.import_module(target.partition(":")[0]).__name__ for _, target in targets_of(asdict(recipe))}
-    # A layer's class may come from anywhere; torch's are known by its version.
+    # Layers' classes may be of any module. Those of torch don't count, since its version is part of the key.
     classes = (type(module).__module__ for module in graph.root.modules())
     names |= {name for name in classes if not f"{name}.".startswith(("torch.", f"{zoo.__name__}."))}
     sources = [file.read_text(encoding="utf-8") for file in sorted(Path(zoo.__file__).parent.glob("*.py"))]
@@ -279,10 +284,10 @@ def _source_hash(recipe: Recipe, graph: LayerGraph) -> str:
 def _source(module: str) -> str:
     try:
         return inspect.getsource(sys.modules[module])
-    except (OSError, TypeError):  # a part of Python, or written in C
+    except (OSError, TypeError):  # built into Python, or written in C
         return module
 
 
 def _described(module: nn.Module) -> str:
-    """Return a module's class and options, without addresses: a stride changes the cost and no shape of a weight."""
+    """Return a module's class and options, such as a stride, without addresses, which differ from run to run."""
     return re.sub(r" at 0x[0-9a-f]+", "", f"{type(module).__qualname__}({module.extra_repr()})")

@@ -1,4 +1,4 @@
-"""Profiles as versioned JSON: read back exactly, or refused in one sentence before anything is planned with them."""
+"""Profiles as versioned JSON, which is read back exactly, and checked before anything is planned with it."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from pipebench.profile.model import LayerProfile, LengthProfile, Profile
 from pipebench.typed_json import JsonError, read, shown
 
 VERSION = 7
-# Left out where they say nothing: of the profile, of a row.
+# Fields of the profile, and of a row, that are left out if they have these values.
 _OPTIONAL = {"slices": 1, "loaders": 0, "device_bytes": 0, "num_devices": 0}
 _OPTIONAL_IN_ROWS: Mapping[str, object] = {"workspace_bytes": 0, "reads_samples": False, "untrained_sizes": {}}
 _KEY = "pipebench_profile"
@@ -46,7 +46,7 @@ def read_profile(text: str) -> Profile:
 
 
 def _check_complete(data: Mapping[str, Any]) -> None:
-    """Refuse a missing field, even one with a default: a layer without `reads` is another graph."""
+    """Refuse a missing field, even one with a default: a layer that lacks `reads` would make another graph."""
     parts = [("", data), *((f"lengths[{i}].", each) for i, each in enumerate(data.get("lengths", ())))]
     rows = [
         (f"{part}layers[{size}][{i}]: ", row)
@@ -62,7 +62,7 @@ def _check_complete(data: Mapping[str, Any]) -> None:
 
 
 def check_profile(profile: Profile) -> None:
-    """Check a profile's fields against each other; raises a ProfileError that says where, given and allowed."""
+    """Check a profile's fields against each other; raises a ProfileError that says where, what is given and allowed."""
     if not profile.layers:
         raise ProfileError("has no layers: at least one number of samples is needed")
     _layers(profile.layers, profile.load_s, "")

@@ -54,8 +54,8 @@ class ConstantSite:
     level: str  # name of the level; "" for a key of the cluster itself
     key: str  # of the level, one of bandwidth, host_copy, flow, ring, stage_ring, p2p; of the cluster, launch or pause
     low: float  # smallest allowed value [bytes/s or s]
-    high: float  # likewise, largest
-    value: float  # at present
+    high: float  # largest allowed value [bytes/s or s]
+    value: float  # present value [bytes/s or s]
 
     @property
     def cluster(self) -> str:
@@ -68,7 +68,7 @@ class ConstantSite:
 
 
 def find_place(constant: Constant, folder: Path) -> ConstantSite:
-    """Locate a constant; paths of clusters are looked up in `folder`, the report's, first.
+    """Locate a constant in its cluster's file; a cluster's path may be relative to `folder`, the report's.
 
     Raises:
         UserError: there is nothing to fit.
@@ -150,7 +150,7 @@ def write_value(place: ConstantSite, value: float, report: str) -> None:
 
 
 def _line(lines: Sequence[str], level: str, key: str) -> tuple[int, re.Match[str]] | None:
-    """Return index and match of a key's line in a level, or before all levels if `level` is ""."""
+    """Return index and match of a key's line in a level, or before all levels if `level` is ""; None without one."""
     inside = not level
     for index, line in enumerate(lines):
         name = re.match(r"\s*- name: (\S+)", line)
@@ -176,7 +176,7 @@ class Calibrated:
     values: Mapping[Cell, float]  # reproduced with these constants, of every cell with an exact published number
     # Leave-one-out prediction of every fitted cell; None if its constants have no other cell
     left_out: Mapping[Cell, float | None]
-    # By key of the calibration's `leave_out`: cells as predicted without any cell of their own group
+    # By key of the calibration's `leave_out`: cells as predicted by a fit without any cell of their own group
     groups: Mapping[str, Mapping[Cell, float]]
 
 
@@ -221,9 +221,16 @@ class Simulations:
 def calibrate(
     report: Report, asked: Sequence[Asked], on_run: Callable[[Asked], None], on_fit: Callable[[], None]
 ) -> Calibrated:
-    """Fit a report's constants; raises a UserError if it has none or they can't be fitted.
+    """Fit a report's constants.
 
-    `on_run` is called before every simulation, `on_fit` between the fit and the leave-one-out fits.
+    Args:
+        report: with a calibration.
+        asked: the report's runs.
+        on_run: called before every simulation.
+        on_fit: called between the fit and the leave-one-out fits.
+
+    Raises:
+        UserError: the report has no calibration, or its constants can't be fitted.
     """
     calibration = report.calibration
     if calibration is None:
@@ -252,8 +259,8 @@ def _without_groups(
 ) -> dict[Cell, float]:
     """Return every cell as predicted by constants fitted without the cells of its group.
 
-    Constants with no cell in the group keep their fitted value; one without any cell left is its largest allowed, what
-    the link carries as published.
+    Constants with no cell in the group keep their fitted value. A constant without any cell outside the group takes its
+    largest allowed value, for a link the published bandwidth.
     """
     report, found = simulations.report, dict(values)
     for group in dict.fromkeys(report.row(row).at.get(key) for row, _ in values):

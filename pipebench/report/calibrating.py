@@ -18,7 +18,7 @@ from pipebench.show.progress import preparing
 from pipebench.show.terminal import standard_output
 
 _FITTING = "fitting"
-_ROUNDS = 6  # values tried per constant, estimated; as many again for each cell left out
+_ROUNDS = 6  # estimated number of values tried per constant, and as many again for each cell that is left out
 
 
 def print_calibration(report: Report, asked: Sequence[Asked], *, writes: bool) -> None:
@@ -41,13 +41,16 @@ def print_calibration(report: Report, asked: Sequence[Asked], *, writes: bool) -
 
 
 class _Progress:
-    """Says which simulation begins, and how long the rest takes."""
+    """Reports which simulation begins, and estimates the remaining time."""
 
     def __init__(self, report: Report, say: Callable[[str], None]) -> None:
         calibration = report.calibration
         cells = sum(len(constant.fitted_on) for constant in calibration.constants) if calibration else 0
         self._expected = 2 * cells * (_ROUNDS + _ROUNDS)  # two runs per cell; then again, without each
-        self._say, self._done, self._phase, self._start_s = say, 0, _FITTING, time.monotonic()
+        self._say = say
+        self._done = 0  # simulations
+        self._phase = _FITTING
+        self._start_s = time.monotonic()
 
     def run(self, asked: Asked) -> None:
         """Report the start of a simulation."""

@@ -38,7 +38,7 @@ class RecipeOutcome:
     problem: str | None = None  # why it couldn't run
     reused: str | None = None  # MLFLOW, KEPT, or None if it ran for this report
     run_id: str = ""  # MLflow's; "" if not recorded here
-    experiment_id: str = ""  # likewise
+    experiment_id: str = ""  # MLflow's; "" if not recorded here
     version: str = ""  # of the code that ran it
     ended: str = ""  # date and time; "" if unknown
     made: Mapping[str, str] = field(default_factory=dict)  # tree, versions and processor; empty if unknown
@@ -48,8 +48,8 @@ class RecipeOutcome:
 class Collection:
     """The runs of a report and their outcomes so far."""
 
-    asked: Sequence[Asked]  # may repeat a recipe
-    by_recipe: dict[str, RecipeOutcome] = field(default_factory=dict)  # as far as known
+    asked: Sequence[Asked]  # several may have the same recipe
+    by_recipe: dict[str, RecipeOutcome] = field(default_factory=dict)  # known outcomes, by `recipe_hash`
 
     def __post_init__(self) -> None:
         self._keys = {id(each): recipe_hash(each.loaded) for each in self.asked}
@@ -70,7 +70,8 @@ class Collection:
     def look_up(self, kept: Path) -> None:
         """Find outcomes recorded by this version of the code, or stored beside the report in folder `kept`.
 
-        Measured durations are a machine's own: on a server of many machines only those of machines like this one count.
+        Measured durations depend on the machine: if several share an MLflow server, only results of machines like this
+        one count.
 
         Raises:
             UserError: MLflow can't be queried or a stored file is invalid.
@@ -95,9 +96,12 @@ class Collection:
                 )
 
     def run_missing(self, tracking: Tracking, parent: RunLog, on_run: OnRun) -> bool:
-        """Run recipes without an outcome, calling `on_run` before each; return False if interrupted.
+        """Run the recipes that have no outcome; return False if interrupted.
 
-        Runs are recorded under `parent`, the report's own run.
+        Args:
+            tracking: where the runs are recorded.
+            parent: the report's own run.
+            on_run: called before each run.
         """
         for key, each in self.missing.items():
             on_run(each)
@@ -108,7 +112,7 @@ class Collection:
         return True
 
     def leave_out_training(self) -> None:
-        """Leave out seeds that aren't trained yet; a run without any has a problem instead of a result."""
+        """Leave out seeds that aren't trained yet; a run whose seeds are all left out gets a problem as its outcome."""
         left_out = {key for key, each in self.missing.items() if engine_kind(each.loaded.recipe).trains}
         places = {(each.row, each.run, each.column) for each in self.asked if self._keys[id(each)] not in left_out}
         self.by_recipe |= dict.fromkeys(left_out, RecipeOutcome(problem=UNTRAINED))
@@ -123,7 +127,7 @@ class Collection:
         preflight_all([each.loaded for each in self.missing.values()])
 
     def trained(self) -> Iterator[tuple[Asked, KeptResult]]:
-        """Yield every trained result as it is stored."""
+        """Yield every trained result in the form in which it is stored."""
         for key, each in self.recipes.items():
             found = self.by_recipe.get(key)
             if found is not None and found.result is not None and engine_kind(each.loaded.recipe).trains:
@@ -150,7 +154,7 @@ def run_one(asked: Asked, tracking: Tracking, parent: RunLog) -> RecipeOutcome:
         made = RUNS[loaded.recipe.engine.kind](RunRequest(loaded, name, suite, parent, decision), tracking)
         result, run_id = made.result, made.mlflow_run_id
     except UserError as error:
-        # Without the recipe's name, which the table shows.
+        # The recipe's name is removed, as the table shows it.
         lines = [line.removeprefix(f"{loaded.source}: ") for line in printable_lines(str(error))]
         return RecipeOutcome(problem="; ".join(lines))
     except WorkersFailedError as error:
@@ -189,7 +193,7 @@ def _data(flat: Mapping[str, str]) -> str:
 
 
 def _made(outcome: RecipeOutcome) -> str:
-    """Return what a kept result was trained with."""
+    """Return the code, versions and processor that trained a kept result; "" for other results."""
     if outcome.reused != KEPT:
         return ""
     if outcome.made:

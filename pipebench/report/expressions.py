@@ -1,8 +1,8 @@
 """Expressions of reports: values of cells over metrics of runs, and claims over cells.
 
-Parsed with Python's `ast`, limited to the operations listed here; nothing is executed. A name of several rows' cells
-has several values: arithmetic and comparisons apply to the rows that both sides share, functions such as `min` reduce
-them to one.
+Expressions are parsed with Python's `ast`, limited to the operations listed here, and evaluated here: no code is
+executed. A measure's name stands for its cells in all rows. Arithmetic and comparisons apply row by row, to the rows
+that both sides have; functions such as `min` reduce the rows to one value.
 """
 
 import ast
@@ -62,15 +62,15 @@ class Expression:
 
     text: str
     tree: ast.expr = field(compare=False, repr=False)
-    metrics: tuple[tuple[str, str], ...] = ()  # (run, metric) of all that it reads of runs, measures expanded
+    metrics: tuple[tuple[str, str], ...] = ()  # (run, metric) of all metrics that it reads, with measures expanded
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """The type of an expression's value: number or truth, of one row or several."""
+    """The type of an expression's value."""
 
-    is_truth: bool = False
-    is_several: bool = False
+    is_truth: bool = False  # else a number
+    is_several: bool = False  # whether it has a value per row
 
 
 def value_expression(text: str, measures: Mapping[str, Expression]) -> Expression:
@@ -118,25 +118,31 @@ def unit_of(expression: Expression, units: Mapping[str, str]) -> str:
 
 
 def evaluate(expression: Expression, look: Look) -> Value:
-    """Evaluate an expression; raises a NoValueError if it has no value, such as a quotient by 0.
+    """Evaluate an expression.
 
-    What is infinite is computed with, such as the time to a target that was missed; inf / inf has no value.
-    `look`, whose errors pass through, returns the value of (run, metric) in a cell's expression, and of (measure, row
-    or pattern or "") in a claim's.
+    Infinite values, such as the time to a target that was missed, are valid operands.
+
+    Args:
+        expression: of a cell or a claim.
+        look: returns the value of (run, metric) in a cell's expression, and of (measure, row) in a claim's, where the
+            row is a name, a pattern, or "" for all rows. Its exceptions pass through.
+
+    Raises:
+        NoValueError: it has no value, such as a quotient by 0 or inf / inf.
     """
     return _value(expression.tree, look)
 
 
 def cells_of(expression: Expression) -> Iterator[tuple[str, str]]:
-    """Yield (measure, row or pattern or "") of all cells that a claim reads."""
+    """Yield (measure, row) of all cells that a claim reads; the row is a name, a pattern, or "" for all rows."""
     yield from _cells(expression.tree)
 
 
 def explain(expression: Expression, look: Look) -> str:
-    """Return what decided a claim: the sides of its comparisons with their values and the rows that differ.
+    """Return what decided a claim: the sides of its comparisons with their values, and the rows that decide.
 
     Raises:
-        NoValueError: like `evaluate`.
+        NoValueError: as by `evaluate`.
     """
     return "; ".join(dict.fromkeys(_explained(expression.tree, look)))
 
@@ -179,9 +185,11 @@ def _unit(node: ast.expr, units: Mapping[str, str]) -> str | None:
 
 
 def _common(units: Sequence[str | None]) -> str | None:
-    """Return the unit that all share, plain numbers aside; `none` if they differ."""
+    """Return the unit that all share, ignoring plain numbers; `none` if units differ."""
     found = {unit for unit in units if unit is not None}
-    return None if not found else found.pop() if len(found) == 1 else "none"
+    if len(found) > 1:
+        return "none"
+    return next(iter(found), None)
 
 
 def _parsed(text: str) -> ast.expr:
@@ -204,10 +212,10 @@ class _Spelled(ast.NodeTransformer):
         found = self._measures.get(node.id)
         return node if found is None else found.tree
 
-    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:  # its name is a run's
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:  # the name before the dot is a run's
         return node
 
-    def visit_Call(self, node: ast.Call) -> ast.expr:  # its name is a function's
+    def visit_Call(self, node: ast.Call) -> ast.expr:  # the called name is a function's
         node.args = [self.visit(each) for each in node.args]
         return node
 
@@ -302,6 +310,7 @@ def _is_zero(node: ast.expr) -> bool:
 
 
 def _value(node: ast.expr, look: Look) -> Value:
+    """Return the value of a subexpression, which `_kind` has checked."""
     leaf = _leaf(node)
     if leaf is not None:
         return look(*leaf)
@@ -372,6 +381,7 @@ def _correlation(measures: Sequence[Value]) -> float:
 
 
 def _explained(node: ast.expr, look: Look) -> Iterator[str]:
+    """Yield the sides of comparisons with their values, and for `all` and `any` the rows that decide."""
     if isinstance(node, ast.Compare):
         for side in (node.left, *node.comparators):
             if not isinstance(side, ast.Constant):
@@ -388,7 +398,7 @@ def _explained(node: ast.expr, look: Look) -> Iterator[str]:
 
 
 def _where(node: ast.expr, look: Look) -> str:
-    """Return the row of a minimum or maximum."""
+    """Return the row that has the minimum or maximum, if the expression is one over rows."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("min", "max"):
         value = _value(node.args[0], look)
         if isinstance(value, Cells):

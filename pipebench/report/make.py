@@ -31,20 +31,21 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Making:
-    """How a report is made."""
+    """Options of making a report."""
 
-    command: str  # reproduces it
+    command: str  # that makes the report
     folder: Path  # for the output
-    fresh: bool = False  # ignore recorded and stored results
-    keeps: bool = False  # store trained results beside the report
-    trains: bool = True  # else leave out seeds that aren't trained yet
+    fresh: bool = False  # whether recorded and stored results are ignored
+    keeps: bool = False  # whether trained results are stored beside the report
+    trains: bool = True  # if not, seeds that aren't trained yet are left out
 
 
 def make_report(report: Report, asked: Sequence[Asked], making: Making) -> int:
     """Make a report; return the exit code.
 
     Raises:
-        UserError: before any runs if something they use is missing, or later if the folder isn't writable.
+        UserError: something that the runs use is missing, before any of them starts; or, after them, the folder can't
+            be written.
     """
     require_writable()
     asked = sized(asked, _say)
@@ -76,7 +77,7 @@ def make_report(report: Report, asked: Sequence[Asked], making: Making) -> int:
 
 
 def _looked_up(report: Report, asked: Sequence[Asked], making: Making) -> Collection:
-    """Return a report's runs with the results that are there; raises a UserError if what the others use isn't."""
+    """Return a report's runs with known results; raises a UserError if something is missing that the others use."""
     collection = Collection(asked)
     with preparing(report.name, work="looking up results"):
         if not making.fresh:
@@ -104,7 +105,7 @@ def _run(collection: Collection, tracking: Tracking, parent: RunLog) -> bool:
 
 
 def _drawings(report: Report, asked: Sequence[Asked]) -> dict[tuple[str, str], str]:
-    """Return the pipelines drawn as text in the report, as in its first column."""
+    """Return the pipelines that the report draws as text, by row and run, as in its first column."""
     wanted = {(picture.row, run) for picture in report.pictures if picture.kind == "schedule" for run in picture.runs}
     first: dict[tuple[str, str], Asked] = {}
     for each in asked:

@@ -14,14 +14,16 @@ from pipebench.report.recipes import Asked
 from pipebench.show.terminal import is_terminal, standard_output
 
 SIMULATION_S = 1.5  # first estimate
-_WEIGHT = 4  # runs that the first estimate counts as: the first run is slow because of imports
+_WEIGHT = 4  # the first estimate counts as so many runs, as the first run is slow because of imports
 _EVERY_S = 10.0  # between plain lines
 
 
 def guess(missing: Mapping[str, Asked], simulation_s: float = SIMULATION_S) -> str:
     """Return the estimated time of runs as text; trainings are only counted.
 
-    `simulation_s` is the time of one simulation.
+    Args:
+        missing: runs by recipe.
+        simulation_s: seconds per simulation.
     """
     trained = sum(engine_kind(each.loaded.recipe).trains for each in missing.values())
     simulated = len(missing) - trained
@@ -31,7 +33,7 @@ def guess(missing: Mapping[str, Asked], simulation_s: float = SIMULATION_S) -> s
 
 @contextmanager
 def runs_progress(missing: Mapping[str, Asked]) -> Iterator[Callable[[Asked], None]]:
-    """Show progress of consecutive runs; yields what is called as each begins. `missing` has them by recipe."""
+    """Show progress of consecutive runs; yields a function to call as each begins. `missing` has the runs by recipe."""
     console, total, left = standard_output(), len(missing), dict(missing)
     columns = (MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}", markup=False))
     bar = Progress(*columns, console=console, transient=True, disable=not is_terminal())

@@ -10,7 +10,7 @@ from pipebench.recipe.catalog import display, find, find_cluster, recipe_names
 from pipebench.recipe.load import LoadedRecipe, load_file
 from pipebench.report.definition import Column, Report, Row, RunReference
 
-SAME = ""  # column of runs that are equal in all columns
+SAME = ""  # in place of a column's name, for runs that are the same in all columns
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Asked:
 
     row: str
     run: str
-    column: str  # SAME if columns change nothing
+    column: str  # SAME for a run that is the same in all columns
     words: tuple[str, ...]  # command line that repeats it, from the recipe on
     loaded: LoadedRecipe  # with the seed
     largest: bool = False  # whether the largest minibatch that fits is still to be found
@@ -28,7 +28,9 @@ class Asked:
 def asked_runs(report: Report, *, whole: bool = True) -> tuple[list[Asked], list[Fault]]:
     """Return every run of a report, row by row, and all faults of their recipes.
 
-    Of a report that isn't `whole`, some rows may be missing, and what columns say of these is no fault.
+    Args:
+        report: some of its rows may have been left out.
+        whole: whether all rows are there; if not, keys of columns that no run uses are no faults.
     """
     loader = _RecipeLoader(report)
     asked: list[Asked] = []
@@ -40,7 +42,7 @@ def asked_runs(report: Report, *, whole: bool = True) -> tuple[list[Asked], list
 
 
 class _RecipeLoader:
-    """Loads each command line once and collects faults, each under the first row with it."""
+    """Loads each command line once and collects faults, each under the first row that has it."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
@@ -73,14 +75,14 @@ class _RecipeLoader:
                 self._fault_by_text.setdefault(str(fault), Fault(display(self._report.path), key, f"{fault}{where}"))
 
     def _in_column(self, path: Path, words: tuple[str, ...], column: Column) -> tuple[str, ...]:
-        """Return a recipe's command line in a column."""
+        """Return a recipe's command line with the changes of a column."""
         given = self._load(path, words).recipe.cluster.name
         cluster = Path(given).stem if given.endswith((".yaml", ".yml")) else given
         self._clusters.add(cluster)
         words += column.words
         if cluster in column.clusters:
             words += (f"cluster.name={self._anchored(column.clusters[cluster])}",)
-        self._load(path, words)  # faults without the optional words aren't theirs
+        self._load(path, words)  # raises faults that are not those of the optional words
         for word in column.optional:
             self._taken.setdefault((column.name, word), False)
             try:

@@ -36,7 +36,7 @@ _REPRODUCED: dict[str, _Format] = {
     "count": lambda value: f"{value:,.0f}" if value == int(value) else number(value),
     "none": number,
 }
-# Published figures keep their printed digits.
+# Published numbers are written with all the digits that were printed.
 _PUBLISHED: dict[str, _Format] = {
     **_REPRODUCED, "x": "{:.6g}x".format, "none": "{:.6g}".format, "share": lambda value: f"{100 * value:.6g}%",
 }  # fmt: skip

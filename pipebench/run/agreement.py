@@ -57,28 +57,27 @@ def _compare(world: World, facts: Mapping[str, str]) -> None:
 
 
 def check_made_alike(world: World, loaded: LoadedRecipe, setup: Setup, samples: str) -> None:
-    """Check that the user's code makes the same data set and the same model in all workers; collective.
+    """Check that the user's code makes the same data set and the same model in all processes; collective.
 
-    Inputs and targets of a minibatch are read by different workers, and stages and replicas are cut from each one's own
-    model. Of data sets the first samples are compared, by their digest `samples`.
+    Inputs and targets of a minibatch are read by different processes, and stages, replicas and slices are cut from each
+    one's own model: whole models are compared. Of data sets the first samples are, by their digest `samples`.
 
     Raises:
-        RecipeError: on every worker, names the first whose are others.
+        RecipeError: on every process, names the first rank whose samples or weights aren't rank 0's.
     """
-    recipe, root = loaded.recipe, setup.graph.root
+    recipe, graph = loaded.recipe, setup.graph
     for key, given, what in (
         ("dataset.target", recipe.dataset.get("target"), "samples"),
         ("model.target", recipe.model.get("target"), "weights"),
     ):
         if given is None:
             continue
-        own = samples if what == "samples" else digest([*root.parameters(), *root.buffers()])
+        own = samples if what == "samples" else digest([*graph.model.parameters(), *graph.root.buffers()])
         digests = world.exchange(own)
         for rank, found in enumerate(digests):
-            same = rank % setup.costs.slices  # with as many weights of each layer
-            if found != digests[same]:
+            if found != digests[0]:
                 problem = (
-                    f"{given} makes other {what} for rank {rank} than for rank {same}, and each process makes its own: "
+                    f"{given} makes other {what} for rank {rank} than for rank 0, and each process makes its own: "
                     "draw from torch, NumPy or random without a generator, which are seeded, or seed yours, as in "
                     "numpy.random.default_rng(0); and read the same files everywhere"
                 )

@@ -111,7 +111,10 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder, log: RunLog, ready
             print(f"pipebench: error: {folder.record_path} has no result: {why}", file=sys.stderr)
         elif code != _USER_ERROR:  # else nothing has run and the earlier record stands
             folder.say_how_to_go_on(suite.changes)
-        if code not in (_USER_ERROR, INTERRUPTED):  # a user who interrupts waits for no MLflow: `close_left` ends it
+        if code not in (
+            _USER_ERROR,
+            INTERRUPTED,
+        ):  # a user who interrupts waits for no MLflow: `close_orphaned` ends it
             close_record(folder, log)
         raise WorkersFailedError(code or _FAILED)
     end_record(folder, result, log)

@@ -110,6 +110,14 @@ def _modes_json(comparison: Comparison) -> str:
     return json.dumps({"compared": compared, "refused": comparison.refused}, indent=1)
 
 
+class EndedRunInterrupt(KeyboardInterrupt):
+    """Ctrl-C after a run's result was recorded; `run` has it."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        super().__init__()
+
+
 class RunRecorder:
     """The record of a run, opened with all inputs; `record` does the rest.
 
@@ -128,6 +136,7 @@ class RunRecorder:
     ) -> None:
         self._request, self._job, self._tracking, self._collected = request, job, tracking, collected
         self._kind = engine_kind(job.recipe)
+        self._recorded: RunResult | None = None  # the result, once the record has it
         facts = {**environment(job.setup.device), **hardware()}
         self._device = facts["device"]
         title, params = run_title(request, job), logged_params(request.loaded.flat)
@@ -155,7 +164,19 @@ class RunRecorder:
 
         `train` gets the progress display and the receiver of points; it fills `forecast` with memory over time, None to
         simulate that afterwards.
+
+        Raises:
+            EndedRunInterrupt: Ctrl-C came while pictures were drawn, or the record was closed.
         """
+        try:
+            return self._record(train, forecast)
+        except KeyboardInterrupt as error:
+            if self._recorded is None:
+                raise
+            run = Run(self._recorded, self.log.run_id, link=self.log.where(), record=self.log.folder)
+            raise EndedRunInterrupt(run) from error
+
+    def _record(self, train: Train, forecast: MemoryForecast | None) -> Run:
         log, measures = self.log, self._kind.measures
         result: RunResult | None = None
         status: Status | None = None
@@ -171,12 +192,14 @@ class RunRecorder:
             forecast = forecast or self._forecast(result)
             result = drawings.record_features(log, self._completed(result, forecast), self._job)
             self._log_result(result)
+            self._recorded = result
             drawings.record_run(log, self._request, self._job, result, timeline, forecast)
         except KeyboardInterrupt:
             if result is None:
                 status = "KILLED"
             elif not log.has_result:  # what was trained isn't lost, nor a failure
                 log.result(result)
+                self._recorded = result
             raise
         finally:
             with shown_work:

@@ -19,6 +19,7 @@ from pipebench.run.deciding import decision_of, prepare_job, stored_decision
 from pipebench.run.folder import records
 from pipebench.run.one_process import run_simulated, run_virtual
 from pipebench.run.processes import run_distributed
+from pipebench.run.recorder import EndedRunInterrupt
 from pipebench.run.request import RunRequest, with_seed
 from pipebench.run.suite import Suite, telling_what_is_left
 from pipebench.schedule.orders import as_csv
@@ -70,7 +71,7 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
     # Faults visible only in the traced model must be raised before the first recipe runs.
     decisions = [decide(each, suite, alone=not several) for each in loaded]
     tracking = Tracking(suite.name)
-    tracking.close_left(records(besides=suite.resumed))
+    tracking.close_orphaned(records(besides=suite.resumed))
     total, numbers = len(loaded) * len(seeds or [0]), itertools.count(1)
     suite = _drawing_few(suite, len(seeds or [0]) * sum(not engine_kind(each.recipe).trains for each in loaded))
 
@@ -88,8 +89,8 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
                 _run_with_seeds(request, seeds, tracking, begin, (runs, ids))
                 if runs[-1].result.outcome == INTERRUPTED:
                     break
-    except KeyboardInterrupt:  # between two runs
-        if suite.prints and runs:
+    except KeyboardInterrupt:  # between two runs, or while pictures of one were drawn
+        if suite.prints and runs and total > 1:
             RunComparison(tuple(runs), parent.where() if parent else "").print_to(standard_output())
         raise
     finally:
@@ -173,14 +174,11 @@ def _run_with_seeds(
     made: tuple[list[Run], _Ids],
 ) -> None:
     """Run a recipe once per seed, grouped if several; add each to `made` as it ends, lest a later failure lose it."""
-    loaded, name = given.loaded, given.name
-    run = RUNS[loaded.recipe.engine.kind]
-    runs, ids = made
+    loaded, name, (runs, ids) = given.loaded, given.name, made
     if seeds is None or len(seeds) == 1:
         begin(name)
         seed = loaded.recipe.train.seed if seeds is None else seeds[0]
-        runs.append(run(replace(given, loaded=with_seed(loaded, seed)), tracking))
-        ids[name, seed] = runs[-1].mlflow_run_id or runs[-1].record
+        _run_one(replace(given, loaded=with_seed(loaded, seed)), tracking, made)
         return
     title = f"{name}, seeds {', '.join(map(str, seeds))}"
     group, first = start_parent(tracking, title, "seeds", [loaded], given.parent), len(runs)
@@ -188,8 +186,7 @@ def _run_with_seeds(
         for seed in seeds:
             begin(f"{name}-seed{seed}")
             request = replace(given, loaded=with_seed(loaded, seed), name=f"{name}-seed{seed}", parent=group)
-            runs.append(run(request, tracking))
-            ids[name, seed] = runs[-1].mlflow_run_id or runs[-1].record
+            _run_one(request, tracking, made)
             if runs[-1].result.outcome == INTERRUPTED:
                 break
     finally:
@@ -198,6 +195,21 @@ def _run_with_seeds(
             group.metrics(ranked(summarise_seeds(results) | seed_medians(results), results[0].clock))
         finish_parent(group, runs[first:], complete=len(results) == len(seeds))
         ids[name, None] = group.run_id or group.folder
+
+
+def _run_one(request: RunRequest, tracking: Tracking, made: tuple[list[Run], _Ids]) -> None:
+    """Run a recipe with its seed and add the run to `made`, also if it was interrupted once it had its result."""
+    runs, ids = made
+    recipe = request.loaded.recipe
+    interrupt: EndedRunInterrupt | None = None
+    try:
+        run = RUNS[recipe.engine.kind](request, tracking)
+    except EndedRunInterrupt as error:
+        run, interrupt = error.run, error
+    runs.append(run)
+    ids[request.loaded.run_name, recipe.train.seed] = run.mlflow_run_id or run.record
+    if interrupt is not None:
+        raise interrupt
 
 
 def comparison_title(names: Sequence[str], begun: datetime) -> str:

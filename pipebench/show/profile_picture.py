@@ -32,7 +32,7 @@ def profile_figure(profile: Profile, num_samples: int, name: str) -> InlineFigur
     _bars(time, backward_s, _BACKWARD, f"backward, {seconds(sum(backward_s))} together", forward_s)
     _bars(activation, [row.output_bytes for row in rows], _ACTIVATION, "output")
     saved = [row.saved_bytes for row in rows]
-    # White below the colour: a mark shows on a bar as well as above one.
+    # A white line below the coloured one keeps the mark visible in front of a bar.
     for colour, width in (("white", 2.6), (_SAVED, 1.4)):
         label = f"kept for the backward, {num_bytes(sum(saved))} together" if colour == _SAVED else None
         positions = range(len(rows))
@@ -70,7 +70,7 @@ def _finish_panel(axes: Axes, what: str, unit: str) -> None:
 
 
 def _label_layers(axes: Axes, rows: Sequence[tuple[int, LayerProfile]]) -> None:
-    """Label the layers; of a long model, every so many."""
+    """Label the layers; in a long model one in every `step`."""
     step = -(-len(rows) // _MOST_LABELS)
     positions = range(0, len(rows), step)
     labels = [f"{index} {_label(row)}" for index, row in rows[::step]]
@@ -85,5 +85,5 @@ def _label(row: LayerProfile) -> str:
 
 
 def plain_text(text: str, width: int) -> str:
-    """Return text that any font can show, escaped from formulas."""
+    """Return text in ASCII, which any font can show, with `$` escaped so that matplotlib reads no formula."""
     return shortened(printable(text).encode("ascii", "replace").decode(), width).replace("$", r"\$")

@@ -50,7 +50,8 @@ class Message(Flow):
     __slots__ = ("connection", "label", "num_bytes")
 
     def __init__(self, connection: Connection, num_bytes: int, label: str, values: float) -> None:
-        super().__init__(num_bytes, connection.uses, connection.latency_s, connection.level.cap_of(values))
+        cap_bytes_per_s = connection.level.message_cap_bytes_per_s(values)
+        super().__init__(num_bytes, connection.uses, connection.latency_s, cap_bytes_per_s)
         self.connection = connection
         self.num_bytes = num_bytes
         self.label = label

@@ -1,4 +1,4 @@
-"""MLflow's limits (its `utils/validation.py`): what is longer is refused, and all that was sent with it."""
+"""MLflow's limits (its `utils/validation.py`): it refuses a whole request if one text in it is longer."""
 
 import re
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from pipebench.engine.engine import facts_by_extension
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import host_peaks
 from pipebench.formats import a_or_an, seconds
+from pipebench.metrics import as_number
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.options import zoo_options
 from pipebench.recipe.plan_file import is_plan_file
@@ -27,6 +28,7 @@ from pipebench.train.job import Job
 from pipebench.train.largest import most_of_epoch
 from pipebench.train.learning_rate import lr_scales
 from pipebench.train.periods import Periods
+from pipebench.typed_json import shown
 
 
 def describe(job: Job) -> dict[str, Any]:
@@ -179,8 +181,6 @@ def run_metrics(
         **byte_metrics(earlier.num_bytes + facts["num_bytes"]),
         **byte_rates(facts["num_bytes"], own_samples),
     }
-    for extension, metrics_of in setup.pipeline.hooks("metrics").items():
-        metrics |= metrics_of(facts["extensions"][extension])
     if earlier.samples > 0:
         metrics["workers_counted_from_samples"] = earlier.samples
     if clock.lost_s > 0:
@@ -189,6 +189,21 @@ def run_metrics(
         metrics["throughput_samples_per_s"] = own_samples / own_s
         metrics["epoch_time_s"] = own_s * setup.sampler.num_samples / own_samples
         metrics |= measured.metrics
+    return metrics
+
+
+def finite_metrics(extension: str, found: Mapping[str, Any], note: Callable[[str], None]) -> dict[str, float]:
+    """Return an extension's metrics that are finite numbers; call `note` with a sentence about each other one.
+
+    A text or None among the metrics would make the result, and so the training, unreadable.
+    """
+    metrics = {}
+    for name, value in found.items():
+        number = as_number(value)
+        if number is not None and math.isfinite(number):
+            metrics[name] = number
+        else:
+            note(f"metric {name} of extension {extension} is left out: got {shown(value)}, allowed is a finite number")
     return metrics
 
 

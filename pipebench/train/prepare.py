@@ -131,7 +131,7 @@ def _planned(
 
 def _in_mode(recipe: Recipe, mode: str) -> Recipe:
     """Return a recipe of mode auto in the mode that was chosen."""
-    microbatches = recipe.parallelism.microbatches if MODES[mode].cuts() else 1
+    microbatches = recipe.parallelism.microbatches if MODES[mode].takes_microbatches() else 1
     return replace(recipe, parallelism=replace(recipe.parallelism, mode=mode, microbatches=microbatches))
 
 

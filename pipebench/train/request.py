@@ -111,7 +111,7 @@ def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Da
     """Return a recipe's request to the planner; raises a PlanError if it names layers that the profile lacks."""
     parallelism, size = recipe.parallelism, _minibatch_size(recipe, dataset)
     row = None if parallelism.mode == AUTO else parallelism.row
-    cuts, accumulate = row is None or row.cuts(), parallelism.accumulate_given
+    cuts, accumulate = row is None or row.takes_microbatches(), parallelism.accumulate_given
     if cuts and accumulate is None:
         accumulate = 1 if row is None else row.accumulate
     names = [each.name for each in profile.rows[:-1]]

@@ -224,7 +224,7 @@ def in_processes(
 
 def whole(engine: VirtualEngine | DistributedEngine) -> None:
     """Let sharded replicas gather their weights, for a look at all of them."""
-    engine.together(Op.GATHER, Op.WAIT_GATHER)
+    engine.gather_or_free(Op.GATHER, Op.WAIT_GATHER)
 
 
 def virtually(case: Case, device: str = "cpu") -> Outcome:

@@ -18,7 +18,7 @@ from pipebench.engine.engine import TrainingEngine
 from pipebench.engine.worker import Worker
 from pipebench.extensions.moves.engine import moving
 from pipebench.extensions.moves.planned import MovesPlanned, planned_moves
-from pipebench.extensions.moves.recipe import asked_moves
+from pipebench.extensions.moves.recipe import parse_moves
 from pipebench.extensions.moves.settings import MOVES
 from pipebench.recipe.schema import PeriodRecipe
 from pipebench.schedule.instructions import Instruction
@@ -58,7 +58,7 @@ class Moving:
         every = PeriodRecipe(minibatches=SEGMENT)
         given = recipe(target=None, max_epochs=2, evaluate_every=every, checkpoint_every=every)
         periods = Periods.of(given.train, setup.sampler.minibatches_per_epoch)
-        planned = planned_moves(asked_moves(moves), setup, periods)
+        planned = planned_moves(parse_moves(moves), setup, periods)
         return Job(given, setup.cluster, setup, extensions={MOVES: MovesPlanned(given, planned)})
 
 

@@ -5,12 +5,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from pipebench.checkpoint.state import ModelState
 from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.slices import ProcessSlices, joined
 from pipebench.distributed.world import World
 from pipebench.recipe.load import load_mapping
+from pipebench.run.deciding import decision_of
 from pipebench.schedule.operations import Op
 from pipebench.train.fit import check_fits
 from pipebench.train.job import Job
@@ -33,6 +35,22 @@ class Text(SyntheticText):
         return {field: found[field] for field in fields}
 
 
+class Residual(nn.Module):
+    """A user's model: it drops pieces and whole values by one module, and reads its embedding by a function, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, 32)
+        self.wide, self.narrow, self.dropout = nn.Linear(32, 64), nn.Linear(64, 32), nn.Dropout(0.2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Map [samples, tokens] int64 to logits [samples, tokens, VOCABULARY]."""
+        x = self.dropout(self.words(tokens))
+        for _ in range(2):
+            x = x + self.dropout(self.narrow(self.dropout(torch.relu(self.wide(x)))))
+        return nn.functional.linear(x, self.words.weight)
+
+
 def text() -> Text:
     return Text(TOKENS, VOCABULARY, 40, 6)
 
@@ -41,8 +59,10 @@ def job_of(given: Mapping[str, Any], world: World | None = None) -> Job:
     """Return a recipe's job, of this process if it is one of several that a worker is."""
     (loaded,) = load_mapping(dict(given))
     size = given["parallelism"]["tensor"]
-    group = None if world is None or size == 1 else ProcessSlices(size, world.rank % size)
-    return prepare(loaded.recipe, loaded.cluster, group=group)
+    if world is None or size == 1:
+        return prepare(loaded.recipe, loaded.cluster)
+    decision = decision_of(prepare(loaded.recipe, loaded.cluster, trains=False))
+    return prepare(loaded.recipe, loaded.cluster, decision=decision, group=ProcessSlices(size, world.rank % size))
 
 
 @dataclass
@@ -78,7 +98,7 @@ def trained(
     held = sum(replica.weights.live_bytes for replica in engine.worker.replicas.values())
     parts = [part.to_plain() for _, part in engine.parts()]
     facts = engine.facts()
-    engine.together(Op.GATHER, Op.WAIT_GATHER)
+    engine.gather_or_free(Op.GATHER, Op.WAIT_GATHER)
     found = joined(world.gather(engine.worker.tensors()), setup.graph.slices)
     whole = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in found]
     engine.close()

@@ -93,7 +93,7 @@ def test_groups_of_gloo_beside_nccl_are_of_all_ranks(direct: bool, monkeypatch: 
     collectives = SimpleNamespace(world=world, ranks=[2, 0, 1], groups=[])
     monkeypatch.setattr(processes, "ServerLink", lambda *given: given)
     server = object.__new__(processes.ProcessServer)
-    server._collectives, server._own, server._everybody = cast("Any", collectives), 2, None
+    server._collectives, server._own, server._all_ranks = cast("Any", collectives), 2, None
     server._weights = cast("Any", SimpleNamespace(newest=SimpleNamespace(parameters=[])))
     links: list[Any] = [link for worker in (1, 2) for link in server._links(worker)]
     ((_, peer, _),) = links

@@ -231,7 +231,8 @@ def test_memory_is_what_live_tensors_come_to_with_both_copies(columns: dict[str,
     def observe(event: TimelineEvent) -> None:
         nonlocal compared
         it, worker = event.instruction, event.worker
-        levels.execute(worker, it, engine._feed.size(it.number) if it.op in (Op.FORWARD, *BACKWARDS) else 0)
+        size = engine.workers[worker].feed.size(it.number) if it.op in (Op.FORWARD, *BACKWARDS) else 0
+        levels.execute(worker, it, size)
         held, found = levels.held(worker, it.stage), live(engine.workers[worker].replicas[it.stage])
         assert [held[kind] for kind in WHATEVER_SIZE] == [found[kind] for kind in WHATEVER_SIZE], it
         compared += 1

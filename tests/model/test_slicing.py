@@ -3,6 +3,7 @@
 import copy
 import re
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from pipebench.errors import GraphError
 from pipebench.model.graph import LayerGraph, trace
 from pipebench.model.slice_modules import Alone, piece
-from pipebench.model.sliced import Slicer, SlicerInTurn
+from pipebench.model.sliced import ProcessSlicer, Slicer, SlicerInTurn
 from pipebench.profile.model import LayerProfile
 from pipebench.profile.tensor import unit_bytes
 from pipebench.zoo.bert import bert_base
@@ -64,10 +65,12 @@ def run(graph: LayerGraph, inputs: list[torch.Tensor]) -> tuple[list[torch.Tenso
     return [value.detach() for value in outputs], gradients
 
 
-def in_slices(model: nn.Module, inputs: list[torch.Tensor], size: int) -> list[Any]:
-    """Run a model in slices on threads; return what each device has put out."""
+def in_slices(
+    model: nn.Module, inputs: list[torch.Tensor], size: int, slicer_of: Callable[[Member], Slicer] = Slicer
+) -> list[Any]:
+    """Run a model in slices on threads; return what each device has put out, and its gradients."""
     threads, found = Threads(size), [None] * size
-    graphs = [trace(copy.deepcopy(model), rewrite=Slicer(Member(threads, rank))) for rank in range(size)]
+    graphs = [trace(copy.deepcopy(model), rewrite=slicer_of(Member(threads, rank))) for rank in range(size)]
 
     def work(rank: int) -> None:
         # One thread runs the backward itself, where autograd would give it to a thread of its device.
@@ -104,14 +107,109 @@ def test_slices_compute_what_the_whole_does(name: str, size: int) -> None:
     model: nn.Module = make().double()  # type: ignore[no-untyped-call]
     whole = copy.deepcopy(model)
     outputs, gradients = run(trace(whole), inputs)
-    for rank, (own_outputs, own_gradients) in enumerate(in_slices(model, inputs, size)):
+    compare(in_slices(model, inputs, size), outputs, gradients)
+
+
+def compare(devices: list[Any], outputs: list[torch.Tensor], gradients: dict[str, torch.Tensor]) -> None:
+    """Compare what devices have put out, and their pieces of the gradients, with the whole model's."""
+    for rank, (own_outputs, own_gradients) in enumerate(devices):
         for ours, theirs in zip(own_outputs, outputs, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
         assert own_gradients.keys() == gradients.keys()
         for parameter, gradient in gradients.items():
             for dimension, (own, all_) in enumerate(zip(own_gradients[parameter].shape, gradient.shape, strict=True)):
-                gradient = gradient if own == all_ else piece(gradient, dimension, Member(Threads(size), rank))
+                if own != all_:
+                    gradient = piece(gradient, dimension, Member(Threads(len(devices)), rank))
             torch.testing.assert_close(own_gradients[parameter], gradient, rtol=1e-9, atol=1e-11)
+
+
+class Own(nn.Module):
+    """A user's model: an embedding, a block of two linear layers, and a product with the vocabulary."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.words = nn.Embedding(27, 8, **options)
+        self.wide, self.narrow = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.dropout = nn.Dropout(0.2)
+        self.classifier = nn.Linear(8, 27)
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        narrow: torch.Tensor = self.narrow(torch.relu(self.wide(x)))
+        return narrow
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.classifier(self.block(self.words(tokens)))
+        return logits
+
+
+class OneDropout(Own):
+    """Drops pieces and whole values by one module, as most models are written."""
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.dropout(x)
+        for _ in range(2):
+            x = x + self.dropout(self.narrow(self.dropout(torch.relu(self.wide(x)))))
+        return x
+
+
+class TiedByFunction(Own):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.block(self.words(tokens)), self.words.weight)
+
+
+class Penalised(Own):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + self.wide.weight.square().sum()
+
+
+class Unrolled(Own):
+    """Calls a matrix twice: for the layer after it, and for the model's output."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        widened: torch.Tensor = self.wide(self.block(self.words(tokens)))
+        return widened
+
+
+class Gated(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 16, bias=False).requires_grad_(False)
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        narrow: torch.Tensor = self.narrow(nn.functional.silu(self.gate(x)) * self.wide(x) / 2)
+        return narrow
+
+
+OWN: dict[str, Callable[[], Own]] = {
+    "plain": Own,
+    "one dropout": OneDropout,
+    "tied by a function": TiedByFunction,
+    "weights in the output": Penalised,
+    "one matrix in two roles": Unrolled,
+    "gated, a matrix frozen": Gated,
+    "padding": lambda: Own(padding_idx=20),
+    "gradients by frequency": lambda: Own(scale_grad_by_freq=True),
+}
+
+
+def same_for_all(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """Drop numbers by their place, as devices do that draw alike."""
+    return x * (torch.arange(x.numel()).view(x.shape) * 7919 % 5 != 0) / (1 - p) if training and p else x
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", OWN)
+def test_slices_of_one_s_own_model_compute_what_it_does(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the traced model but the model itself; devices as processes have them, and in turn."""
+    monkeypatch.setattr(nn.functional, "dropout", same_for_all)
+    torch.manual_seed(0)
+    model = OWN[name]().double()
+    whole, tokens = copy.deepcopy(model), 2 * TOKENS + 1
+    output = whole(tokens)
+    output.square().sum().backward()
+    gradients = {key: value.grad for key, value in whole.named_parameters() if value.grad is not None}
+    compare(in_slices(model, [tokens], size, ProcessSlicer), [output.detach()], gradients)
+    compare([run(trace(model, rewrite=SlicerInTurn(size)), [tokens])], [output.detach()], gradients)
 
 
 @pytest.mark.sampled(3)

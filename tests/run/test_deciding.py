@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from pipebench.cli.main import cli
 from pipebench.errors import PlanError, ProfileError, RecipeError, UserCodeError, WorkersFailedError
 from pipebench.extensions.moves.planned import BEFOREHAND
-from pipebench.extensions.moves.recipe import moves_asked, to_text
+from pipebench.extensions.moves.recipe import recipe_moves, to_text
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.run import deciding, processes
@@ -251,7 +251,7 @@ def test_a_move_after_the_end_is_refused_unless_a_longer_run_asked_for_it(tmp_pa
     with pytest.raises(RecipeError, match=rf"^recipes/modes/pipedream-moved.yaml:8: parallelism.vpipe.{told}"):
         prepare_job(loaded, silent=True)
     job = prepare_job(replace(loaded, goes_on=True), silent=True)
-    (move,) = moves_asked(loaded.recipe)
+    (move,) = recipe_moves(loaded.recipe)
     kept = tmp_path / "moves.json"
     kept.write_text(to_text([RepartitionRecord(187, move.cuts, None, move.cuts, BEFOREHAND, False, 5984, 1.0, 0.0)]))
     of_file = [f"parallelism.vpipe={{live: false, moves: {kept}}}", "train.max_epochs=1", "engine.kind=simulated"]

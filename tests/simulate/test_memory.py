@@ -228,7 +228,7 @@ def compared_until_it_ends(setup: Setup) -> int:
     def observe(event: TimelineEvent) -> None:
         nonlocal compared
         it, worker = event.instruction, event.worker
-        size = engine._feed.size(it.number) if it.op in (Op.FORWARD, *BACKWARDS) else 0
+        size = engine.workers[worker].feed.size(it.number) if it.op in (Op.FORWARD, *BACKWARDS) else 0
         levels.execute(worker, it, size)
         for each in {worker, setup.pipeline.places[it.stage][0]}:
             replica = engine.workers[each].replicas[it.stage]
@@ -417,7 +417,7 @@ def test_no_worker_ever_holds_more_than_the_planners_formula_has_room_for(
     if RECOMPUTE in policies:
         states = states.recomputing(policies)
     row = next((MODES[name] for name, (plans, own) in CASES.items() if own is columns), None)
-    versions = row.weights_kept if row is not None else 1 if pipeline.weights in ("one", "none") else None
+    versions = row.weight_sets if row is not None else 1 if pipeline.weights in ("one", "none") else None
     synced = pipeline.weights == "stash-vertical-sync"
     memories = memories_of(setup)
     found, in_flight = metered(setup, whole=True, count=24), most_in_flight(pipeline)

@@ -13,7 +13,7 @@ from pipebench.engine.admission import StopRequest
 from pipebench.errors import PlanError, RecipeError
 from pipebench.extensions.moves.engine import moves_of, moving
 from pipebench.extensions.moves.planned import BALANCED, MovesPlanned, planned_moves, under
-from pipebench.extensions.moves.recipe import FILE_NAME, AskedMove, asked_moves, load_moves, to_text
+from pipebench.extensions.moves.recipe import FILE_NAME, AskedMove, load_moves, parse_moves, to_text
 from pipebench.extensions.moves.repartition_plan import Repartition
 from pipebench.extensions.moves.settings import MOVES
 from pipebench.model.plan import recut
@@ -49,7 +49,7 @@ def job(
     setup = moving(setup, live=live, balances=balances)
     asked = recipe(target=None, max_epochs=epochs, evaluate_every=PeriodRecipe(minibatches=every))
     periods = Periods.of(asked.train, setup.sampler.minibatches_per_epoch)
-    planned = planned_moves(asked_moves(moves), setup, periods)
+    planned = planned_moves(parse_moves(moves), setup, periods)
     return Job(asked, setup.cluster, setup, extensions={MOVES: MovesPlanned(asked, planned)})
 
 
@@ -185,11 +185,11 @@ def test_what_a_run_has_kept_is_repeated(tmp_path: Path) -> None:
 def test_policies_are_kept_with_the_cuts() -> None:
     setup = make_setup(Mlp(), (FIRST, [1, 1, 1]), recompute={0, 1})
     setup = moving(setup, live=False)
-    (move,) = planned_moves([AskedMove(asked_moves(WRITTEN)[0].at, LAST)], setup, PERIODS)
+    (move,) = planned_moves([AskedMove(parse_moves(WRITTEN)[0].at, LAST)], setup, PERIODS)
     names = [layer.name for layer in setup.graph.layers]
     stages = form_of(move.plan, names).stages
     assert [name for stage in stages for name, policy in stage.layers.items() if policy == RECOMPUTE] == names[:2]
-    given = AskedMove(asked_moves(WRITTEN)[0].at, LAST, {"body_6": RECOMPUTE})
+    given = AskedMove(parse_moves(WRITTEN)[0].at, LAST, {"body_6": RECOMPUTE})
     (move,) = planned_moves([given], setup, PERIODS)
     assert [stage.memory.count(RECOMPUTE) for stage in move.plan.stages] == [0, 0, 1]
     assert under(setup, ()) == setup.plan
@@ -263,7 +263,7 @@ def test_moves_of_text_leave_no_stream_behind() -> None:
     setup = text_setup(([1, 2], [1, 1, 1]))
     streams = setup.sampler.streams
     names = [layer.name for layer in setup.graph.layers]
-    asked = asked_moves([{"at": {"minibatches": streams + 1}, "cuts": names[2:4]}])
+    asked = parse_moves([{"at": {"minibatches": streams + 1}, "cuts": names[2:4]}])
     with pytest.raises(PlanError, match=rf"moves\[0\].at: .*allowed are multiples of train.streams, {streams}"):
         planned_moves(asked, setup, PERIODS)
 
@@ -280,7 +280,7 @@ def test_moves_of_text_leave_no_stream_behind() -> None:
 )
 def test_what_isn_t_a_move_says_where_it_isn_t(written: Any, problem: str) -> None:
     with pytest.raises(JsonError, match=problem):
-        asked_moves(written)
+        parse_moves(written)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 """Asynchronous data parallelism: a server applies each gradient on arrival, and replicas pull the newest weights.
 
-Whatever waits for another process raises `PeerLostError` once that is gone.
+Paper: ASP of PipeDream (SOSP'19), sections 2.1 and 5.2. Calls that wait for another process raise `PeerLostError` once
+that process is gone.
 """

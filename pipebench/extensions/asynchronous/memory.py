@@ -1,7 +1,7 @@
-"""Memory of an asynchronous server: versions beside the first replica, and gradients and weights in transit.
+"""Predicted memory of asynchronous replicas and their server.
 
-As in the engine, the server has no copy of the model: it updates the first replica's weights, which keep the version
-that the replica computes with.
+As in the engine, the server has no copy of the model. It updates the first replica's weights, which stash the version
+that this replica is computing with. Gradients and weights in transit count at both ends.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,10 +20,10 @@ from pipebench.simulate.timeline import Transfer
 
 
 class PushingMemory(ReplicaMemory):
-    """A replica whose gradients are freed by its push."""
+    """The memory of a replica, whose push frees its gradients."""
 
     def changes(self, it: Instruction, size: Size) -> Iterator[Change]:
-        """Yield what an instruction changes, in order."""
+        """Yield the changes of an instruction, in order."""
         if it.op is Op.PUSH:
             yield self._gradients_are(0, at_end=True)
         else:
@@ -31,33 +31,34 @@ class PushingMemory(ReplicaMemory):
 
 
 class LaterReplicaMemory(PushingMemory):
-    """A replica without the server beside it."""
+    """The memory of any replica but the first."""
 
     def make_state(self) -> Iterator[Change]:
-        """Yield nothing: the optimizer is the server's."""
+        """Yield nothing: the server has the optimizer."""
         yield from ()
 
 
 class FirstReplicaMemory(PushingMemory):
-    """The first replica, whose weights the server updates."""
+    """The memory of the first replica, whose weights the server updates."""
 
     def drained(self) -> Iterator[Change]:
-        """Begin a segment with the newest version."""
+        """Start a segment with the newest version."""
         yield from super().drained()
         self._versions.hold()
 
     def changes(self, it: Instruction, size: Size) -> Iterator[Change]:
-        """Yield what an instruction changes; pulls within a segment are part of `applied`."""
+        """Yield the changes of an instruction; `applied` has those of pulls within a segment."""
         if it.op is Op.PULL and it.version >= 0:
             alive = len(self._versions.alive)
             self._versions.hold()
             yield from self._of_versions(alive, at_end=True)
         else:
-            yield from self.make_state() if it.op is Op.PUSH else ()  # before its gradient goes
+            if it.op is Op.PUSH:
+                yield from self.make_state()  # before the gradient is freed
             yield from super().changes(it, size)
 
     def applied(self, *, own: bool) -> Iterator[Change]:
-        """Yield the changes of an update with the replica's own gradient or another's."""
+        """Yield the changes of an update; `own`: with this replica's gradient, so that it gets the new version, too."""
         alive = len(self._versions.alive)
         yield from self.make_state()
         self._versions.step(self._versions.newest + 1)
@@ -67,10 +68,11 @@ class FirstReplicaMemory(PushingMemory):
 
 
 class ServerMemory(MemoryExtension):
-    """The server's part in workers' memory; workers are numbered like replicas, `memories` are of the single stage."""
+    """The server's part in workers' memory. There is one stage; worker i is its replica i."""
 
     def __init__(self, pipeline: Pipeline, memories: Sequence[StageMemoryCosts]) -> None:
-        (self._memory,), self._kind = memories, SYNCS[pipeline.sync].way
+        (self._memory,) = memories
+        self._kind = SYNCS[pipeline.sync].way
         self._first = FirstReplicaMemory(self._memory)
 
     def replica(self, worker: int, stage: int) -> PushingMemory:
@@ -80,14 +82,14 @@ class ServerMemory(MemoryExtension):
     def event(self, event: TimelineEvent) -> Iterator[WorkerChange]:
         """Yield the changes at the end of a push or pull."""
         _, end_s, worker, it, _ = event
-        if worker > 0 and it.op in (Op.PUSH, Op.PULL):  # frees the received gradient or weights
+        if worker > 0 and it.op in (Op.PUSH, Op.PULL):  # the receiver frees the gradient or the weights
             yield end_s, 0 if it.op is Op.PUSH else worker, RECEIVED, -self._memory.weights, it
         for kind, num_bytes, _ in self._first.applied(own=worker == 0) if it.op is Op.PUSH else ():
             if num_bytes:
                 yield end_s, 0, kind, num_bytes, it
 
     def transfer(self, transfer: Transfer) -> Iterator[WorkerChange]:
-        """Yield the changes by gradients or weights in transit."""
+        """Yield the changes by a gradient or weights in transit."""
         if transfer.kind != self._kind:
             return
         (receiver,), num_bytes = transfer.receivers, transfer.num_bytes

@@ -1,7 +1,7 @@
-"""The order in which an asynchronous server applies pushes, the only result that depends on the clock.
+"""The order in which an asynchronous server applies pushes: all that makes its training depend on the clock.
 
-A worker pulls the weights after its own push, so the order determines every minibatch's version. It is recorded with a
-run; a run given the same order computes the same weights.
+A worker pulls the weights right after its own push, so this order determines the version that every minibatch reads.
+The order is recorded with a run; a run given the same order computes the same weights.
 """
 
 import base64
@@ -23,11 +23,11 @@ VERSION = 1
 
 @dataclass
 class Pushes:
-    """Pushes between two drains, in the order in which they were applied: one update each."""
+    """The pushes between two drains, in the order in which they were applied: one update each."""
 
-    first: int  # the segment's first minibatch in the run
-    minibatches: list[int] = field(default_factory=list)  # numbered since the drain
-    versions: list[int] = field(default_factory=list)  # of each gradient: updates since the drain
+    first: int  # the run's minibatches before the first of these
+    minibatches: list[int] = field(default_factory=list)  # counted from the drain
+    versions: list[int] = field(default_factory=list)  # that gradients were computed with: updates since the drain
 
     def add(self, minibatch: int, version: int) -> None:
         """Record an update."""
@@ -36,18 +36,18 @@ class Pushes:
 
     @property
     def staleness(self) -> list[int]:
-        """Updates between every minibatch's pull and its push, in order of the pushes."""
+        """For every push, the updates made since the weights of its gradient."""
         return [made - version for made, version in enumerate(self.versions)]
 
 
 @dataclass(frozen=True)
 class PackedPushes:
-    """Pushes between two drains as checkpoints keep them: less than a byte each, as workers mostly take turns."""
+    """The pushes between two drains as checkpoints store them: less than a byte each, as workers mostly take turns."""
 
     first: Count
-    # Base64 of zlib of int32: by how much every minibatch's number is above that of the push before, then staleness
+    # Base64 of zlib of two rows of int32: the differences of successive minibatches, and the staleness
     packed: str | None = None
-    minibatches: list[int] = field(default_factory=list)  # as by `Pushes`, in early checkpoints
+    minibatches: list[int] = field(default_factory=list)  # of `Pushes`, in checkpoints of earlier releases
     versions: list[int] = field(default_factory=list)
 
     @staticmethod
@@ -57,7 +57,11 @@ class PackedPushes:
         return PackedPushes(pushes.first, base64.b64encode(zlib.compress(rows.tobytes())).decode())
 
     def unpacked(self) -> Pushes:
-        """Return the pushes; raise a ValueError if they can't be unpacked."""
+        """Return the pushes.
+
+        Raises:
+            ValueError: they can't be unpacked.
+        """
         if self.packed is None:
             return Pushes(self.first, self.minibatches, self.versions)
         try:
@@ -69,7 +73,7 @@ class PackedPushes:
 
 
 def unpacked(counted: Iterable[Mapping[str, Any]]) -> list[Pushes]:
-    """Return the pushes of every segment in servers' counters."""
+    """Return the pushes of every segment in what `Server.facts` has returned."""
     return [PackedPushes(**segment).unpacked() for segment in counted]
 
 
@@ -81,32 +85,34 @@ def histogram(segments: Iterable[Pushes]) -> dict[int, int]:
 
 @dataclass
 class PushOrder:
-    """The file: its format version, and every segment between two drains."""
+    """The file `push-order.json`: its format version, and every segment between two drains."""
 
     pipebench_push_order: Annotated[int, Within(VERSION, VERSION, str(VERSION))]
     segments: list[Pushes]
 
 
 def to_text(segments: Sequence[Pushes]) -> str:
-    """Return the order as JSON."""
+    """Return the content of a file `push-order.json`."""
     return json.dumps(asdict(PushOrder(VERSION, list(segments))))
 
 
 def metrics(counted: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the staleness metrics of the segments in servers' counters."""
+    """Return the metrics of staleness in what `Server.facts` has returned."""
     staleness = [updates for pushes in unpacked(counted) for updates in pushes.staleness]
     return {"staleness_mean": sum(staleness) / len(staleness), "staleness_max": max(staleness)} if staleness else {}
 
 
 def fields(counted: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the result's field that holds them."""
+    """Return the field of a run's result that has the pushes."""
     return {"pushes": tuple(unpacked(counted))}
 
 
 class Turns:
-    """Decides whose push is applied next: the first to arrive, or the next in a given order of minibatches.
+    """Decides which push is applied next: the first to arrive, or the next in a given order.
 
-    `order` and `limit`, the known number of the segment's minibatches, count from the drain; later ones never come.
+    Args:
+        order: minibatches, counted from the drain; None for the order of arrival.
+        limit: returns the length of the segment as far as it is known: minibatches from there on never come.
     """
 
     def __init__(self, order: Sequence[int] | None = None, limit: Callable[[], float] = lambda: math.inf) -> None:
@@ -114,12 +120,12 @@ class Turns:
         self._order = None if order is None else list(reversed(order))
 
     def next_of(self, there: Collection[int]) -> int | None:
-        """Return which arrived minibatch to apply, or None to wait; `there` is in order of arrival."""
+        """Return which of the minibatches that have arrived, in this order, to apply next; None: wait."""
         if self._order is None:
             return next(iter(there), None)
         while self._order and self._order[-1] >= self._limit():
             self._order.pop()
-        if not self._order:  # used up: this segment is longer
+        if not self._order:  # used up, since this segment is longer than the recorded one
             return next(iter(there), None)
         if self._order[-1] not in there:
             return None

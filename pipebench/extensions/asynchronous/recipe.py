@@ -1,15 +1,14 @@
-"""A recorded order of pushes to repeat: `parallelism.push_order`."""
+"""The recipe's key `parallelism.push_order`: the file of a run's order of pushes, to repeat it."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from pipebench.errors import PlanError, RecipeError
+from pipebench.errors import PlanError, RecipeError, shown
 from pipebench.extensions.asynchronous.pushes import Pushes, PushOrder
 from pipebench.recipe.draft import Problems
 from pipebench.recipe.engines import ENGINES
 from pipebench.recipe.plan_file import is_plan_file
 from pipebench.recipe.schema import Recipe
-from pipebench.recipe.typecheck import shown
 from pipebench.schedule.modes import MODES
 from pipebench.schedule.notation import parse_plan
 from pipebench.schedule.pipeline import Pipeline
@@ -17,17 +16,21 @@ from pipebench.typed_json import read_file
 
 
 def settings(recipe: Recipe, pipeline: Pipeline) -> dict[int, list[int]]:
-    """Return the order of pushes to repeat, by first minibatch of the segment; empty: order of arrival."""
+    """Return the order of pushes to repeat, by first minibatch of each segment; empty for the order of arrival."""
     path = recipe.parallelism.push_order
     segments = [] if path is None else load_push_order(path, pipeline.replicas[0])
     return {pushes.first: pushes.minibatches for pushes in segments}
 
 
 def load_push_order(path: str, num_workers: int | None = None) -> list[Pushes]:
-    """Read a run's order of pushes from its artifact; `num_workers`, if known, are to repeat it.
+    """Read a run's order of pushes, segment by segment.
+
+    Args:
+        path: the run's artifact.
+        num_workers: the workers of the run that repeats it; None if not known yet.
 
     Raises:
-        RecipeError: unreadable, not an order of pushes, or impossible with so many workers.
+        RecipeError: it can't be read, isn't an order of pushes, or is impossible for so many workers.
     """
 
     def problems(found: PushOrder) -> Iterator[tuple[str, str]]:
@@ -40,11 +43,11 @@ def load_push_order(path: str, num_workers: int | None = None) -> list[Pushes]:
 
 
 def _problem(pushes: Pushes, num_workers: int | None) -> str | None:
-    """Return why workers can't push in an order, or None."""
+    """Return why workers can't push in this order, or None if they can."""
     found = pushes.minibatches
     if sorted(found) != list(range(len(found))):
         return f"got {len(found)} minibatches, allowed is every one from 0 to {len(found) - 1} once"
-    last: dict[int, int] = {}
+    last: dict[int, int] = {}  # the last minibatch so far, by worker
     for minibatch in found if num_workers is not None else ():
         worker = minibatch % num_workers  # type: ignore[operator]
         if minibatch < last.get(worker, -1):
@@ -70,6 +73,7 @@ def _push_order(cluster: Any, mode: str, plan: Any, given: str | None) -> Proble
 
 
 def _simulated(given: str | None, kind: str) -> Problems:
+    """Check that the engine trains: a simulation can't repeat an order of pushes."""
     if given is not None and not ENGINES[kind].trains:
         others = " or ".join(name for name, each in ENGINES.items() if each.trains)
         why = f"got {shown(given)} with engine {kind}, in which pushes are applied as they arrive"

@@ -1,4 +1,4 @@
-"""Records the order of an asynchronous server's updates, and their staleness."""
+"""Records the order of an asynchronous server's updates, and their staleness: as files, a table and a picture."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,7 +26,7 @@ def record(log: RunLog, result: RunResult, _: Job) -> RunResult:
 
 
 def staleness_markdown(counts: Mapping[int, int]) -> str:
-    """Return a Markdown table of minibatches by staleness: the updates made between their pull and their push."""
+    """Return a Markdown table of the number of minibatches by staleness, given these counts."""
     total = sum(counts.values())
     lines = ["| updates made meanwhile | minibatches | share |", "| ---: | ---: | ---: |"]
     lines += [f"| {updates} | {count:,} | {percent(count / total)} |" for updates, count in sorted(counts.items())]
@@ -34,7 +34,7 @@ def staleness_markdown(counts: Mapping[int, int]) -> str:
 
 
 def staleness_figure(counts: Mapping[int, int]) -> InlineFigure:
-    """Return the same as a picture."""
+    """Return a bar chart of the number of minibatches by staleness."""
     figure = InlineFigure(6.0, 3.2)
     axes = figure.add_subplot()
     axes.bar(list(counts), list(counts.values()), color="#0072B2", width=0.8)

@@ -1,8 +1,8 @@
 """The server of asynchronous data parallelism: applies every gradient as it arrives, and returns the newest weights.
 
-It has no copy of the model. It updates the first replica's weights, which keep the version that the replica computes
-with like any other in flight: checkpoints, evaluations and memory counts need no special case. It knows no clock; the
-order of calls is the order of updates. The model is one stage.
+The server has no copy of the model. It updates the first replica's weights, which stash the version that this replica
+is computing with, as they do for minibatches in flight. So checkpoints, evaluations and memory counts need no special
+case. The server knows no clock: the order of calls is the order of updates. The model is one stage.
 """
 
 import json
@@ -31,7 +31,7 @@ Gradients = Sequence[torch.Tensor | None]
 class Pulled(NamedTuple):
     """Weights for a replica."""
 
-    number: int  # of the version
+    number: int  # version: updates since the start of the run
     parameters: Sequence[torch.Tensor] | None  # in the stage's order; None for the first replica, which has them
 
 
@@ -39,12 +39,12 @@ class ParameterServer:
     """Applies pushes to the weights of the first replica."""
 
     def __init__(self, setup: Setup, weights: Weights) -> None:
-        self.earlier: list[PackedPushes] = []  # from drain to drain
+        self.earlier: list[PackedPushes] = []  # one per segment before the last drain
         self.current: Pushes | None = None  # since the last drain
         self._setup = setup
         self._weights = weights
-        self._drained = 0
-        self._samples = 0
+        self._drained = 0  # version at the last drain
+        self._samples = 0  # of all updates so far
 
     def begin(self, first: int) -> None:
         """Start a segment of training at minibatch `first` of the run."""
@@ -54,18 +54,23 @@ class ParameterServer:
 
     @property
     def applied(self) -> int:
-        """Pushes applied in the segment."""
+        """Number of pushes applied in the segment."""
         return 0 if self.current is None else len(self.current.minibatches)
 
     def segments(self) -> list[PackedPushes]:
-        """Return all pushes so far."""
+        """Return the pushes of all segments so far."""
         return [*self.earlier, *([] if self.current is None else [PackedPushes.of(self.current)])]
 
     def apply(self, minibatch: int, version: int, gradients: Gradients, *, of_first: bool) -> Pulled:
-        """Update with a minibatch's gradient of the mean loss; return the new weights, which the replica pulls next.
+        """Update with a replica's gradient; return the new weights, which the replica pulls next.
 
-        `minibatch` is numbered since the drain; `version` is of the weights that computed the gradient; `of_first`:
-        whether the replica is the first. The learning rate depends on the samples of all earlier updates.
+        The learning rate is that after the samples of all earlier updates.
+
+        Args:
+            minibatch: counted from the last drain.
+            version: the weights' version that the gradient was computed with.
+            gradients: of the mean loss, in the stage's order of parameters.
+            of_first: whether the replica is the first.
         """
         pushes, weights = self.current, self._weights
         assert pushes is not None
@@ -78,12 +83,12 @@ class ParameterServer:
 
     @property
     def averages(self) -> Sequence[torch.Tensor] | None:
-        """The optimizer's averages for evaluations, if it keeps any; at a drain."""
+        """The averages of parameters that the optimizer keeps for evaluations, if any; at a drain."""
         weights = self._weights
         return None if weights.evaluated is weights.newest else weights.evaluated.parameters
 
     def newest(self, *, for_first: bool) -> Pulled:
-        """Return the newest weights for a replica: a copy, but for the first, which holds the version itself."""
+        """Return the newest weights: a copy, or for the first replica the version itself, which it then holds."""
         weights = self._weights
         if for_first:
             return Pulled(weights.hold(), None)
@@ -91,24 +96,31 @@ class ParameterServer:
 
 
 class Server(EngineExtension):
-    """The server's interface for workers; this one serves a worker alone, on copies of its stage."""
+    """The interface of servers for workers.
 
-    here: ParameterServer | None = None  # if in this process
+    This class itself serves a worker that runs alone on copies of its stage, as in a warm-up: it ignores pushes.
+    """
+
+    here: ParameterServer | None = None  # the server itself, if it is in this process
 
     def push(self, replica: int, minibatch: int, version: int, gradients: Gradients) -> None:
         """Push a minibatch's gradient, computed with a version of the weights."""
 
     def pull(self, replica: int, at_least: int) -> Pulled:
-        """Return the weights after the replica's last push or, if `at_least` is given, after so many pushes."""
+        """Return the newest weights once the replica's last push or, if `at_least` >= 0, so many pushes are applied."""
         return Pulled(0, None)
 
     def facts(self) -> list[Any]:
-        """Return all pushes so far."""
+        """Return the pushes of all segments so far, as JSON values."""
         segments = [] if self.here is None else self.here.segments()
         return [{"first": each.first, "packed": each.packed} for each in segments]
 
     def restore(self, facts: list[Any]) -> None:
-        """Restore the result of `facts`; raises a CheckpointError if it has another form."""
+        """Restore what `facts` has returned.
+
+        Raises:
+            CheckpointError: it has another form.
+        """
         try:
             given = read(list[PackedPushes], json.dumps(facts), "progress.facts.pushes")
             segments = [PackedPushes.of(each.unpacked()) for each in given]
@@ -121,7 +133,7 @@ class Server(EngineExtension):
 
 
 class PushAndPull(WorkerExtension):
-    """A worker's pushes and pulls."""
+    """Executes a worker's pushes and pulls."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -138,7 +150,7 @@ class PushAndPull(WorkerExtension):
         worker.updates.clip(replica.gradients)
         self.server.push(worker.replica_index[it.stage], it.number, worker.held_version, replica.gradients)
         replica.gradients = [None] * len(replica.gradients)
-        worker.note_memory()
+        worker.measure_memory()
 
     def _pull(self, it: Instruction, _: Transport, __: Collectives) -> None:
         number, parameters = self.server.pull(self._worker.replica_index[it.stage], it.version)
@@ -148,7 +160,7 @@ class PushAndPull(WorkerExtension):
 
 
 def connect(worker: Worker, server: Server) -> Weights:
-    """Connect a worker to a server; return the worker's weights."""
+    """Connect a worker to a server; return the weights of the worker's replica."""
     extension = worker.extensions[ASYNCHRONOUS]
     assert isinstance(extension, PushAndPull)
     extension.server = server
@@ -157,7 +169,10 @@ def connect(worker: Worker, server: Server) -> Weights:
 
 
 class InProcessServer(Server):
-    """The server in the process of all workers; the virtual clock guarantees arrival and order."""
+    """The server of workers that share its process.
+
+    Workers push and pull in the order of the virtual clock, so a push has always arrived when it is needed.
+    """
 
     here: ParameterServer
 
@@ -180,19 +195,20 @@ class InProcessServer(Server):
         if replica > 0:
             self._collectives.count(self._kind, replica, 0, self._num_bytes)
             workers = self._collectives.workers
-            workers[0].note_beside(workers[replica].busy_until_s)
+            workers[0].measure_memory_beside(workers[replica].busy_until_s)
 
     def pull(self, replica: int, at_least: int) -> Pulled:
-        """Return the weights after the replica's last push, or after all."""
+        """Return the weights after the replica's last push or, if `at_least` >= 0, after all pushes."""
         if replica > 0:
             self._collectives.count(self._kind, 0, replica, self._num_bytes)
         own = self._pulled.pop(replica, None)
         return own if at_least < 0 and own is not None else self.here.newest(for_first=replica == 0)
 
     def drained(self) -> Iterator[Sent]:
-        """Set the optimizer's averages, if any, for evaluations; yield their messages."""
+        """Give all replicas the optimizer's averages, if any, for evaluations; yield the messages."""
         averages = self.here.averages
-        for worker, weights in enumerate(self._weights[1:] if averages is not None else (), 1):
-            assert averages is not None
+        if averages is None:
+            return
+        for worker, weights in enumerate(self._weights[1:], 1):
             weights.take_averages(averages)
             yield BUFFERS, 0, worker, sum(average.nbytes for average in averages), "averages"

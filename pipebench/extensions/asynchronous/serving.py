@@ -1,12 +1,12 @@
-"""The server of asynchronous data parallelism between processes, in the first replica's process.
+"""The threads of an asynchronous server, in the process of the first replica.
 
-One thread per other replica receives its pushes and answers its pulls; the first replica pushes from the training
-thread. Pushes apply one at a time, in order of arrival or in a given order. All messages go through host memory by
-Gloo, with a group per pair of server and replica, so pairs do not block each other.
+One thread per other replica receives the replica's pushes and answers its pulls. The first replica pushes from the
+training thread. Pushes are applied one at a time, in order of arrival or in a given order. All messages go through host
+memory by Gloo, with one group per pair of server and replica, so that pairs do not block each other.
 
-No deadlock: a thread waits for its replica, which after a push waits only for the answer; a given order lists every
-replica's minibatches in the order in which it runs them. A segment's last pull waits for all its pushes, which all
-replicas send before their own last pull; a push of the next segment waits until the server has begun it.
+Why this can't deadlock: a replica that has pushed waits for nothing but the answer. A given order lists each replica's
+minibatches in the order in which the replica runs them. A segment's last pull waits for all pushes of the segment, and
+every replica sends these before its own last pull. A push of the next segment waits until the server has begun it.
 """
 
 import threading
@@ -22,13 +22,16 @@ from pipebench.extensions.asynchronous.pushes import Turns
 from pipebench.extensions.asynchronous.server import ParameterServer, Pulled
 
 _PUSH, _PULL, _ANSWER, _DONE = range(4)
-_LOOK_AGAIN_S = 0.5  # to notice a shortened segment
+_LOOK_AGAIN_S = 0.5  # after which a waiting thread checks whether the segment has been shortened
 
 
 class ServerLink:
     """Messages between the server and one replica: integers, and a tensor or None per parameter.
 
-    `group` is the process group of the two, `peer` the other rank, `like` the stage's parameters.
+    Args:
+        group: the process group of the two.
+        peer: the other one's rank.
+        like: the stage's parameters, for shapes, dtypes and device.
     """
 
     def __init__(self, group: Any, peer: int, like: Sequence[torch.Tensor]) -> None:
@@ -36,7 +39,7 @@ class ServerLink:
         self._parts = of_one_type(range(len(like)), like)
 
     def send(self, kind: int, number: int, version: int, tensors: Sequence[torch.Tensor | None] = ()) -> None:
-        """Send a message; None travels as zeros."""
+        """Send a message; zeros are sent for None."""
         there = [tensor is not None for tensor in tensors] or [False] * len(self._like)
         with peers():
             self._send(torch.tensor([kind, number, version, *there]))
@@ -45,7 +48,7 @@ class ServerLink:
                 self._send(torch.cat([piece.reshape(-1) for piece in pieces]).cpu())  # type: ignore[union-attr]
 
     def receive(self) -> tuple[int, int, int, list[torch.Tensor | None]]:
-        """Return the next message; a pull has no tensors."""
+        """Wait for the next message and return it; a pull has no tensors."""
         found: list[torch.Tensor | None] = [None] * len(self._like)
         with peers():
             kind, number, version, *there = self._receive(3 + len(self._like), torch.long).tolist()
@@ -61,13 +64,13 @@ class ServerLink:
         self.send(_PUSH, minibatch, version, gradients)
 
     def pull(self, at_least: int) -> Pulled:
-        """Ask the server for weights, and wait for them."""
+        """Request weights from the server, and wait for them."""
         self.send(_PULL, 0, at_least)
         _, number, _, parameters = self.receive()
         return Pulled(number, [parameter for parameter in parameters if parameter is not None])
 
     def done(self) -> None:
-        """Tell the server that this replica has finished."""
+        """Report to the server that this replica has finished."""
         self.send(_DONE, 0, -1)
 
     def _send(self, tensor: torch.Tensor) -> None:
@@ -80,22 +83,25 @@ class ServerLink:
 
 
 class Serving:
-    """The server of a stage with its threads.
+    """A server with a thread per replica but the first.
 
-    `lines` lead to every replica but the first; `note_memory` notes what the first replica holds, in its own thread.
+    Args:
+        server: applies the pushes.
+        links: to every replica but the first.
+        note_memory: records the bytes that the first replica holds; called in the training thread.
     """
 
-    def __init__(self, server: ParameterServer, lines: Sequence[ServerLink], note_memory: Callable[[], None]) -> None:
+    def __init__(self, server: ParameterServer, links: Sequence[ServerLink], note_memory: Callable[[], None]) -> None:
         self.server, self._note_memory = server, note_memory
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards all below, and is notified of every change
         self._turns = Turns()
         self._num_segments = 0
-        self._there: dict[int, None] = {}  # minibatches with a gradient here, in order of arrival
-        self._next: int | None = None
-        self._own: Pulled | None = None
-        self._failure: BaseException | None = None
+        self._there: dict[int, None] = {}  # minibatches whose push has arrived and waits, in order of arrival
+        self._next: int | None = None  # the minibatch whose turn it is, once decided
+        self._own: Pulled | None = None  # the first replica's next weights
+        self._failure: BaseException | None = None  # of a thread
         self._threads = [
-            threading.Thread(target=self._serve, args=(line,), name="serves a replica", daemon=True) for line in lines
+            threading.Thread(target=self._serve, args=(link,), name="serves a replica", daemon=True) for link in links
         ]
         for thread in self._threads:
             thread.start()
@@ -113,9 +119,9 @@ class Serving:
         self._own = self._apply(minibatch, version, gradients, of_first=True)
 
     def pull(self, at_least: int) -> Pulled:
-        """Return the weights after the first replica's last push or, if `at_least` is given, after so many pushes."""
+        """Return the weights after the first replica's last push or, if `at_least` >= 0, after so many pushes."""
         if at_least >= 0:
-            self._own = self._all_made(at_least, for_first=True)
+            self._own = self._after(at_least, for_first=True)
         assert self._own is not None
         return self._own
 
@@ -124,13 +130,13 @@ class Serving:
         for thread in self._threads:
             thread.join()
 
-    def _serve(self, line: ServerLink) -> None:
-        """Serve a replica until it is done."""
+    def _serve(self, link: ServerLink) -> None:
+        """Receive a replica's pushes and answer its pulls until it is done."""
         try:
             pulled: Pulled | None = None
-            num_served = 0  # segments with the last pull answered
+            num_served = 0  # segments whose last pull has been answered
             while True:
-                kind, minibatch, version, gradients = line.receive()
+                kind, minibatch, version, gradients = link.receive()
                 if kind == _DONE:
                     return
                 if kind == _PUSH:
@@ -139,11 +145,11 @@ class Serving:
                     continue
                 if version >= 0:
                     self._wait_for(lambda: self._num_segments > num_served)  # noqa: B023
-                    pulled = self._all_made(version, for_first=False)
+                    pulled = self._after(version, for_first=False)
                     num_served += 1
                 assert pulled is not None
                 assert pulled.parameters is not None
-                line.send(_ANSWER, pulled.number, -1, pulled.parameters)
+                link.send(_ANSWER, pulled.number, -1, pulled.parameters)
         except BaseException as error:  # the training thread raises it
             with self._changed:
                 self._failure = error
@@ -152,13 +158,13 @@ class Serving:
     def _apply(
         self, minibatch: int, version: int, gradients: Sequence[torch.Tensor | None], *, of_first: bool
     ) -> Pulled:
-        """Apply a gradient when it is its turn."""
+        """Wait for a gradient's turn, and apply it."""
         with self._changed:
             self._there[minibatch] = None
             self._wait_for(lambda: self._is_next(minibatch))
             del self._there[minibatch]
             self._next = None
-            if of_first:  # whose replica holds most now: its gradient, and what others' pushes have made meanwhile
+            if of_first:  # this replica's memory peaks now: its gradient, and the versions by others' pushes
                 self._note_memory()
             pulled = self.server.apply(minibatch, version, gradients, of_first=of_first)
             self._changed.notify_all()
@@ -169,7 +175,8 @@ class Serving:
             self._next = self._turns.next_of(self._there)
         return self._next == minibatch
 
-    def _all_made(self, at_least: int, *, for_first: bool) -> Pulled:
+    def _after(self, at_least: int, *, for_first: bool) -> Pulled:
+        """Return the newest weights once so many pushes of the segment are applied."""
         with self._changed:
             self._wait_for(lambda: self.server.applied >= at_least)
             return self.server.newest(for_first=for_first)

@@ -1,8 +1,8 @@
-"""Algorithm 1 at the last stage (vPipe, TPDS'21, section 4.2): from all stages' reports to a decision.
+"""Algorithm 1 of vPipe (TPDS'21, section 4.2) on the last stage: from all stages' reports to a decision.
 
-A decision must fit in the devices' memory: by the closed form of equation 1, then by simulation, which includes waiting
-messages and what stages hold while layers move (`feasibility`). A stage over its limit is planned again with less
-memory, as before a run (`planner/virtualised.py`).
+Differs: a layout must fit in the devices' memory not only by equation 1, but also in a simulation, which includes
+waiting messages and what stages hold while layers move. If a stage exceeds its limit there, the search runs again with
+a lower limit for that stage, as it does before a run (`planner/virtualised.py`).
 """
 
 import itertools
@@ -30,46 +30,48 @@ from pipebench.simulate.memory_meter import MemoryMeter
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.steady import simulate_segment
 
-ENOUGH = 4  # fewest backwards per stage in a mean
-_MOST_TRIALS = 8  # of decisions that don't fit in simulation; two or three usually suffice
+ENOUGH = 4  # backwards per stage that a mean takes at least
+_MOST_TRIALS = 8  # layouts to simulate until one fits; two or three usually suffice
 _LOG = logging.getLogger(__name__)
 
 
 class FeasibilityCheck:
-    """Predicts memory for a running pipeline, by simulation; `setup` has the cuts at the previous drain.
+    """Predicts the memory of a running pipeline by simulation; `setup` has the cuts at the previous drain.
 
-    Equation 1's closed form, which finds cuts and policies, ignores waiting messages and layers in transfer with units
-    in flight.
+    The closed form of equation 1, by which cuts and policies are found, ignores waiting messages, and layers that are
+    transferred while units are in flight.
     """
 
     def __init__(self, setup: Setup) -> None:
         pipeline, cluster = setup.pipeline, setup.cluster
-        self._setup, self.layout = setup, layout_of(setup.plan)  # `layout`: at that drain
+        self._setup = setup
+        self.layout = layout_of(setup.plan)  # at the previous drain
         self._inputs = {size: input_bytes_of(rows) for size, rows in setup.profile.by_size.items()}
         self._multiple = math.lcm(pipeline.period, setup.sampler.streams or 1)
         self.limit_bytes = math.inf if cluster.memory_bytes is None else float(cluster.memory_bytes)
-        # Minibatches from the last stage's current backward to the first that no stage has reached
-        self.ahead = 3 * pipeline.depth + 1  # of the last stage's backward; the first stage is a depth further
+        # Minibatches from the one in whose backward the last stage decides to the first under the new layout: the first
+        # stage has begun at most a depth more, and a move needs twice the depth (`RepartitionPlan.problems`).
+        self.ahead = 3 * pipeline.depth + 1
 
     def earliest(self, minibatch: int) -> int:
         """Return the first minibatch that may run under a decision made in `minibatch`'s backward."""
         return math.ceil((minibatch + self.ahead) / self._multiple) * self._multiple
 
     def after(self, layout: CutLayout) -> Setup | None:
-        """Return the setup under other cuts; None: a stage would get no decisions, or a layer can't be there.
+        """Return the setup under another layout, or None if it is impossible.
 
-        All stages must wait for gradients, since one that gets none runs ahead. Layers that share tensors stay
-        together.
+        Layers that share tensors stay on one stage. Every stage but the last must receive gradients: decisions travel
+        with them, and a stage that waits for none would run ahead.
         """
         try:
             setup = self._setup.under(recut(self._setup.graph, self._setup.plan, *layout))
         except PlanError:
             return None
-        heard = {edge.source for edge in setup.pipeline.edges if edge.has_gradient}
-        return setup if heard == {*range(setup.pipeline.num_stages - 1)} else None
+        receiving = {edge.source for edge in setup.pipeline.edges if edge.has_gradient}
+        return setup if receiving == {*range(setup.pipeline.num_stages - 1)} else None
 
     def excess(self, layout: CutLayout) -> list[float] | None:
-        """Return each stage's bytes over its limit under a layout; None: impossible layout."""
+        """Return by how many bytes each stage exceeds its limit under a layout, or None if that is impossible."""
         setup = self.after(layout)
         if setup is None:
             return None
@@ -84,9 +86,9 @@ class FeasibilityCheck:
         return [max(0.0, most - self.limit_bytes) for most in held]
 
     def excess_on_the_way(self, layouts: Sequence[CutLayout]) -> list[float]:
-        """Return each stage's most bytes over its limit from the first layout to the last.
+        """Return by how many bytes each stage exceeds its limit, at most, in moves from the first layout to the last.
 
-        If layers move at drains nothing is in flight, and stages are there as they were and as they will be.
+        If layers move at drains, nothing is in flight then, but a device holds its stage under both layouts.
         """
         setups = [setup for setup in map(self.after, layouts) if setup is not None]
         if len(setups) < len(layouts) or math.isinf(self.limit_bytes):
@@ -107,7 +109,7 @@ class FeasibilityCheck:
 
 
 def halfway(starts: Starts, wanted: Starts) -> Starts:
-    """Return cuts halfway from `starts` to `wanted`, rounded towards `starts`."""
+    """Return the cuts halfway from `starts` to `wanted`, rounded towards `starts`."""
     return tuple(start + int((other - start) / 2) for start, other in zip(starts, wanted, strict=True))
 
 
@@ -118,22 +120,24 @@ class StageReport(NamedTuple):
     moves: int  # decisions it knows of
     units: int  # measured since the last decision
     forward_s: float  # mean seconds of a unit's forward
-    backward_s: float  # the same, backward
+    backward_s: float  # mean seconds of a unit's backward
     peak_bytes: float = 0.0  # since the last decision; 0: unknown
 
     @property
     def measured(self) -> StageTimes:
-        """The report as the planner's input."""
+        """The measurements, as `RepartitionSearch` takes them."""
         return StageTimes(self.forward_s + self.backward_s, self.peak_bytes)
 
 
-Known = dict[Hashable, tuple[CutLayout | None, CutLayout | None]]  # decisions by measurements and cuts
+Known = dict[Hashable, tuple[CutLayout | None, CutLayout | None]]  # decisions, by layout and measurements
 
 
 class RepartitionController:
-    """Decides on moves of layers.
+    """Decides on moves of layers from all stages' reports.
 
-    `setup` has the cuts at the previous drain; `known` caches decisions for this setup, across runs.
+    Args:
+        setup: has the cuts at the previous drain.
+        known: a cache of decisions for this setup, which several simulated runs may share.
     """
 
     def __init__(self, setup: Setup, known: Known | None = None) -> None:
@@ -144,8 +148,8 @@ class RepartitionController:
         self._check = FeasibilityCheck(setup)
         self._layout = self._check.layout
         self._known: Known = {} if known is None else known
-        self._next: CutLayout | None = None  # decided to follow the last one, which makes room for it
-        self._before: Sequence[StageTimes] | None = None  # the measurements when nothing better was found
+        self._next: CutLayout | None = None  # decided together with the current layout, which makes room for it
+        self._before: Sequence[StageTimes] | None = None  # measurements for which no better layout was found
         self._problem_of = problems_of(
             setup.profile,
             pipeline,
@@ -156,7 +160,12 @@ class RepartitionController:
         )
 
     def decide(self, minibatch: int, reports: Sequence[StageReport]) -> Repartition | None:
-        """Return the next layout and its first minibatch; None: no change, or too few measurements."""
+        """Return the next layout and its first minibatch, or None: nothing better, or too few measurements.
+
+        Args:
+            minibatch: the one in whose backward the last stage decides.
+            reports: one per stage; all must have measured the current layout.
+        """
         if len(reports) < self._num_stages or min(report.units for report in reports) < ENOUGH:
             return None
         if len({report.moves for report in reports}) > 1:
@@ -175,11 +184,11 @@ class RepartitionController:
         self._before = measured if layout is None else None
         if layout is None:
             return None
-        self._tell(minibatch, measured)
+        self._log(minibatch, measured)
         self._layout = layout
         return Repartition(self._check.earliest(minibatch), *layout)
 
-    def _tell(self, minibatch: int, measured: Sequence[StageTimes]) -> None:
+    def _log(self, minibatch: int, measured: Sequence[StageTimes]) -> None:
         predicted = RepartitionSearch(self._rows, self._layout, measured, self._problem_of).predicted_bytes
         for stage, (own, predicted_bytes) in enumerate(zip(measured, predicted, strict=True)):
             _LOG.info(
@@ -188,21 +197,21 @@ class RepartitionController:
             )  # fmt: skip
 
     def _is_as_before(self, measured: Sequence[StageTimes]) -> bool:
-        """Return whether measurements match those for which no better layout was found, since a search is slow."""
+        """Return whether measurements are those for which no better layout was found: a search is slow."""
         return self._before is not None and all(
             abs(now.seconds - before.seconds) <= WORTHWHILE * before.seconds and now.num_bytes <= before.num_bytes
             for now, before in zip(measured, self._before, strict=True)
         )
 
     def _next_layouts(self, measured: Sequence[StageTimes]) -> tuple[CutLayout | None, CutLayout | None]:
-        """Return the next layout and the one right after it; None: no change, or nothing that fits as well as now.
+        """Return the next layout and the one right after it; each may be None.
 
-        If the wanted layout does not fit while layers move, stages change policies before or during the move; where
-        that is not enough they take fewer layers.
+        If the wanted layout does not fit while layers move, stages first change policies. Where that is not enough,
+        layers move only halfway. No layout is returned that fits worse than the current one.
         """
         layout = self._layout
         stages = RepartitionSearch(self._rows, layout, measured, self._problem_of, self._may_start)
-        tight = _Tight(stages)
+        tight = _LowerLimits(stages)
         wanted = self._fitting(tight)
         if wanted is None or self._num_unfit(layout):  # if the current layout doesn't fit, move at once
             return wanted, None
@@ -214,17 +223,20 @@ class RepartitionController:
             wanted = None if starts in {layout.starts, wanted.starts} else self._fitting(tight, starts)
         return None, None
 
-    def _fitting(self, tight: "_Tight", starts: Starts | None = None) -> CutLayout | None:
-        """Return the next layout that fits in simulation, or None if none does as well as now.
+    def _fitting(self, tight: "_LowerLimits", starts: Starts | None = None) -> CutLayout | None:
+        """Return the next layout that fits in simulation, or None if none fits as well as the current one.
 
-        A stage over its limit chooses policies again with less memory under the same cuts, since other cuts would
-        overload other stages; only if that makes stages slow are cuts searched again. `tight` stages have less memory
-        afterwards; `starts`, if given, are fixed cuts.
+        A stage over its limit first chooses policies again under the same cuts, with a lower limit, since other cuts
+        would overload other stages. Only if that makes stages slow are cuts searched again.
+
+        Args:
+            tight: the search, whose limits are lowered.
+            starts: cuts that must not change; None: any.
         """
-        seeks, layout, unfit = starts is None, None, self._num_stages
+        searches, layout, unfit = starts is None, None, self._num_stages
         for _ in range(_MOST_TRIALS):
             layout = None if starts is None else tight.stages.chosen_again(starts)
-            if layout is None and seeks:
+            if layout is None and searches:
                 layout = tight.stages.next_step()
             excess = None if layout is None else self._check.excess(layout)
             if layout is None or excess is None:
@@ -241,16 +253,21 @@ class RepartitionController:
         return sum(more > 0 for more in self._check.excess(layout) or ())
 
     def _on_the_way(
-        self, stages: RepartitionSearch, tight: "_Tight", wanted: CutLayout
+        self, stages: RepartitionSearch, tight: "_LowerLimits", wanted: CutLayout
     ) -> tuple[CutLayout, CutLayout | None] | None:
-        """Return the next layout and the one right after it so that all fits while layers move; None: no way found.
+        """Return the next layout and the one right after it such that all stages fit while layers move, or None.
 
-        A stage may exceed its memory under the current layout with layers in transfer, or under the wanted one. So in
-        turn it first makes room by temporary policies, then takes less for good: `stages` are as measured, `tight` the
-        same with less memory.
+        With layers in transfer a stage may exceed its memory either under the current layout's policies or under the
+        wanted one's. The trials lower memory in turn for the first, by an intermediate layout with current cuts and
+        other policies, and for the second.
+
+        Args:
+            stages: the search with the devices' limits.
+            tight: the search whose lower limits have led to `wanted`.
+            wanted: the layout to reach.
         """
         now = self._layout
-        room, first, roomy = _Tight(stages), now, set[int]()
+        room, first, roomy = _LowerLimits(stages), now, set[int]()
         unused = [max(0.0, self._check.limit_bytes - held) for held in stages.predicted_bytes]
         for trial in range(_MOST_TRIALS):
             way = [wanted] if first == now else [first, wanted]
@@ -269,23 +286,26 @@ class RepartitionController:
         return None
 
 
-class _Tight:
-    """Stages with less memory than their devices have."""
+class _LowerLimits:
+    """A search in which stages have less memory than their devices."""
 
     def __init__(self, stages: RepartitionSearch) -> None:
-        self.stages, self._all = stages, stages.problem_of  # `stages`: with less memory
-        self._less_bytes, self._late = [0.0] * len(stages.measured), Counter[int]()
+        self.stages = stages  # with the lower limits
+        self._problem_of = stages.problem_of  # with the devices' limits
+        self._less_bytes = [0.0] * len(stages.measured)
+        self._times_over = Counter[int]()
 
     def tighten(self, excess: Sequence[float]) -> None:
-        """Take memory from stages: their excess, and more every time."""
-        self._late.update(stage for stage, more in enumerate(excess) if more)
+        """Lower the limits of stages by their excess, times the number of calls in which they had any."""
+        self._times_over.update(stage for stage, more in enumerate(excess) if more)
         less = [
-            before + self._late[k] * more for k, (before, more) in enumerate(zip(self._less_bytes, excess, strict=True))
+            before + self._times_over[stage] * more
+            for stage, (before, more) in enumerate(zip(self._less_bytes, excess, strict=True))
         ]
         self._less_bytes = less
 
         def problem_of(stage: int, start: int, stop: int) -> StageProblem:
-            problem = self._all(stage, start, stop)
+            problem = self._problem_of(stage, start, stop)
             return replace(problem, limit_bytes=problem.limit_bytes - less[stage]) if less[stage] else problem
 
         self.stages = replace(self.stages, problem_of=problem_of)

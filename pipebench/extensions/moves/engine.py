@@ -1,4 +1,4 @@
-"""Moves in an engine: announced from outside, or decided inside if stages balance."""
+"""Moves in an engine: announced by the training loop, or decided by Algorithm 1 (vPipe) if stages balance."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ class EngineMoves(EngineExtension):
 
     def __init__(self, setup: Setup) -> None:
         self._setup, self._settings = setup, settings_of(setup.pipeline)
-        self._segment: MovingSegment | None = None  # of the running segment, or of the next one if it has moves
+        self._segment: MovingSegment | None = None  # the running one, or the next one if it has moves
         self._decisions: list[Repartition] = []
 
     @property
@@ -28,21 +28,21 @@ class EngineMoves(EngineExtension):
     def announce(self, move: Repartition) -> None:
         """Schedule a move of layers in the running segment, or in the next one.
 
-        Every process announces the same before any worker has reached that minibatch.
+        Every process announces the same moves, each before any of its workers has reached the move's first change.
 
         Raises:
-            PlanError: the layers can't move so, or not from that minibatch on.
+            PlanError: the move is impossible, or too early.
         """
         self._segment = self._segment or MovingSegment(self._setup)
         self._segment.announce(move)
 
     def take_decisions(self) -> list[Repartition]:
-        """Return the balancing decisions since the last call, numbered since the previous drain."""
+        """Return Algorithm 1's decisions since the last call; their minibatches count from the previous drain."""
         taken, self._decisions = self._decisions, []
         return taken
 
     def segment(self) -> MovingSegment | None:
-        """Return the cuts of the segment that begins now, if layers may move in it."""
+        """Return the segment that begins now, if layers may move in it."""
         if self._segment is None and self._setup.repartitions and not any(shape_problems(self._setup.pipeline)):
             self._segment = MovingSegment(self._setup)
         return self._segment
@@ -58,7 +58,7 @@ class EngineMoves(EngineExtension):
         return self._setup
 
     def decided(self, move: Repartition) -> None:
-        """Handle a decision; called by every stage of a process, the first call counts."""
+        """Handle a decision of Algorithm 1. Every stage of a process calls this; calls after the first do nothing."""
         if move in self._decisions:
             return
         self._decisions.append(move)
@@ -76,7 +76,7 @@ def moves_of(engine: Engine) -> EngineMoves:
 
 
 def moving(setup: Setup, **changes: Any) -> Setup:
-    """Return a setup whose layers may move, with these settings changed; see `MoveSettings`."""
+    """Return a setup whose layers may move, with these `MoveSettings` changed."""
     known = setup.pipeline.extensions
     settings = replace(known.get(MOVES, MoveSettings()), **changes)
     return replace(setup, repartitions=True, pipeline=replace(setup.pipeline, extensions={**known, MOVES: settings}))

@@ -1,4 +1,4 @@
-"""Moves of workers that share a process; a simulation, which has none, doesn't load it."""
+"""Moves of workers that share a process. A module of its own, since simulations have no workers to import."""
 
 from pipebench.engine.collectives import InProcessCollectives
 from pipebench.extensions.moves.engine import EngineMoves

@@ -1,10 +1,12 @@
-"""A stage while layers leave or join it: to its worker one replica, inside several (see `stage_parts`).
+"""A stage while layers leave or join it: one replica to its worker, several inside (see `stage_parts`).
 
-Gradients are keyed by the model's own names: whichever replica computed one, the new owner's update applies it.
+Paper: vPipe (TPDS'21), section 4.3. Differs: the block's inputs are sent in place of its saved activations.
+A block that is about to leave runs forwards, but saves nothing for the backward. Instead its inputs, with the weights,
+buffers and states that the forward read, are sent to the new stage. That stage recomputes the forward before the
+backward, in a separate replica of the block, a guest, whose running statistics are discarded.
 
-Forwards of a block that is about to leave save nothing for a backward. Their inputs, with weights, buffers and states,
-are sent to the new owner, which recomputes them before its backward in a separate replica of the block, a guest, whose
-running statistics are discarded.
+Gradients are keyed by the model's own names, so that the next update applies them in whichever replica has the
+parameter by then.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,12 +36,12 @@ from pipebench.model.values import bytes_in
 
 @dataclass(frozen=True)
 class TransferredUnit:
-    """A unit that runs forward through a block at its old owner and backward at its new one."""
+    """The data of a unit that runs forward through a block on one stage, and backward on another."""
 
-    version: int  # of the block's weights: updates since the run began
+    version: int  # of the block's weights: number of updates since the run began
     state: ModelState  # before the forward: parameters of that version, buffers, carried states
-    inputs: list[torch.Tensor]  # model inputs read by the block, in its stage's order
-    received: Values  # values read from other layers, by layer
+    inputs: list[torch.Tensor]  # model inputs that the block reads, in its stage's order
+    received: Values  # outputs of layers outside the block that it reads, by layer
 
     def to_plain(self) -> dict[str, Any]:
         """Return dictionaries and lists of tensors and numbers, for sending."""
@@ -52,10 +54,15 @@ class TransferredUnit:
 
 
 class MigratingReplica:
-    """A stage some of whose layers move; `replica` runs it so far, layers `bounds[0]` to `bounds[1]`, excluded.
+    """A stage some of whose layers move.
 
-    `share` is its share of the model's state, `phases` the segment's cuts. `make_replica` makes a replica of layers,
-    `note_memory` is called at moments of peak memory within an operation.
+    Args:
+        replica: runs the stage before the move.
+        bounds: its first layer, and the layer after its last.
+        share: the worker's share of the model's state.
+        phases: the segment's cuts.
+        make_replica: makes a replica of some layers.
+        note_memory: called at moments of peak memory within an operation.
     """
 
     scale: LossScale | None = None  # losses aren't scaled if layers move
@@ -71,11 +78,12 @@ class MigratingReplica:
         make_replica: Callable[[Stage], Replica],
         note_memory: Callable[[], None],
     ) -> None:
-        self._share, self._note_memory = share, note_memory
-        self.again_bytes = 0  # see `Replica`
-        self._retiring: Replica | None = None
+        self.recomputed_bytes = 0  # see `Replica`
+        self._share = share
         self._phases = phases
         self._make_replica = make_replica
+        self._note_memory = note_memory
+        self._retiring: Replica | None = None  # still in memory beside its successors
         self._parts = StageParts(StagePart(replica, *bounds), replica.in_flight)
         self._pending_transfers: dict[tuple[int, int], TransferredUnit] = {}  # by unit and target stage
         self._gradients: dict[str, torch.Tensor] = {}  # by the model's own name, until applied
@@ -117,21 +125,22 @@ class MigratingReplica:
     def backward(
         self, unit: int, arrived: Gradients, on_gradient: OnGradient | None = None, move: Displacement = AS_IT_IS
     ) -> Gradients:
-        """Run a unit backward through all parts that ran it forward here; see `Replica.backward`.
+        """Run a unit backward through all replicas that ran it forward here; see `Replica.backward`.
 
-        Returns gradients for other stages' layers too. `on_gradient` and `move` are unused: a stage whose layers move
-        has one replica, which stashes its versions.
+        Returns gradients for other stages' layers, too. `on_gradient` and `move` are unused: a stage whose layers move
+        isn't replicated, and stashes its versions.
         """
-        total, self.again_bytes = {layer: list(found) for layer, found in arrived.items()}, 0
+        total, self.recomputed_bytes = {layer: list(found) for layer, found in arrived.items()}, 0
         for replica in self._parts.end(unit):
             heads = {layer: total.pop(layer, []) for layer in replica.stage.returns}
             add(total, replica.backward(unit, heads))
             self._collect_gradients(replica)
-            self.again_bytes = max(self.again_bytes, replica.again_bytes)  # replicas recompute one after the other
+            # Replicas recompute one after the other.
+            self.recomputed_bytes = max(self.recomputed_bytes, replica.recomputed_bytes)
         return total
 
     def stepped(self) -> list[torch.Tensor | None]:
-        """Return the gradients of the stage's current layers, in the types the optimizer steps on."""
+        """Return the gradients of the stage's current layers, in the dtypes that the optimizer steps on."""
         found: list[torch.Tensor | None] = []
         for part in self._parts:
             weights = part.replica.weights
@@ -164,7 +173,7 @@ class MigratingReplica:
 
     def host_bytes(self) -> int:
         """Return the host bytes of minibatches in flight."""
-        return sum(each.host_bytes() for each in self._everybody())
+        return sum(each.host_bytes() for each in self._all_replicas())
 
     def live_by_kind(self) -> LiveBytes:
         """Return the bytes of all replicas here and of units waiting to be transferred."""
@@ -172,86 +181,86 @@ class MigratingReplica:
             bytes_in([vars(each.state), each.inputs, each.received]) for each in self._pending_transfers.values()
         )
         own = LiveBytes(0, 0, 0, bytes_in(self._gradients), waiting)
-        rows = zip(own, *(each.live_by_kind() for each in self._everybody()), strict=True)
+        rows = zip(own, *(each.live_by_kind() for each in self._all_replicas()), strict=True)
         return LiveBytes(*map(sum, rows))
 
     # State transfer.
 
-    def part(self, block: BlockTransfer) -> None:
-        """Cut off a block that is about to leave: its next forwards run backward elsewhere."""
-        self._retire(self._parts.part(block, self._copy)[0])
+    def cut_off(self, block: BlockTransfer) -> None:
+        """Separate a block that is about to leave: units that it now runs forward run backward on its next stage."""
+        self._retire(self._parts.cut_off(block, self._copy)[0])
 
     def renew(self, at: int) -> None:
-        """Cut the stage anew for layers whose memory policies change with minibatch `at`."""
+        """Rebuild the stage, whose memory policies change with minibatch `at`."""
         self._retire(self._parts.renew(at, self._copy)[0])
 
     def give_unit(self, unit: int, target: int) -> TransferredUnit:
-        """Return what stage `target` needs to run a unit backward through a block that it takes."""
+        """Return the data that stage `target` needs to run a unit backward through the block that it takes."""
         return self._pending_transfers.pop((unit, target))
 
     def give(self, target: int) -> ModelState:
-        """Remove a block; return its state."""
+        """Remove the block that stage `target` takes; return its state."""
         return state_of(self._parts.leave(target), self._share)
 
     def forward_again(
         self, block: BlockTransfer, unit: int, given: TransferredUnit, draw: tuple[int, ...], place: StreamSlot
     ) -> None:
-        """Recompute a unit's forward through a block from its old owner, for its backward here."""
+        """Recompute a unit's forward through a block that another stage ran first, for the backward here."""
         guest = self._parts.guest(block, unit, self._make)
         restore(guest, given.state, self._share)
         guest.weights.renumber(given.version)
         guest.forward(UnitInput(unit, draw, given.inputs, given.received, given.version, place))
 
     def take(self, block: BlockTransfer, state: ModelState) -> None:
-        """Add a block: from the next forward on it runs as one with the adjacent layers."""
+        """Add a block, which runs as one with the adjacent layers from the next forward on."""
         self._retire(self._parts.join(block, partial(self._copy, came=state))[0])
 
     @property
     def whole(self) -> StagePart[Replica] | None:
-        """The only replica left once all transfers and all backwards of retired replicas are over, or None."""
+        """The stage's only replica once all transfers and all backwards of retired replicas are over, else None."""
         last = self._parts.whole
         if last is None:
             return None
         weights = last.replica.weights
         names = [self._share.names[name] for name in weights.names]
-        if not self._gradients.keys() <= {*names}:  # of layers that have yet to arrive
+        if not self._gradients.keys() <= {*names}:  # a guest's, of layers that have yet to arrive
             return None
         last.replica.gradients = [self._gradients.get(name) for name in names]
         weights.versions.most_alive = max(weights.most_alive, self._most_alive)
         return last
 
     def _retire(self, replica: Replica) -> None:
-        """Retire a replica that others with copies of its weights have replaced."""
+        """Retire a replica; its successors already have copies of its weights, so memory is highest now."""
         self._retiring = replica
         self._note_memory()
         self._retiring = None
         replica.retire()
 
     def _collect_gradients(self, replica: Replica) -> None:
-        """Take a replica's gradients, at most one per parameter and update."""
+        """Collect a replica's gradients; a parameter gets at most one per update."""
         names, computed = replica.weights.names, replica.gradients
         self._gradients |= {self._share.names[n]: g for n, g in zip(names, computed, strict=True) if g is not None}
         replica.gradients = [None] * len(names)
 
     def _make(self, start: int, stop: int, minibatch: int) -> Replica:
-        """Return a replica of layers, with a minibatch's policies."""
+        """Return a replica of layers [start, stop), with a minibatch's policies."""
         return self._make_replica(self._phases.cut(start, stop, self._phases.policies(minibatch)))
 
     def _copy(self, old: Replica, start: int, stop: int, minibatch: int, came: ModelState | None = None) -> Replica:
-        """Return a replica of some layers with the state of `old`, and that of arrived layers."""
+        """Return a replica of layers [start, stop) with the state of `old` and, if layers arrived, theirs (`came`)."""
         made, state = self._make(start, stop, minibatch), state_of(old, self._share)
         restore(made, state if came is None else ModelState.merge([state, came]), self._share)
         made.weights.renumber(old.weights.newest.number)
         return made
 
     def _state_before(self, replica: Replica, place: StreamSlot) -> ModelState:
-        """Return copies of the state that a unit's forward reads, which may be overwritten before they are sent."""
+        """Return copies of the state that a unit's forward reads, since it may be overwritten before it is sent."""
         state, at = state_of(replica, self._share), f"{place.stream}/{place.microbatch}/"
         carried = {key: value for key, value in state.carried.items() if key.startswith(at)}
         read = replace(state, optimizer={}, carried=carried)
         return ModelState(**tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), vars(read)))
 
-    def _everybody(self) -> Iterator[Replica]:
+    def _all_replicas(self) -> Iterator[Replica]:
         """Yield every replica that holds memory here, once."""
         guests = (guest.replica for guest in self._parts.guests.values())
         retiring = [] if self._retiring is None else [self._retiring]

@@ -1,16 +1,16 @@
-"""Predicted memory while layers move: the bytes of `migration`, from the profile and the events alone.
+"""Predicted memory while layers move: the bytes of `migration`, from the profile and simulated events alone.
 
-Each replica of a stage (its parts, retired ones that still run backwards, and guests that recompute transferred units)
-is a `ReplicaMemory` of its layers. A `MemoryMeter` orders their changes in time and adds what is in transit: messages,
-units and blocks of layers.
+Each replica of a stage is a `ReplicaMemory` of its layers: its parts, retired replicas that still run backwards, and
+guests that recompute transferred units. A `MemoryMeter` orders their changes in time and adds bytes in transit:
+messages, units and blocks of layers.
 
-Bytes within an instruction are as engines count live tensors, between instructions, and report them to Algorithm 1.
-Within one, its results count from its start and its inputs until its end, so every kind counts at its peak
-(docs/memory.md); messages are not counted.
+`HeldBytes` counts what engines count as live tensors and report to Algorithm 1 (vPipe, TPDS'21, section 4.2). Within an
+instruction, results count from its start and inputs until its end, so every kind of bytes counts at its peak
+(docs/memory.md). Messages are not counted.
 """
 
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
@@ -28,9 +28,10 @@ from pipebench.simulate.replica_memory import Change, ReplicaMemory
 from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.timeline import Transfer
 
-Inputs = Mapping[Size, Mapping[str, int]]  # by size of the unit, bytes of every model input
+Inputs = Mapping[Size, Mapping[str, int]]  # bytes of every model input by name, by size of the unit
 
-# Kinds as in `replica.LiveBytes`: units waiting to be transferred count at their stage until sent.
+# The field of `replica.LiveBytes` in which engines count each kind, by its position; others aren't counted. Units that
+# wait to be transferred count until they are sent.
 _COUNTED: Final = {
     kinds.WEIGHTS: 0, kinds.VERSIONS: 0, kinds.MOVED: 1, kinds.MASTERS: 2, kinds.STATE: 2, kinds.GRADIENTS: 3,
     kinds.ACTIVATIONS: 4, kinds.SENT: 4, kinds.AGAIN: 5,
@@ -39,14 +40,15 @@ _OF_A_UNIT: Final = (Op.FORWARD, *BACKWARDS, *COPIES)
 
 
 class HeldBytes:
-    """Adds up one worker's bytes."""
+    """Adds up one worker's bytes, as engines count them."""
 
     def __init__(self) -> None:
-        self.now = self.most = 0  # peak within the latest instruction, and over all
+        self.now = 0  # peak within the latest instruction
+        self.most = 0  # peak over all instructions
         self._live = [0] * (1 + max(_COUNTED.values()))
 
     def noted(self, changes: Iterable[Change]) -> Iterator[Change]:
-        """Yield an instruction's changes, and count them."""
+        """Yield an instruction's changes, and count each as it passes."""
         most = [*self._live]
         for change in changes:
             kind = _COUNTED.get(change.kind)
@@ -59,56 +61,65 @@ class HeldBytes:
 
 
 class SegmentBytes:
-    """Tracks each worker's bytes in a straight pipeline's segment whose layers stay.
+    """Tracks each worker's bytes in a segment of a straight pipeline whose layers don't move.
 
-    `inputs` are the model's; there have been updates if `start_s`, the run's clock at the segment's start, is above 0.
+    Args:
+        setup: the setup.
+        size_of: returns a unit's size.
+        inputs: bytes of the model's inputs.
+        start_s: the run's clock at the segment's start; if above 0, the optimizer has made its state.
     """
 
     def __init__(self, setup: Setup, size_of: Callable[[int], Size], inputs: Inputs, start_s: float) -> None:
         made = (ReplicaMemory(each) for each in stage_memories(setup.profile, setup.plan, setup.pipeline, inputs))
-        self._holdings = [each.trained() if start_s > 0 else each for each in made]
-        self._held = [HeldBytes() for _ in self._holdings]
+        self._replicas = [each.trained() if start_s > 0 else each for each in made]
+        self._held = [HeldBytes() for _ in self._replicas]
         self._size_of = size_of
-        for held, holding in zip(self._held, self._holdings, strict=True):
-            _all(held.noted(holding.before()))
+        for held, replica in zip(self._held, self._replicas, strict=True):
+            _exhaust(held.noted(replica.before()))
 
     def event(self, event: TimelineEvent) -> int:
         """Process an event; return its worker's peak bytes within it."""
         it, held = event.instruction, self._held[event.worker]
         if it.op is not Op.WAIT_NORM:
             size = self._size_of(it.number) if it.op in _OF_A_UNIT else 0
-            _all(held.noted(self._holdings[it.stage].changes(it, size)))
+            _exhaust(held.noted(self._replicas[it.stage].changes(it, size)))
         return held.now
 
 
 def held_at_once(before: Setup, after: Setup, *, trained: bool) -> Iterator[Counter[str]]:
-    """Yield bytes by kind that every worker holds at a drain where layers move: its stages as they were and will be.
+    """Yield each worker's bytes by kind at a drain at which layers move.
 
-    `trained`: whether there have been updates.
+    Nothing is in flight, and a worker has its stages twice: under the old cuts and under the new ones. `trained`:
+    whether there have been updates.
     """
     memories = [stage_memories(each.profile, each.plan, each.pipeline) for each in (before, after)]
     for worker in range(before.pipeline.num_workers):
         by_kind = Counter[str]()
         for of_stages in memories:
             for stage in before.pipeline.stages_of(worker):
-                holding = ReplicaMemory(of_stages[stage])
-                for change in (holding.trained() if trained else holding).before():
+                replica = ReplicaMemory(of_stages[stage])
+                for change in (replica.trained() if trained else replica).before():
                     by_kind[change.kind] += change.num_bytes
         yield by_kind
 
 
-def _all(changes: Iterable[Change]) -> None:
-    for _ in changes:
-        pass
+def _exhaust(changes: Iterable[Change]) -> None:
+    deque(changes, maxlen=0)
 
 
 _RECEIVES: Final = with_kind(RECEIVE, ACTIVATION, GRADIENT)
 
 
 class MigrationMemory:
-    """Tracks each worker's memory in a segment.
+    """Tracks each worker's memory in a segment in which layers may move.
 
-    `inputs` are the model's; there have been updates if `start_s`, the run's clock at the segment's start, is above 0.
+    Args:
+        phases: the segment's cuts.
+        costs: costs of instructions under them.
+        size_of: returns a unit's size.
+        inputs: bytes of the model's inputs.
+        start_s: the run's clock at the segment's start; if above 0, the optimizer has made its state.
     """
 
     def __init__(
@@ -130,7 +141,7 @@ class MigrationMemory:
         return self._stages[event.worker].held.now
 
     def transfer(self, transfer: Transfer) -> None:
-        """Process a transfer: its bytes are at the receiver from the first byte on, at the sender until the last."""
+        """Process a transfer: its receiver holds its bytes from its start on, its sender until its end."""
         self._meter.transfer(transfer)
 
     @property
@@ -149,7 +160,7 @@ class MigrationMemory:
 
 
 class _MigrationMeter(MemoryMeter):
-    """Counts transferred units and blocks of layers, too."""
+    """A memory meter that also counts units and blocks of layers in transit."""
 
     between_stages = (ACTIVATION, GRADIENT, MIGRATION)
     sizes: PhaseCosts
@@ -159,7 +170,7 @@ class _MigrationMeter(MemoryMeter):
 
 
 class _MigratingMemory:
-    """The memory of one stage, as `MigratingReplica` holds it."""
+    """The memory of one stage; mirrors `MigratingReplica`."""
 
     def __init__(
         self,
@@ -177,9 +188,9 @@ class _MigratingMemory:
         whole = self._make(stage.start, stage.stop, 0)
         self._parts = StageParts(StagePart(whole.trained() if trained else whole, stage.start, stage.stop))
         self._pending_transfers: dict[tuple[int, int], int] = {}  # bytes by unit and target stage
-        self._gradients = 0  # of layers whose replica makes no updates
-        self._arrived = {op: Counter[int]() for op in _RECEIVES}  # bytes per unit, freed by its pass
-        self.held = HeldBytes()  # as engines count
+        self._gradients = 0  # bytes computed by replicas that make no updates
+        self._arrived = {op: Counter[int]() for op in _RECEIVES}  # received bytes by unit, freed by the unit's pass
+        self.held = HeldBytes()
 
     def before(self) -> Iterator[Change]:
         """Yield the memory before anything runs."""
@@ -215,8 +226,8 @@ class _MigratingMemory:
             if it.peer < 0:
                 yield from self._replaced(*self._parts.renew(it.number, self._copy))
             else:
-                block = self._phases.handed(it.stage, it.peer, it.number)
-                yield from self._replaced(*self._parts.part(block, self._copy))
+                block = self._phases.moving_block(it.stage, it.peer, it.number)
+                yield from self._replaced(*self._parts.cut_off(block, self._copy))
         elif op is Op.GIVE:
             yield from self._parts.leave(it.peer).dropped(at_end=False)
         elif op is Op.GIVE_UNIT:
@@ -224,16 +235,16 @@ class _MigratingMemory:
         elif op is Op.FORWARD_AGAIN:
             yield from self._forward_again(it, size)
         elif op is Op.TAKE:
-            block = self._phases.handed(it.peer, it.stage, it.number)
+            block = self._phases.moving_block(it.peer, it.stage, it.number)
             yield from self._replaced(*self._parts.join(block, self._copy))
             given = Instruction(Op.GIVE, it.peer, it.number, it.stage)
             yield Change(kinds.RECEIVED, -self._costs.num_bytes(given), True)
 
     def _gathered(self) -> Iterator[Change]:
-        """Drop replicas no longer needed, if one replica runs the stage again."""
+        """Yield the changes by dropping guests, once one replica runs the stage again."""
         guests = self._parts.guests
         whole = self._parts.whole if guests else None
-        # Gradients may be of layers that have yet to arrive.
+        # Else gradients are of layers that have yet to arrive.
         if whole and all(whole.start <= guest.start and guest.stop <= whole.stop for guest in guests.values()):
             for guest in guests.values():
                 yield from guest.replica.dropped(at_end=True)
@@ -266,7 +277,7 @@ class _MigratingMemory:
         yield Change(kinds.RECEIVED, -self._arrived[Op.RECEIVE_GRADIENT].pop(it.number, 0), True)
 
     def _replaced(self, old: ReplicaMemory, made: list[ReplicaMemory]) -> Iterator[Change]:
-        """Replace a replica, which then makes no more updates, by others."""
+        """Yield the changes by replacing a replica, which then makes no more updates, by others."""
         for replica in made:
             yield from replica.created()
         self._gradients += old.give_gradients()
@@ -275,7 +286,7 @@ class _MigratingMemory:
     def _forward_again(self, it: Instruction, size: Size) -> Iterator[Change]:
         if not size:
             return
-        block = self._phases.handed(it.peer, it.stage, it.number)
+        block = self._phases.moving_block(it.peer, it.stage, it.number)
         given = Instruction(Op.GIVE_UNIT, it.peer, it.number, it.stage)
         read = self._costs.read_bytes(given)
         yield Change(kinds.RECEIVED, -read, False)  # counted as activations from now on
@@ -299,7 +310,7 @@ class _MigratingMemory:
         return old.copied(self._memory(start, stop, minibatch))
 
     def _memory(self, start: int, stop: int, minibatch: int) -> StageMemoryCosts:
-        """Return the memory costs of consecutive layers, with the policies of a minibatch's forward."""
+        """Return the memory costs of layers [start, stop), with the policies of a minibatch's forward."""
         setup = self._phases.setup
         cut = StagePlan(start, stop, 1, (0,), self._phases.policies(minibatch)[start:stop])
         return layers_memory(setup.profile, cut, setup.pipeline, self._index, self._inputs)

@@ -1,13 +1,13 @@
-"""Algorithm 1 of vPipe (TPDS'21, section 4.2): every stage measures itself, the last one decides for all.
+"""Measurements for Algorithm 1 of vPipe (TPDS'21, section 4.2): every stage measures itself, the last one decides.
 
-Measurements are sent with activations, so the last stage has everyone's; its decisions return with gradients. So no
-stage waits because of them, and when the unit whose backward carried a decision ends at the first stage, all stages
-know it. New cuts apply from a minibatch that no stage has reached.
+Reports are sent along with activations, so the last stage gets those of all stages. Its decisions are sent back along
+with gradients. No stage waits for either, and when the unit whose backward carries a decision has reached the first
+stage, all stages know the decision. New cuts apply from a minibatch that no stage has reached by then.
 
-A stage also reports its peak memory: bytes of live tensors, or the allocator's on a GPU of its own.
+A report also has the stage's peak memory: bytes of live tensors, or the allocator's on a GPU of its own.
 
-Differs: reports travel with every `EVERY`-th unit, not with each; and after a move, decisions wait for measurements of
-units that ran under the new cuts alone.
+Differs: reports are sent with every `EVERY`-th unit, not with each. After a move, decisions wait for measurements of
+units that ran entirely under the new cuts.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from pipebench.schedule.operations import Op
 from pipebench.simulate.timeline import CONTROL
 
 EVERY = 4  # units
-_UNITS_REMEMBERED = 64  # more than units in flight with a decision
+_UNITS_REMEMBERED = 64  # whose decisions are stored; more than are in flight
 
 Decide = Callable[[int, Sequence[StageReport]], Repartition | None]
 
@@ -33,9 +33,12 @@ Decide = Callable[[int, Sequence[StageReport]], Repartition | None]
 class StageMonitor:
     """Measures one stage.
 
-    For the last stage, `decide` makes a decision from a minibatch and all reports; None for the others. `on_move` is
-    called once with every decision, as soon as it arrives. The allocator's peak counts if no other stage shares the
-    device.
+    Args:
+        setup: the setup.
+        stage: the stage's index.
+        decide: makes a decision from a minibatch and all reports; None on all stages but the last.
+        on_move: called once with every decision, as soon as the stage knows it.
+        allocator: the device's, whose peak is reported, if no other stage shares the device.
     """
 
     def __init__(
@@ -47,23 +50,26 @@ class StageMonitor:
         allocator: Allocator | None = None,
     ) -> None:
         self.stage = stage
-        self._num_stages, self._allocator, self._peak_bytes = setup.pipeline.num_stages, allocator, 0
-        self._minibatch, self._device = setup.pipeline.minibatch, setup.device
+        self._num_stages, self._device = setup.pipeline.num_stages, setup.device
+        self._minibatch = setup.pipeline.minibatch
+        self._allocator = allocator
         self._decide, self._on_move = decide, on_move
-        self._moves = 0
-        self._since = 0  # the first minibatch that counts
+        self._moves = 0  # decisions so far
+        # Sums since the last decision, over units of minibatch `_since` and later ones.
+        self._since = 0
         self._seconds = {Op.FORWARD: 0.0, Op.BACKWARD: 0.0}
         self._units = dict.fromkeys(self._seconds, 0)
-        self._reports: dict[int, StageReport] = {}
-        self._heard: dict[int, Repartition | None] = {}  # decisions by unit, to be sent on
+        self._peak_bytes = 0
+        self._reports: dict[int, StageReport] = {}  # of earlier stages, the newest of each
+        self._decisions: dict[int, Repartition | None] = {}  # by unit; sent on with the unit's gradients
 
     def begin(self) -> None:
         """Start a segment of training, in which minibatches are numbered from 0."""
         self._since = 0
-        self._heard.clear()
+        self._decisions.clear()
 
     def note(self, instruction: Instruction, seconds: float) -> None:
-        """Record an instruction's time."""
+        """Record an instruction's duration."""
         op = instruction.op
         if op in self._seconds and self._minibatch(instruction.number)[0] >= self._since:
             self._seconds[op] += seconds
@@ -72,7 +78,10 @@ class StageMonitor:
                 self._allocator.forget()
 
     def hold(self, held_bytes: int) -> None:
-        """Record the stage's memory, from its first counted backward on, when earlier activations are gone."""
+        """Record the bytes that the stage holds.
+
+        They count from the first measured backward on, when activations of older units are freed.
+        """
         if self._units[Op.BACKWARD] > 0:
             self._peak_bytes = max(self._peak_bytes, held_bytes)
 
@@ -113,27 +122,27 @@ class StageMonitor:
             self._reports[int(stage)] = StageReport(int(stage), int(moves), int(units), *measured)
 
     def decision(self, unit: int) -> Repartition | None:
-        """Return the decision to send with a unit's gradients: this stage's own, or the one received with that unit."""
-        if self._decide is not None and unit not in self._heard:
+        """Return the decision to send with a unit's gradients: made here, or received with the same unit."""
+        if self._decide is not None and unit not in self._decisions:
             minibatch = self._minibatch(unit)[0]
             self.hear(unit, self._decide(minibatch, self.reports) if minibatch >= self._since else None)
-        return self._heard.get(unit)
+        return self._decisions.get(unit)
 
     def hear(self, unit: int, move: Repartition | None) -> None:
-        """Process a decision received with a unit's gradients, from one stage or several."""
-        if move is not None and self._heard.get(unit) is None:
+        """Handle the decision that came with a unit's gradients; several stages may send the same one."""
+        if move is not None and self._decisions.get(unit) is None:
             self._moves += 1
             self._since = move.at
             self._seconds, self._units = dict.fromkeys(self._seconds, 0.0), dict.fromkeys(self._units, 0)
             self._peak_bytes = 0
             self._on_move(move)
-        self._heard[unit] = move or self._heard.get(unit)
-        while len(self._heard) > _UNITS_REMEMBERED:
-            del self._heard[next(iter(self._heard))]
+        self._decisions[unit] = move or self._decisions.get(unit)
+        while len(self._decisions) > _UNITS_REMEMBERED:
+            del self._decisions[next(iter(self._decisions))]
 
 
 def _words_of(move: Repartition | None) -> list[int]:
-    """Return a decision as numbers, for sending."""
+    """Return a decision as numbers, for sending: K, cuts, and an index per policy; [0] for None."""
     if move is None:
         return [0]
     return [move.at, *move.starts, *(MEMORY_POLICIES.index(policy) for policy in move.memory or ())]
@@ -158,8 +167,11 @@ def monitors(
 ) -> list[StageMonitor]:
     """Return a monitor for every stage of a straight pipeline.
 
-    `known` is for the `RepartitionController`; the others are for `StageMonitor`, `allocator` only if stages don't
-    share a device.
+    Args:
+        setup: the setup.
+        on_move: see `StageMonitor`.
+        allocator: see `StageMonitor`; only if stages don't share a device.
+        known: see `RepartitionController`.
     """
     last = setup.pipeline.num_stages - 1
     deciding = {last: RepartitionController(setup, known).decide}

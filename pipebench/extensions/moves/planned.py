@@ -1,4 +1,4 @@
-"""Moves of layers in a run: those a recipe asks for, and those made."""
+"""Moves of layers that a recipe asks for, as plans from a minibatch on; and plans of the moves that a run has made."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pipebench.cluster import Cluster
 from pipebench.engine.setup import Setup
 from pipebench.errors import PlanError, choice
-from pipebench.extensions.moves.recipe import AskedMove, moves_asked
+from pipebench.extensions.moves.recipe import AskedMove, recipe_moves
 from pipebench.extensions.moves.repartition_plan import Repartition, RepartitionPlan, layout_of, shape_problems
 from pipebench.extensions.moves.settings import settings_of
 from pipebench.formats import listed
@@ -22,39 +22,39 @@ from pipebench.train.plan import check_copies
 from pipebench.train.profiled_model import ProfiledModel
 
 _KEY = "parallelism.vpipe.moves"
-_MOST_LISTED = 5  # moves in a note
-BEFOREHAND, BALANCED = "decided beforehand", "to balance the stages"  # reasons for new cuts
+_MOST_LISTED = 5  # moves that a note lists
+BEFOREHAND, BALANCED = "decided beforehand", "to balance the stages"  # why cuts change: a recipe's move, Algorithm 1's
 
 
 @dataclass(frozen=True)
 class PlannedMove:
-    """A plan from a minibatch of the run on."""
+    """A plan, and the minibatch from which on it holds."""
 
-    minibatch: int  # first forward under the plan
+    minibatch: int  # of the run: the first whose forward runs under the plan
     plan: Plan
 
 
 @dataclass(frozen=True)
 class MovesPlanned(JobExtension):
-    """The moves of a job."""
+    """The moves that a job's recipe asks for."""
 
     recipe: Recipe
-    planned: tuple[PlannedMove, ...] = ()  # plans that the recipe asks for
+    planned: tuple[PlannedMove, ...] = ()  # ascending
 
     switches = True
 
     @classmethod
     def of(cls, recipe: Recipe, cluster: Cluster, known: ProfiledModel) -> "MovesPlanned":
-        """Return the part in a recipe's job, as yet without plans."""
+        """Return the extension's part of a recipe's job, without plans, which need the setup."""
         return cls(recipe)
 
     def prepared(self, setup: Setup) -> "MovesPlanned":
         """Return the part with the plans that the recipe asks for."""
         periods = Periods.of(self.recipe.train, setup.sampler.minibatches_per_epoch)
-        return replace(self, planned=planned_moves(moves_asked(self.recipe), setup, periods))
+        return replace(self, planned=planned_moves(recipe_moves(self.recipe), setup, periods))
 
     def refused(self, setup: Setup) -> Iterator[tuple[str, str]]:
-        """Yield the moves of a list that come after the run's end; a file is of a run that may have been longer."""
+        """Yield (key, problem) of every listed move after the run's end; a file's run may have been longer."""
         vpipe, epochs, streams = self.recipe.parallelism.vpipe, self.recipe.train.max_epochs, setup.sampler.streams or 1
         total, late = self._late(setup)
         if vpipe is not None and isinstance(vpipe.moves, list):
@@ -64,22 +64,27 @@ class MovesPlanned(JobExtension):
                 yield f"{_KEY}[{index}].at", f"{given} (train.max_epochs {epochs}): allowed is one from 1 to {last}"
 
     def notes(self, setup: Setup) -> dict[str, str]:
-        """Return which moves come after the run's end."""
+        """Return a note that lists the moves after the run's end, if any."""
         _, late = self._late(setup)
         places = listed([f"{self.planned[index].minibatch}" for index in late], _MOST_LISTED)
         return {CUT_ANEW: f"not at minibatch {places}, which the run ends before"} if late else {}
 
     def _late(self, setup: Setup) -> tuple[int, list[int]]:
-        """Return the run's minibatches, and the indices of the moves that come after them."""
+        """Return the run's number of minibatches, and the indices of the moves after its end."""
         total = Periods.of(self.recipe.train, setup.sampler.minibatches_per_epoch).total
         return total, [index for index, move in enumerate(self.planned) if move.minibatch >= total]
 
 
 def planned_moves(asked: Sequence[AskedMove], setup: Setup, periods: Periods) -> tuple[PlannedMove, ...]:
-    """Return the plans that a recipe asks for, the first one first.
+    """Return the plans that a recipe's moves ask for, in order.
+
+    Args:
+        asked: the moves, in order.
+        setup: the setup at the start of the run.
+        periods: the run's drains.
 
     Raises:
-        PlanError: layers can't move, or an impossible plan or minibatch; names the move.
+        PlanError: layers can't move, or a move's cuts or minibatch are impossible; names the move.
     """
     _check_movable(setup)
     found: list[PlannedMove] = []
@@ -105,7 +110,7 @@ def planned_moves(asked: Sequence[AskedMove], setup: Setup, periods: Periods) ->
 
 
 def _check_movable(setup: Setup) -> None:
-    """Raise an error if layers can't move, or stages can't be measured separately."""
+    """Raise an error if layers can't move, or stages are to be balanced that can't be measured one by one."""
     if setup.repartitions and settings_of(setup.pipeline).live:
         for problem in shape_problems(setup.pipeline):
             raise PlanError(f"parallelism.vpipe: {problem}")
@@ -122,7 +127,7 @@ def _check_movable(setup: Setup) -> None:
 
 
 def _check_live(planned: Sequence[PlannedMove], setup: Setup, periods: Periods) -> None:
-    """Raise an error for moves that can't be made during training: too soon after a drain or move, or too far."""
+    """Raise an error for the first move that is too soon after a drain or another move, or moves layers too far."""
     plan, drained = setup.plan, 0
     moves = RepartitionPlan(setup.pipeline, layout_of(plan))
     for index, move in enumerate(planned):
@@ -143,12 +148,17 @@ def _check_live(planned: Sequence[PlannedMove], setup: Setup, periods: Periods) 
 def plan_after(
     graph: LayerGraph, plan: Plan, cuts: Sequence[str], memory: dict[str, str] | None, where: str = _KEY
 ) -> Plan:
-    """Return a plan under other cuts, the first layer of every stage but the first.
+    """Return a plan with other cuts and policies.
 
-    `memory` has policies by layer name, others save; None leaves all unchanged.
+    Args:
+        graph: the model.
+        plan: the plan to change.
+        cuts: the first layer of every stage but the first, by name.
+        memory: policies by layer name; layers not named save their activations. None: all policies stay.
+        where: the recipe's key that asks for it, for errors.
 
     Raises:
-        PlanError: no such layer, or an empty stage; names `where`, the key that asks for it.
+        PlanError: no such layer, or a stage without layers.
     """
     policies = None if memory is None else _policies(graph, memory, where)
     try:
@@ -179,5 +189,5 @@ def policies_of(graph: LayerGraph, plan: Plan) -> dict[str, str]:
 
 
 def under(setup: Setup, moves: Sequence[RepartitionRecord]) -> Plan:
-    """Return a run's plan after moves."""
+    """Return a run's plan after the moves that it has made; `setup` is that of its start."""
     return plan_after(setup.graph, setup.plan, moves[-1].cuts, moves[-1].memory) if moves else setup.plan

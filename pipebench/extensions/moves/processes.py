@@ -1,4 +1,4 @@
-"""Moves in one process of several, and what it sends layers over."""
+"""Moves of a worker in a process of its own, and the channels that layers are sent over."""
 
 from collections.abc import Iterator
 
@@ -22,7 +22,7 @@ def processes(collectives: ProcessCollectives) -> EngineMoves:
 
 
 def channels(setup: Setup) -> Iterator[tuple[str, int, int]]:
-    """Yield kind, sending and receiving stage of the channels between neighbours, if layers may move so."""
+    """Yield (kind, sending stage, receiving stage) of every channel between neighbours, if layers move in training."""
     if not settings_of(setup.pipeline).live or any(shape_problems(setup.pipeline)):
         return
     for left in range(setup.pipeline.num_stages - 1):

@@ -1,11 +1,17 @@
-"""A worker's list of instructions in a segment in which layers may move, and what they take when simulated.
+"""A worker's list of instructions in a segment in which layers may move, and their times in a simulation.
 
-The source separates the block (`RC`) after its last forward that also runs backward there. Inputs of each later unit,
-with the version it was read with, are sent right after its forward (`GU`); the target receives them (`TU`) and repeats
-the forward (`FA`) right before the unit's backward. Weights and their state are sent (`G`) after the source's last
-update of them and its last forward, which may change buffers, and received (`T`) before the target's first update or
-forward that needs them; at the latest at the end of the segment. A stage that takes no block but whose layers change
-policies rebuilds itself (`RC` without a peer) after the update before the first forward under the new ones.
+Paper: vPipe (TPDS'21), section 4.3. `repartition_plan` defines K and B of a move. The instructions of a moving block:
+
+- `RC`, recut: the source separates the block after its last forward whose backward runs there, that of B - 1.
+- `GU`, give unit: for units of B to K - 1, the source sends the block's inputs and the version that it read right after
+  the unit's forward.
+- `TU`, take unit, and `FA`, forward again: the target receives these and repeats the forward right before the backward.
+- `G`, give: the source sends the block's weights and their state after its last update of them and its last forward
+  through them, which may change buffers.
+- `T`, take: the target receives them before its first update or forward that needs them.
+
+What has not been sent by the end of the segment is sent then. A stage that takes no block, but whose layers change
+policies, rebuilds itself (`RC` without a peer) after the last update before its first forward under the new policies.
 """
 
 from collections.abc import Iterable
@@ -24,7 +30,11 @@ from pipebench.simulate.simulation import Play, Simulation, SimulationExtension
 
 
 class TransferSteps:
-    """The transfers in one stage's list; `moves` is read at every query, since moves may be announced meanwhile."""
+    """The transfers in one stage's list.
+
+    `moves` is read at every query, since more moves may be announced while the segment runs. Transfers are returned in
+    order of execution.
+    """
 
     def __init__(self, moves: RepartitionPlan, stage: int, num_minibatches: int) -> None:
         self._moves = moves
@@ -32,7 +42,7 @@ class TransferSteps:
         self._end = num_minibatches
 
     def after_forward(self, minibatch: int) -> list[Instruction]:
-        """Return what follows a forward and its messages."""
+        """Return the transfers after a minibatch's forward and its messages."""
         made = []
         for each in self._gives():
             if minibatch == each.first - 1 and each.first < each.at:
@@ -44,7 +54,7 @@ class TransferSteps:
         return made
 
     def before_backward(self, minibatch: int) -> list[Instruction]:
-        """Return what precedes a backward and its messages."""
+        """Return the transfers before a minibatch's backward and its messages."""
         made = []
         for each in self._takes():
             if each.first <= minibatch < each.at:
@@ -54,7 +64,7 @@ class TransferSteps:
         return made
 
     def before_update(self, minibatch: int) -> list[Instruction]:
-        """Return what precedes the update after a minibatch's backward, without a flush."""
+        """Return the transfers before the update after a minibatch's backward; in pipelines without flushes."""
         return [
             self._take(each)
             for each in self._takes()
@@ -62,7 +72,7 @@ class TransferSteps:
         ]
 
     def after_update(self, minibatch: int) -> list[Instruction]:
-        """Return what follows the update after a minibatch's backward, without a flush."""
+        """Return the transfers after the update after a minibatch's backward; in pipelines without flushes."""
         made = []
         for each in self._moves.at_stage(self._stage):
             if each.first - 1 != minibatch or not self._is_under_way(each):
@@ -78,7 +88,7 @@ class TransferSteps:
         ]
 
     def after_flush(self, num_minibatches: int) -> list[Instruction]:
-        """Return what follows a flush after `num_minibatches`."""
+        """Return the transfers after a flush, when `num_minibatches` of the segment are done."""
         made = self._whole(
             each
             for each in self._moves.at_stage(self._stage)
@@ -88,15 +98,15 @@ class TransferSteps:
         return made + [Instruction(Op.RECUT, self._stage, at) for at in renewed]
 
     def at_end(self) -> list[Instruction]:
-        """Return what remains at the end of a segment without a flush."""
+        """Return the transfers at the end of the segment; in pipelines without flushes."""
         return self._whole(each for each in self._moves.at_stage(self._stage) if not self._is_under_way(each))
 
     def _is_under_way(self, each: BlockTransfer) -> bool:
-        """Return whether a unit of the segment runs forward at one stage and backward at the other."""
+        """Return whether a unit of the segment runs forward through the block on one stage, backward on the other."""
         return each.first < self._end
 
     def _whole(self, blocks: Iterable[BlockTransfer]) -> list[Instruction]:
-        """Return the transfers of blocks with nothing in flight; sends never wait, so they come first."""
+        """Return the transfers of blocks with no unit in flight; sends never wait, so they come before receives."""
         blocks, made = tuple(blocks), []
         for each in (block for block in blocks if block.source == self._stage):
             has_parted = each.first < each.at and each.first <= self._end
@@ -122,17 +132,17 @@ class TransferSteps:
 def moving_program(
     p: Pipeline, worker: int, num_minibatches: int, whole: Parts, segment: MovingSegment | None
 ) -> Parts:
-    """Return a worker's list in a segment in which layers may move; None: they stay."""
+    """Return a worker's list in a segment in which layers may move; `whole`, the core's, if `segment` is None."""
     return whole if segment is None else _moving_program(p, worker, num_minibatches, segment)
 
 
 def _moving_program(p: Pipeline, worker: int, num_minibatches: int, cuts: MovingSegment) -> Parts:
-    """Yield passes over the edges of each unit, and the transfers of layers in between."""
+    """Yield passes with the messages under each unit's cuts, and transfers of layers in between."""
     (stage,) = p.stages_of(worker)
     program = StageProgram(p, stage, worker, num_minibatches)
     transfers, minibatch, done = TransferSteps(cuts, stage, num_minibatches), p.minibatch, 0
     for units in between_flushes(p, num_minibatches):
-        # Decided per unit: layers may begin or cease to swap.
+        # Whether a unit is copied to the host is decided per unit below, since policies change with moves.
         for _, op, unit in with_copies(order_of(p.order).passes(p, worker, units), (stage,)):
             k = minibatch(unit)[0]
             if op is Op.FORWARD:
@@ -163,7 +173,7 @@ _TRANSFERS: Final = (Op.GIVE, Op.GIVE_UNIT, Op.TAKE, Op.TAKE_UNIT)
 
 
 class MovingPlay(SimulationExtension):
-    """Moves in a simulation, if it is of a segment in which layers may move."""
+    """Moves in a simulation; does nothing unless layers may move in the segment."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.plays: dict[Op, Play] = {}

@@ -1,14 +1,15 @@
-"""The planning part of vPipe's Algorithm 1: better cuts and policies from the measured times and memory of stages.
+"""The search in Algorithm 1 of vPipe: better cuts and policies from the measured times and memory of stages.
 
-Paper: vPipe (TPDS'21) sections 4.1 and 4.2. If stage times are unbalanced, Algorithm 3 cuts anew and Algorithm 2
-chooses the new stages' policies, until stages are balanced or nothing improves. Recomputation and waits for copies
-count.
-Differs: the listing does not define unbalanced: here the slowest stage exceeds the mean by `UNBALANCED`, or a stage
-does not fit in memory.
+Paper: vPipe (TPDS'21), sections 4.1 and 4.2. If stage times are unbalanced, Algorithm 3 finds new cuts for the layers'
+times, and Algorithm 2 chooses the new stages' policies, which change the times. This repeats until stages are balanced
+or nothing improves. Stage times include recomputation and waits for copies to the host.
 
-Measurements correct predictions: a layer's time is scaled by its stage's measured over profiled time. A stage's bytes
-by equation 1 are scaled by the largest measured ratio of a stage that had some of its layers, never below 1, since a
-stage may not have reached its peak yet.
+Differs: the listing does not define unbalanced. Here the slowest stage exceeds the mean by `UNBALANCED`, or a stage
+does not fit in memory. If any layer recomputes or swaps, cuts are then improved by hill climbing (`_climbed`).
+
+Measurements correct the profile. A layer's time is multiplied by its stage's measured time over its profiled time. A
+stage's bytes by equation 1 are multiplied by the measured over the predicted bytes of a current stage that has some of
+its layers: the largest such ratio, and at least 1, since a stage may not have reached its peak yet.
 """
 
 import bisect
@@ -29,15 +30,15 @@ from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import most_in_flight
 from pipebench.schedule.weights import WEIGHT_POLICIES
 
-UNBALANCED = 0.05  # slowest stage over mean, less 1
-WORTHWHILE = 0.01  # least relative gain of the slowest stage
-_MOST_ROUNDS = 10  # of cutting for times under new policies; the paper says 3 to 9
-_MOST_LOOKED_AT = 100  # cuts, on the way to better ones
-_SLOW = 0.999  # of the slowest stage's time: also a bottleneck
-_SAME = 1e-9  # floats' own rounding, as a share
-_MOST_LABELS = 512  # of the policy search, for which training waits
+UNBALANCED = 0.05  # (slowest stage's time / mean) - 1 above which stages are cut anew
+WORTHWHILE = 0.01  # share by which the slowest stage must become faster
+_MOST_ROUNDS = 10  # of cuts, then policies; the paper needs 3 to 9
+_MOST_LOOKED_AT = 100  # cuts that `_climbed` evaluates
+_SLOW = 0.999  # a stage with this share of the slowest stage's time is a bottleneck, too
+_SAME = 1e-9  # relative rounding of floats
+_MOST_LABELS = 512  # of `best_policies`, for which training waits
 
-ProblemOf = Callable[[int, int, int], StageProblem]  # from (stage, start, stop)
+ProblemOf = Callable[[int, int, int], StageProblem]  # (stage, start, stop): layers [start, stop) as that stage
 
 
 class StageTimes(NamedTuple):
@@ -51,36 +52,36 @@ class Proposal(NamedTuple):
     """Cuts and policies, and their cost."""
 
     layout: CutLayout
-    stage_s: tuple[float, ...]  # forward and backward of a unit by stage, with recomputation and waits for copies
+    stage_s: tuple[float, ...]  # by stage: a unit's forward and backward, recomputation and waits for copies included
     num_unfit: int  # stages that don't fit in memory
 
     @property
     def badness(self) -> tuple[int, list[float]]:
-        """Sort key: stages that don't fit, then stage times from the slowest."""
+        """Sort key, smaller is better: stages that don't fit, then stage times from the slowest down."""
         return self.num_unfit, sorted(self.stage_s, reverse=True)
 
 
 @dataclass(frozen=True)
 class RepartitionSearch:
-    """Search for better cuts and policies of measured stages."""
+    """Searches for better cuts and policies, given measurements under the current ones."""
 
-    rows: Sequence[LayerProfile]  # the profile's layers and, last, the loss, at the size of a unit
+    rows: Sequence[LayerProfile]  # the profile of the layers and, last, of the loss, at the size of a unit
     layout: CutLayout  # the current cuts and policies
     measured: Sequence[StageTimes]  # by stage
-    problem_of: ProblemOf  # memory of stages and the policies to choose from; none: layers keep their policies
+    problem_of: ProblemOf  # a stage's memory, and the policies that its layers may choose
     may_start: Collection[int] | None = None  # layers that a stage may begin with; None: any but the first
-    # Choices for stages of these times, by units in flight, layers and memory
+    # A cache of policies chosen, by units in flight, first layer, the layer after the last, and limit in bytes
     known: dict[tuple[int, int, int, float], StageOutcome] = field(default_factory=dict)
 
     @property
     def is_needed(self) -> bool:
-        """Whether stages are unbalanced, or one does not fit."""
+        """Whether stages are unbalanced, or one does not fit in memory."""
         stage_s = [each.seconds for each in self.measured]
         return max(stage_s) > (1 + UNBALANCED) * sum(stage_s) / len(stage_s) or self.now.num_unfit > 0
 
     @cached_property
     def predicted_bytes(self) -> tuple[float, ...]:
-        """Peak bytes of every current stage by the closed form."""
+        """Peak bytes of every current stage by the closed form of equation 1."""
         memory = self.layout.memory
         problems = (
             self.problem_of(stage, *layers) for stage, layers in enumerate(itertools.pairwise(self.layout.ends))
@@ -89,14 +90,14 @@ class RepartitionSearch:
 
     @cached_property
     def now(self) -> Proposal:
-        """The current layout."""
+        """The current layout, as a proposal."""
         memory = self.layout.memory
         return self._proposal(self.layout.starts, lambda problem: problem.outcome(memory[problem.start : problem.stop]))
 
     def next_step(self) -> CutLayout | None:
-        """Return the next layout towards the best, or None if none is needed or better.
+        """Return the next layout towards the best one; None if none is needed, or none is better.
 
-        No layer moves further than to the next stage, and the number of stages that don't fit does not grow.
+        No layer moves further than to a neighbouring stage, and the number of stages that don't fit does not grow.
         """
         if not self.is_needed:
             return None
@@ -108,7 +109,7 @@ class RepartitionSearch:
         return step.layout if step.num_unfit <= self.now.num_unfit and step.layout != self.layout else None
 
     def chosen_again(self, starts: Sequence[int]) -> CutLayout | None:
-        """Re-evaluate cuts with less memory than before; None: they don't fit, or are no longer worth it."""
+        """Return cuts with policies chosen again for this search's limits; None if they don't fit, or are too slow."""
         step = self.chosen(starts)
         is_slower = max(step.stage_s) > max(self.now.stage_s) and not self.now.num_unfit
         return None if step.num_unfit or is_slower or step.layout == self.layout else step.layout
@@ -116,7 +117,7 @@ class RepartitionSearch:
     def best(self) -> Proposal | None:
         """Return the best proposal with fewer stages that don't fit or a clearly faster slowest stage, or None."""
         found = [*self._searched(None)]
-        if any(each.num_unfit for each in found):  # expensive: evaluates all possible stages
+        if any(each.num_unfit for each in found):  # only then, since it evaluates memory for all possible stages
             found += self._searched(self._can_fit)
         best = min(found, key=attrgetter("badness"))
         if any({*each.layout.memory} != {KEEP} for each in found):
@@ -140,7 +141,10 @@ class RepartitionSearch:
         return self.known[key]
 
     def _searched(self, fits: Fits | None) -> Iterator[Proposal]:
-        """Yield Algorithm 3's cuts for the times under the chosen policies, repeatedly while they improve."""
+        """Yield layouts by Algorithms 3 and 2 in turn: cuts for the times under the last policies, while they improve.
+
+        `fits`, if given, restricts cuts to stages that fit in memory.
+        """
         found = self.chosen(self.layout.starts)
         yield found
         for _ in range(_MOST_ROUNDS):
@@ -155,9 +159,10 @@ class RepartitionSearch:
                 break
 
     def _climbed(self, found: Proposal) -> Proposal:
-        """Return a proposal improved at single boundaries of the slowest stages.
+        """Return a proposal improved by hill climbing: the slowest stages give layers to others.
 
-        What a layer costs under its policy changes with the cuts, so Algorithm 3 overshoots.
+        Differs: not in the paper. A layer's recomputation and copies change with the cuts, so that Algorithm 3, which
+        takes them for constant, moves too many layers.
         """
         left = _MOST_LOOKED_AT
         while left > 0:
@@ -174,10 +179,10 @@ class RepartitionSearch:
         return found
 
     def _may_be_better(self, starts: Sequence[int], found: Proposal) -> bool:
-        """Return whether cuts may beat a proposal.
+        """Return whether cuts may be better than a proposal, without choosing their policies.
 
-        A stage takes at least its layers' time if they keep all; one that only gained layers recomputes and waits no
-        less than before.
+        By lower bounds: a stage takes at least the time of its layers if all save their activations. A stage that has
+        only gained layers recomputes and waits at least as long as before.
         """
         if found.num_unfit:
             return True
@@ -189,26 +194,27 @@ class RepartitionSearch:
         return slowest_s <= max(found.stage_s) * (1 + _SAME)
 
     def _kept_s(self, start: int, stop: int) -> float:
-        """Return the time of a stage that keeps all; the loss goes with the last."""
+        """Return the seconds of a stage whose layers all save their activations; the last stage has the loss."""
         return self._begun_s[stop + (stop == len(self.layout.memory))] - self._begun_s[start]
 
     @cached_property
     def _begun_s(self) -> list[float]:
-        """Seconds of all layers before each."""
+        """Prefix sums of the layers' seconds: entry i has those of all layers before i."""
         return [0.0, *itertools.accumulate(row.forward_s + row.backward_s for row in self._scaled)]
 
     def _lighter(self, found: Proposal, stage: int) -> Iterator[Starts]:
         """Yield cuts under which a stage has fewer layers.
 
-        A neighbour gets one layer, half of what equalizes the two, or all of it; a stage further away gets one, as does
-        every stage in between.
+        A neighbour gets one layer, or as many as make both equally slow, or half of these. For a stage further away,
+        one layer is passed on across every boundary in between.
         """
         begun_s = [0.0, *itertools.accumulate(self._lasting(found))]
         ends, stage_s = found.layout.ends, found.stage_s
         places = [*range(1, ends[-1])] if self.may_start is None else sorted(self.may_start)
         for other in range(len(stage_s)):
             between = range(min(stage, other) + 1, max(stage, other) + 1)  # boundaries
-            step, counts = (1 if other < stage else -1), {1}
+            step = 1 if other < stage else -1  # direction in which the boundaries move
+            counts = {1}  # layers to pass on
             if len(between) == 1:
                 (first,) = (bisect.bisect_left(places, ends[each]) for each in between)
                 given = places[first::step]
@@ -223,14 +229,14 @@ class RepartitionSearch:
                         yield tuple(cuts[1:-1])
 
     def _lasting(self, given: Proposal) -> Iterator[float]:
-        """Yield every layer's seconds, the loss last, scaled to its stage's time."""
+        """Yield every layer's seconds, the loss last, scaled so that stages add up to a proposal's times."""
         own_s = [row.forward_s + row.backward_s for row in self._scaled]
         for layers, stage_s in zip(_with_loss(given.layout.ends), given.stage_s, strict=True):
             whole_s = sum(own_s[layer] for layer in layers)
             yield from (own_s[layer] * (stage_s / whole_s if whole_s else 1.0) for layer in layers)
 
     def _can_fit(self, stage: int, start: int, stop: int) -> bool:
-        """Return whether a stage fits under a uniform policy, or under its current ones if it has no choice."""
+        """Return whether a stage fits if all its layers have one policy; without a choice, if it fits as it is."""
         problem = self._problem(stage, start, stop)
         if not problem.chooses:
             return problem.outcome(self.layout.memory[start:stop]).fits
@@ -244,7 +250,7 @@ class RepartitionSearch:
         return Proposal(CutLayout(tuple(starts), memory), stage_s, sum(not outcome.fits for outcome in outcomes))
 
     def _problem(self, stage: int, start: int, stop: int) -> StageProblem:
-        """Return a stage scaled to measured seconds and bytes."""
+        """Return the problem of a stage, corrected by measured seconds and bytes."""
         problem = self.problem_of(stage, start, stop)
         held = zip(itertools.pairwise(self.layout.ends), self.measured, self.predicted_bytes, strict=True)
         more = [
@@ -256,14 +262,17 @@ class RepartitionSearch:
 
     @cached_property
     def _scaled(self) -> list[LayerProfile]:
-        """Layers at their measured times, without recomputation."""
+        """The profile with measured times, recomputation left out."""
         return [*as_measured(self.rows, self.layout, [each.seconds for each in self.measured])]
 
 
 def as_measured(rows: Sequence[LayerProfile], layout: CutLayout, stage_s: Sequence[float]) -> Iterator[LayerProfile]:
-    """Yield layers scaled to measured forward and backward seconds of their stages; the last stage's include the loss.
+    """Yield the layers' profile with measured times.
 
-    `rows` are the profile's layers and, last, the loss; `layout` is that of the measurement.
+    Args:
+        rows: the profile of the layers and, last, of the loss.
+        layout: the layout that was measured.
+        stage_s: measured seconds of a unit's forward and backward, by stage; the last stage's include the loss.
     """
     again = [policy == RECOMPUTE for policy in (*layout.memory, layout.memory[-1])]
     for layers, measured_s in zip(_with_loss(layout.ends), stage_s, strict=True):
@@ -272,12 +281,12 @@ def as_measured(rows: Sequence[LayerProfile], layout: CutLayout, stage_s: Sequen
             if expected_s:
                 factor = measured_s / expected_s
                 yield replace(row, forward_s=row.forward_s * factor, backward_s=row.backward_s * factor)
-            else:  # no profiled times: equal shares
+            else:  # the profile has no times: layers get equal shares
                 yield replace(row, forward_s=0.0, backward_s=measured_s / len(layers))
 
 
 def _with_loss(ends: Sequence[int]) -> list[range]:
-    """Return the layers of every stage; the loss goes with the last."""
+    """Return the rows of every stage's layers; the last stage has the loss, too."""
     *others, last = itertools.pairwise(ends)
     return [*(range(*layers) for layers in others), range(last[0], last[1] + 1)]
 
@@ -290,10 +299,15 @@ def problems_of(
     pcie_bytes_per_s: float | None,
     chooses: tuple[str, ...],
 ) -> ProblemOf:
-    """Return the `StageProblem` of any layers as any stage of a straight pipeline, for units of `num_samples`.
+    """Return a function that makes the `StageProblem` of any layers as any stage of a straight pipeline.
 
-    `limit_bytes` is of a device, infinite for no limit, `pcie_bytes_per_s` the copy rate to its host, None if unknown;
-    `chooses` has policies besides keep; none: layers keep theirs.
+    Args:
+        profile: the model's.
+        pipeline: the pipeline, the same under all cuts.
+        num_samples: size of a unit.
+        limit_bytes: memory of a device; infinite for no limit.
+        pcie_bytes_per_s: rate of copies between a device and its host; None if unknown.
+        chooses: policies besides keep that layers may choose; none: layers keep theirs.
     """
     policy, in_flight = WEIGHT_POLICIES[pipeline.weights], most_in_flight(pipeline)
     rows, versions = profile.by_size[num_samples], policy.versions
@@ -304,7 +318,7 @@ def problems_of(
         weights, stepped, untrained = ParameterBytes.of(rows[start:stop])
         copies = policy.moves(pipeline, stage) * policy.copies
         constant = untrained + stepped * (profile.has_masters + profile.state_bytes_per_byte)
-        constant += weights * (1 + copies + (versions or 0))  # 1: gradients
+        constant += weights * (1 + copies + (versions or 0))  # 1 is for the gradients
         return StageProblem(
             rows, start, stop, in_flight[stage], limit_bytes, constant, 0 if versions else weights, pcie_bytes_per_s,
             chooses, fed,
@@ -314,7 +328,7 @@ def problems_of(
 
 
 def one_step(starts: Sequence[int], wanted: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """Return the cuts nearest to the wanted ones such that no layer moves further than to the next stage."""
+    """Return the cuts nearest to the wanted ones such that no layer moves further than to a neighbouring stage."""
     ends = [0, *starts, num_layers]
     found: list[int] = []
     for boundary, start in enumerate(wanted, 1):

@@ -1,7 +1,7 @@
-"""The moves of layers in `parallelism.vpipe.moves`: a list, or the file that a run recorded.
+"""The recipe's key `parallelism.vpipe.moves`: a list of moves of layers, or a file `moves.json` that a run recorded.
 
-The file has the cuts from each minibatch on, and why. A run given it cuts at the same places from the same minibatches
-on, and computes the same weights on any engine.
+For every move the file has the new cuts, the first minibatch under them, and the reason. A run given this file makes
+the same moves at the same minibatches, and so computes the same weights, on any engine.
 """
 
 import itertools
@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Final
 
-from pipebench.errors import RecipeError
+from pipebench.errors import RecipeError, shown
 from pipebench.extensions.moves.settings import MoveSettings
 from pipebench.recipe.draft import Problems
 from pipebench.recipe.plan_file import is_plan_file
 from pipebench.recipe.schema import Recipe
-from pipebench.recipe.typecheck import shown
 from pipebench.schedule.csv_form import is_csv
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.pipeline import Pipeline
@@ -29,7 +28,7 @@ VERSION = 1
 
 @dataclass
 class RepartitionFile:
-    """The file: its format version, and all of a run's records in order."""
+    """The file `moves.json`: its format version, and all moves of a run, in order."""
 
     pipebench_moves: Annotated[int, Within(VERSION, VERSION, str(VERSION))]
     moves: list[RepartitionRecord] = field(default_factory=list)
@@ -37,27 +36,27 @@ class RepartitionFile:
 
 @dataclass(frozen=True)
 class MoveTime:
-    """A moment of a run, in epochs or in minibatches; one of the two is given."""
+    """A moment of a run, in epochs or in minibatches; exactly one is given."""
 
     epochs: Ordinal | None = None
     minibatches: Ordinal | None = None
 
     def minibatch(self, per_epoch: int) -> int:
-        """Return the minibatch of the run, from 0, at that moment."""
+        """Return the index of the run's minibatch at that moment."""
         return self.minibatches or (self.epochs or 0) * per_epoch
 
 
 @dataclass(frozen=True)
 class AskedMove:
-    """Cuts to change to at a moment of a run."""
+    """A recipe's request for new cuts at a moment of the run."""
 
     at: MoveTime
     cuts: tuple[str, ...]  # first layer of every stage but the first
     memory: dict[str, str] | None = None  # see `RepartitionRecord`
 
 
-def asked_moves(given: Any) -> list[AskedMove]:
-    """Return the moves of a recipe: a list of moves, the path of a recorded file, or None.
+def parse_moves(given: Any) -> list[AskedMove]:
+    """Return the moves of the key's value: a list of moves, the path of a recorded file, or None.
 
     Raises:
         JsonError: an item of the list isn't a move.
@@ -75,14 +74,18 @@ def asked_moves(given: Any) -> list[AskedMove]:
     return found
 
 
-def moves_asked(recipe: Recipe) -> list[AskedMove]:
-    """Return a recipe's moves."""
+def recipe_moves(recipe: Recipe) -> list[AskedMove]:
+    """Return the moves that a recipe asks for."""
     vpipe = recipe.parallelism.vpipe
-    return [] if vpipe is None else asked_moves(vpipe.moves)
+    return [] if vpipe is None else parse_moves(vpipe.moves)
 
 
 def load_moves(path: str) -> list[RepartitionRecord]:
-    """Read the moves that a run recorded; raises a RecipeError if they can't be read, or aren't moves."""
+    """Read the file of moves that a run recorded.
+
+    Raises:
+        RecipeError: it can't be read, or isn't such a file; has every fault.
+    """
     return read_file(RepartitionFile, path, _problems).moves
 
 
@@ -102,7 +105,7 @@ def in_words(memory: Mapping[str, str] | None) -> str:
 
 
 def to_text(moves: Sequence[RepartitionRecord]) -> str:
-    """Return the records as JSON."""
+    """Return the content of a file `moves.json`."""
     return json.dumps(asdict(RepartitionFile(VERSION, list(moves))), indent=1) + "\n"
 
 
@@ -110,32 +113,33 @@ _MOVES = "parallelism.vpipe.moves"
 
 
 def settings(recipe: Recipe, pipeline: Pipeline) -> MoveSettings:
-    """Return how layers move."""
+    """Return the recipe's settings of moves."""
     vpipe = recipe.parallelism.vpipe
     balances, live = vpipe is not None and vpipe.balances, vpipe is None or vpipe.live
     return MoveSettings(balances, live, _choices(recipe))
 
 
 def _choices(recipe: Recipe) -> tuple[str, ...]:
-    """Return the memory policies that layers may choose after a move: those of the moves, or the initial choice.
+    """Return the policies besides keep that layers may get in moves; see `MoveSettings.chooses`.
 
-    If a plan's file sets policies, or vPipe chooses none, layers keep theirs.
+    They are those of the recipe's moves, if it has any, else those of the plan's choice. There is no choice if a plan's
+    file sets policies, or the mode chooses none.
     """
-    parallelism, asked = recipe.parallelism, moves_asked(recipe)
+    parallelism, asked = recipe.parallelism, recipe_moves(recipe)
     if asked:
         return tuple(sorted({policy for move in asked for policy in (move.memory or {}).values()}))
-    if parallelism.vpipe is None or is_plan_file(parallelism.plan) or not parallelism.row.chooses:
+    if parallelism.vpipe is None or is_plan_file(parallelism.plan) or not parallelism.row.chooses_memory:
         return ()
     return parallelism.vpipe.policies
 
 
 def _moves(given: Any) -> Problems:
-    """Moves are a list, or a file that a run recorded."""
+    """Check that moves are a list of moves, or a file that a run recorded."""
     if given is not None and not isinstance(given, str | list):
         yield _MOVES, f"got {shown(given)}, allowed is a list of moves or the file moves.json of a run"
         return
     try:
-        asked_moves(given)
+        parse_moves(given)
     except JsonError as error:
         yield _MOVES, str(error)
     except RecipeError as error:
@@ -143,7 +147,7 @@ def _moves(given: Any) -> Problems:
 
 
 def _moving(vpipe: Mapping[str, Any] | None, mode: str, chunks: int | None, order: str | None, relay: bool) -> Problems:
-    """Layers move only between workers with one stage each."""
+    """Check that the mode has several stages, one per worker, between which layers can move."""
     if vpipe is None or not (vpipe["moves"] or vpipe["repartition"]):
         return
     key = "moves" if vpipe["moves"] else "repartition"

@@ -1,4 +1,4 @@
-"""Records when stages were cut anew, as a file, a table and pictures."""
+"""Records a run's moves of layers: as a file, a table and pictures."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,12 +21,12 @@ from pipebench.train.periods import Periods
 from pipebench.train.result import Point, RunResult
 
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # of stages, again after the last
-RATE, SENT, MOVED = "throughput_samples_per_s", "comm_bytes_per_s", "migration_bytes_per_s"
+RATE, SENT, MOVED = "throughput_samples_per_s", "comm_bytes_per_s", "migration_bytes_per_s"  # metrics of points
 _BLUE, _ORANGE, _GREY = "#0072B2", "#D55E00", "#999999"
 
 
 def record(log: RunLog, result: RunResult, job: Job) -> RunResult:
-    """Record when stages were recut, and the resulting plan; return the result without them."""
+    """Record the moves of a run, and the plan after the last; return the result without the moves."""
     if not result.moves:
         return result
     layers = [layer.name for layer in job.setup.graph.layers]
@@ -42,7 +42,7 @@ def record(log: RunLog, result: RunResult, job: Job) -> RunResult:
 
 
 def cuts_markdown(moves: Sequence[RepartitionRecord]) -> str:
-    """Return a Markdown table of a run's repartitions, at least one, in order."""
+    """Return a Markdown table of a run's moves, at least one, in order."""
     lines = [
         "| minibatch | stages begin at | before | layers that don't keep | why | how | standing still |",
         "| ---: | --- | --- | --- | --- | --- | ---: |",
@@ -58,13 +58,20 @@ def cuts_markdown(moves: Sequence[RepartitionRecord]) -> str:
 def cuts_over_time(
     moves: Sequence[RepartitionRecord], layers: Sequence[str], end: int
 ) -> tuple[list[int], list[list[int]]]:
-    """Return the first minibatch of each layout and the end, and each layout's stage bounds.
+    """Return when cuts changed, and the cuts in between.
 
-    `moves` has at least one repartition, in order; `layers` are the model's names, `end` the run's minibatches.
+    Args:
+        moves: a run's moves, at least one, in order.
+        layers: names of the model's layers, in order.
+        end: minibatches of the run.
+
+    Returns:
+        The first minibatch under each layout and, last, the end of the run; and for each layout the index of the first
+        layer of every stage and, last, the number of layers.
     """
-    place = {name: index for index, name in enumerate(layers)}
-    held = [moves[0].was, *(move.cuts for move in moves)]
-    ends = [[0, *(place[cut] for cut in cuts), len(layers)] for cuts in held]
+    index = {name: number for number, name in enumerate(layers)}
+    all_cuts = [moves[0].was, *(move.cuts for move in moves)]
+    ends = [[0, *(index[cut] for cut in cuts), len(layers)] for cuts in all_cuts]
     return [0, *(move.minibatch for move in moves), max(end, moves[-1].minibatch)], ends
 
 
@@ -91,15 +98,15 @@ def cuts_figure(moves: Sequence[RepartitionRecord], layers: Sequence[str], end: 
 
 
 def until_settled_s(points: Sequence[Point], moves: Sequence[RepartitionRecord]) -> float:
-    """Return the end of the picture: 1.5 times the end of the last transfer."""
-    through = [point.clock_s for point in points if point.clock_s <= moves[-1].clock_s or point.metrics[MOVED]]
-    return min(points[-1].clock_s, 1.5 * max(through, default=points[-1].clock_s))
+    """Return the end of the picture in seconds: 1.5 times the end of the last transfer, or the run's end if earlier."""
+    moving = [point.clock_s for point in points if point.clock_s <= moves[-1].clock_s or point.metrics[MOVED]]
+    return min(points[-1].clock_s, 1.5 * max(moving, default=points[-1].clock_s))
 
 
 def moves_figure(points: Sequence[Point], moves: Sequence[RepartitionRecord]) -> InlineFigure:
-    """Return a picture of samples per second, below them bytes per second, of passes and of moving layers.
+    """Return a picture of samples per second and, below, of bytes per second: of passes, and of layers that move.
 
-    `points` have these rates since the point before; `moves` has at least one repartition, in order.
+    Each of `points` has the rates since the point before it; `moves` has at least one move, in order.
     """
     end_s = until_settled_s(points, moves)
     scale_s, unit = axis_unit(end_s)

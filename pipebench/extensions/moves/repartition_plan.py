@@ -1,19 +1,20 @@
-"""Moves: layers change stages during training. Which stage runs them for which minibatch, when they are transferred.
+"""Moves of layers between neighbouring stages during training: which stage runs a layer for which minibatch.
 
-A straight pipeline goes on with its forwards and backwards; nothing is drained. A move is given by K: forwards of
-minibatches from K on run under the new cuts. Between stages a and a + 1 backwards follow from B = K - d_a + 1 on, d_a
-being the left stage's depth. Both stages switch there: the left one runs the backward of B - 1 right before its forward
-of K, the right one that of B right after its forward of K - 1. So every unit passes every layer once each way, and
-every stage's list is unchanged.
+Paper: vPipe (TPDS'21), section 4.3 and equation 4. Differs: the paper copies saved activations to the new stage. Here
+the layers' inputs are sent, and the new stage recomputes the layers' forward before the backward.
 
-Updates go with the backwards: up to B - 1 by the old owner, later ones by the new one. A forward reads the newest
-version of its stage, and its backward the same, on any stage: versions travel with units whose forward and backward are
-on different stages. If every update flushes, B = K, and nothing is in flight.
+The pipeline is not drained for a move. A move is given by K, the first minibatch whose forward runs under the new
+cuts. At the boundary between stages a and a + 1, backwards run under the new cuts from minibatch B = K - d_a + 1 on,
+where d_a is the depth of stage a: the minibatches it has in flight. In 1F1B order this is where both stages can switch:
+stage a runs the backward of B - 1 right before its forward of K, and stage a + 1 runs the backward of B right after its
+forward of K - 1. So every unit passes every layer once in each direction, and no stage's order of passes changes.
 
-Activation policies may change with a move. A unit keeps those of its forward for its backward, on any stage.
+Updates follow the backwards: the old owner of a layer makes those up to B - 1, the new owner all later ones. A forward
+reads the newest version of its stage, and the backward reads the same version, on either stage: units whose forward
+and backward run on different stages carry their version along. If every update flushes the pipeline, nothing is in
+flight at an update, and B = K.
 
-Paper: vPipe (TPDS'21) section 4.3 and eq. 4. Differs: it copies saved activations; here the layers' inputs travel, and
-the new owner recomputes the layers for the backward.
+A move may also change activation policies. A unit keeps the policies of its forward for its backward, on any stage.
 """
 
 import itertools
@@ -58,7 +59,7 @@ class CutLayout(NamedTuple):
 
 
 def layout_of(plan: Plan) -> CutLayout:
-    """Return the first layers of a plan's later stages, and every layer's memory policy."""
+    """Return a plan's cuts and activation policies."""
     return CutLayout(plan.starts, plan.memory)
 
 
@@ -76,23 +77,29 @@ class Repartition:
 
 
 class BlockTransfer(NamedTuple):
-    """A block of layers that moves to a neighbouring stage."""
+    """A block of consecutive layers that moves to a neighbouring stage."""
 
     at: int  # K of its move
-    first: int  # B, the first minibatch whose backward of the block runs at its new owner
-    source: int  # old owner
-    target: int  # new owner
+    first: int  # B, the first minibatch whose backward through the block runs on stage `target`
+    source: int  # the stage that gives the block
+    target: int  # the stage that takes it
     start: int  # first layer of the block
     stop: int  # the layer after its last
 
     @property
     def goes_left(self) -> bool:
-        """Whether it goes to the stage before."""
+        """Whether it moves to the previous stage."""
         return self.target < self.source
 
 
 def block_transfers(pipeline: Pipeline, before: Starts, move: Repartition) -> tuple[BlockTransfer, ...]:
-    """Return a move's block transfers, from the first boundary to the last."""
+    """Return the blocks that a move transfers, at most one per boundary, in the order of boundaries.
+
+    Args:
+        pipeline: the pipeline, the same under all cuts.
+        before: cuts before the move.
+        move: the new cuts.
+    """
     found = []
     for left, (old, new) in enumerate(zip(before, move.starts, strict=True)):
         first = first_backward(pipeline, move.at, left)
@@ -104,21 +111,26 @@ def block_transfers(pipeline: Pipeline, before: Starts, move: Repartition) -> tu
 
 
 def first_backward(pipeline: Pipeline, at: int, left: int) -> int:
-    """Return B, the first minibatch that runs backward under new cuts between stage `left` and the next."""
+    """Return B of a move at minibatch `at`, for the boundary between stage `left` and the next."""
     return at if pipeline.flushes else at - pipeline.warmups[left] + 1
 
 
 class RepartitionPlan:
     """The moves of one segment of training, some of which may be announced while it runs.
 
-    Thread-safe. Programs query it for every unit and get consistent answers, since a move is announced before any
-    worker reaches its first change. `pipeline` is common to all cuts, `layout` that at the drain.
+    Thread-safe. Workers' programs query it for every unit. They get consistent answers, since a move is announced
+    before any worker reaches the first minibatch that it changes.
+
+    Args:
+        pipeline: the pipeline, the same under all cuts.
+        layout: cuts and policies at the drain before the segment.
     """
 
     def __init__(self, pipeline: Pipeline, layout: CutLayout) -> None:
         self.announced: tuple[Repartition, ...] = ()
-        self.begun = 0  # minibatches, as far as known
-        self._pipeline, self._lock = pipeline, threading.Lock()
+        self.begun = 0  # minibatches that have begun on stage 0; on other processes, as far as known
+        self._pipeline = pipeline
+        self._lock = threading.Lock()
         self._transfers: tuple[BlockTransfer, ...] = ()
         self._layouts: tuple[CutLayout, ...] = (layout,)
 
@@ -142,7 +154,7 @@ class RepartitionPlan:
             self.announced += (move,)
 
     def problems(self, move: Repartition) -> Iterator[str]:
-        """Yield a sentence per problem of a move."""
+        """Yield a sentence per reason why a move is impossible, or comes too early."""
         yield from shape_problems(self._pipeline)
         yield from layout_problems(self.last_layout, move)
         depth, last = self._pipeline.depth, self.announced[-1].at if self.announced else 0
@@ -171,17 +183,20 @@ class RepartitionPlan:
         return found
 
     def backward_layout(self, minibatch: int) -> CutLayout:
-        """Return the layout of a minibatch's backward: boundaries switch one by one, the first first."""
+        """Return the layout of a minibatch's backward.
+
+        B grows from the first boundary to the last, so boundaries switch one by one, the last one last.
+        """
         found = self._layouts[0].starts
         for move, (starts, _) in zip(self.announced, self._layouts[1:], strict=False):
-            turned = (first_backward(self._pipeline, move.at, left) <= minibatch for left in range(len(starts)))
-            found = tuple(new if has else old for has, old, new in zip(turned, found, starts, strict=True))
+            switched = (first_backward(self._pipeline, move.at, left) <= minibatch for left in range(len(starts)))
+            found = tuple(new if has else old for has, old, new in zip(switched, found, starts, strict=True))
         return CutLayout(found, self.forward_layout(minibatch).memory)
 
     def new_policies(self, stage: int) -> Iterator[int]:
-        """Yield every K at which the policies of a stage's own layers change.
+        """Yield K of every move that changes policies of a stage's layers and gives the stage no block.
 
-        Not if a block joins the stage then, which rebuilds it with its new policies.
+        A stage that takes a block is rebuilt then, with its new policies.
         """
         for move, before, after in zip(self.announced, self._layouts, self._layouts[1:], strict=False):
             start, stop = after.ends[stage : stage + 2]
@@ -189,8 +204,8 @@ class RepartitionPlan:
             if not takes and before.memory[start:stop] != after.memory[start:stop]:
                 yield move.at
 
-    def handed(self, source: int, target: int, minibatch: int) -> BlockTransfer:
-        """Return the block in transit between two stages at a minibatch from its B to its K."""
+    def moving_block(self, source: int, target: int, minibatch: int) -> BlockTransfer:
+        """Return the block that moves from one stage to another; `minibatch` is from its B to its K."""
         return next(
             each
             for each in self._transfers
@@ -198,11 +213,11 @@ class RepartitionPlan:
         )
 
     def last_updated(self, stage: int, minibatch: int) -> int:
-        """Return the minibatch whose update a stage makes right before a forward, without a flush."""
+        """Return the minibatch whose update a stage without flushes makes right before `minibatch`'s forward."""
         return minibatch - self._pipeline.warmups[stage]
 
     def version(self, stage: int, minibatch: int) -> int:
-        """Return the version that a minibatch's forward reads at a stage: the newest (PipeDream section 3.3)."""
+        """Return the version that a minibatch's forward reads: the stage's newest (PipeDream, SOSP'19, section 3.3)."""
         return max(0, self.last_updated(stage, minibatch) + 1)
 
     def at_stage(self, stage: int) -> tuple[BlockTransfer, ...]:
@@ -211,7 +226,7 @@ class RepartitionPlan:
 
 
 def shape_problems(pipeline: Pipeline) -> Iterator[str]:
-    """Yield a sentence per property of a pipeline that prevents moving layers during training."""
+    """Yield a sentence per property of a pipeline because of which layers can't move during training."""
     can = "layers move while training goes on only where"
     replicated = [stage for stage, r in enumerate(pipeline.replicas) if r > 1]
     if replicated:

@@ -1,4 +1,4 @@
-"""The moves of a run, asked for and decided: announced, made and recorded."""
+"""The training loop's part in moves: announces those of the recipe, makes those at drains, and records all."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Repartitioning(LoopExtension):
-    """Makes and records a run's moves; `note` takes a sentence on each."""
+    """Announces, makes and records a run's moves; `note` takes a sentence on each."""
 
     def __init__(
         self,
@@ -50,10 +50,14 @@ class Repartitioning(LoopExtension):
         self._decided: list[Plan] = []
 
     def train(self, done: int, drain: int) -> int:
-        """Train up to the next drain, and record the moves before it; `drained` makes those at the drain.
+        """Train until the next drain, and record the moves before it; `drained` makes those at the drain.
 
-        `done` and `drain` are minibatches of the run so far, and before the next regular drain. Returns those at the
-        end: fewer than `drain` if it drains for a move, or is stopped.
+        Args:
+            done: minibatches of the run so far.
+            drain: minibatches of the run before the next regular drain.
+
+        Returns:
+            The minibatches of the run so far: fewer than `drain` if it drains for a move, or is stopped.
         """
         drain = self.begins(done, drain)
         ended = done + self._engine.train(done, drain - done)
@@ -61,13 +65,14 @@ class Repartitioning(LoopExtension):
         return ended
 
     def begins(self, done: int, drain: int) -> int:
-        """Announce the moves before the next drain; return the minibatches of the run before that.
+        """Announce the moves before the next drain; return the minibatches of the run before that drain.
 
-        A run that was stopped at this drain has been saved before the moves that are due at it.
+        A run that is resumed at a drain first makes the moves that are due at it, since it was saved before them.
         """
         self._make_due(done)
         if not self._live:
-            now = self._engine.setup.plan  # a move to it changes nothing: a drain would, and no file would have it
+            # A move to the current plan needs no drain, which would change the run and yet be in no file of moves.
+            now = self._engine.setup.plan
             later = (each.minibatch for each in self._planned if each.minibatch > done and each.plan != now)
             drain = min([drain, *later])
         self._announce(done, drain)
@@ -80,8 +85,8 @@ class Repartitioning(LoopExtension):
     def _announce(self, done: int, drain: int) -> None:
         """Announce the recipe's moves between two drains, if layers move during training.
 
-        After a stop right before a move it is too late to announce it: it is made at once, with nothing in flight.
-        After a stop between announcement and move, it has been made.
+        A run that was stopped right before a move resumes too late to announce it. The move is made at once, with
+        nothing in flight. If the run was stopped between the announcement and the move, the move has been made.
         """
         planned = [move for move in self._planned if done < move.minibatch < drain] if self._live else []
         while planned and self._comes_too_late(planned[0], done):
@@ -94,14 +99,14 @@ class Repartitioning(LoopExtension):
             moves_of(self._engine).announce(move)
 
     def _comes_too_late(self, first: PlannedMove, done: int) -> bool:
-        """Return whether a segment's first move has been made, or can't be made within the segment."""
+        """Return whether a segment's first move has been made, or comes too early in the segment to be announced."""
         setup = self._engine.setup
         moves = RepartitionPlan(setup.pipeline, layout_of(setup.plan))
         move = Repartition(first.minibatch - done, *layout_of(first.plan))
         return first.plan == setup.plan or any(moves.problems(move))
 
     def ended(self, first: int, done: int) -> None:
-        """Record the moves of the segment of minibatches [first, done), and the decisions for the drain after it."""
+        """Record the moves within minibatches [first, done) of the run, and store decisions for the drain after it."""
         before, decided = self._before, moves_of(self._engine).take_decisions()
         live = settings_of(before.pipeline).live
         moves = [(move, BEFOREHAND) for move in self._announced]
@@ -120,7 +125,7 @@ class Repartitioning(LoopExtension):
         self._make_due(done)
 
     def restore(self, saved: SavedProgress) -> None:
-        """Resume after a checkpoint's moves, unless the run goes on under another plan."""
+        """Resume with a checkpoint's moves, unless the run now has another plan."""
         self.made = [*saved.moves] if saved.taken_by == self._taken_by else []
 
     def restored_plan(self, saved: SavedProgress) -> Plan | None:
@@ -136,7 +141,7 @@ class Repartitioning(LoopExtension):
         return move_metrics(self.made, num_bytes)
 
     def _make_due(self, done: int) -> None:
-        """Switch to the plan that the recipe asks for at this drain, unless that has been done."""
+        """Make the recipe's move at this drain, if there is one and it has not been made."""
         for move in self._planned:
             if move.minibatch == done and move.plan != self._engine.setup.plan:
                 self._replan(done, move.plan, BEFOREHAND)
@@ -149,14 +154,13 @@ class Repartitioning(LoopExtension):
     def _record(
         self, minibatch: int, was: Plan, plan: Plan, why: str, *, live: bool = False, stall_s: float = 0.0
     ) -> None:
-        """Record and report a move."""
+        """Record and report a move; one at the same minibatch as the last move replaces it."""
         graph, samples = self._graph, self._sampler.samples_before(minibatch)
         cuts, before, memory = cuts_of(graph, plan), cuts_of(graph, was), policies_of(graph, plan)
         if self.made and self.made[-1].minibatch == minibatch:  # nothing has run in between
             before = self.made.pop().was
         clock_s = self._engine.clock_s
-        done = RepartitionRecord(minibatch, cuts, memory, before, why, live, samples, clock_s, stall_s)
-        self.made.append(done)
+        self.made.append(RepartitionRecord(minibatch, cuts, memory, before, why, live, samples, clock_s, stall_s))
         changed = "" if memory == policies_of(graph, was) else f"; layers: {in_words(memory)}"
         text = f"minibatch {minibatch}: stages begin at {', '.join(cuts)} now, not {', '.join(before)}{changed}; {why}"
         self._tell(text)
@@ -164,7 +168,10 @@ class Repartitioning(LoopExtension):
 
 
 def move_metrics(moves: Sequence[RepartitionRecord], num_bytes: Mapping[tuple[str, str], int]) -> dict[str, float]:
-    """Return the costs of moving layers; the stall is time without computation because of them."""
+    """Return the metrics of moves: their number, the bytes of layers sent, and seconds of training that waited.
+
+    `num_bytes` are the bytes sent, by (kind, level).
+    """
     return {
         "repartitions": len(moves),
         "migration_bytes": sum(count for (kind, _), count in num_bytes.items() if kind == MIGRATION),

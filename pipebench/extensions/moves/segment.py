@@ -1,8 +1,8 @@
-"""A segment of training in which layers may move: the setup under each of its cuts, and what instructions cost.
+"""A segment of training in which layers may move: the setup under each of its cuts, and the costs of instructions.
 
-On the virtual clock passes cost what they do under their units' cuts, and transfers their bytes. A unit's size, the key
-of cost tables, includes the cuts of its forward and backward here, so the simulator needs no change; tables are filled
-on demand.
+On the virtual clock a pass takes the time that it has under its unit's cuts, and a transfer of layers the time of its
+bytes. Cost tables are indexed by a unit's size. Here this key also has the cuts of the unit's forward and backward
+(`PhasedSize`), so that the simulator needs no code for moves. Tables are filled on demand.
 """
 
 from collections.abc import Callable
@@ -30,13 +30,13 @@ from pipebench.schedule.operations import Op
 from pipebench.simulate.costs import Costs, StageCosts
 from pipebench.simulate.memory import swapped_bytes
 
-_Values = dict[int, tuple[int, ...]]  # layers whose values are exchanged, by the other stage
+_Values = dict[int, tuple[int, ...]]  # by the other stage: the layers whose values are exchanged with it
 
 
 class MovingSegment(RepartitionPlan, SegmentExtension):
-    """A segment of training in which layers may move; `setup` has the cuts at the drain."""
+    """A segment of training in which layers may move; `setup` has the cuts at the drain before it."""
 
-    moving: "PhaseCosts"  # costs of moving layers, once it is simulated
+    moving: "PhaseCosts"  # set by `costs`, if the segment is simulated
 
     def __init__(self, setup: Setup) -> None:
         layout = layout_of(setup.plan)
@@ -63,19 +63,20 @@ class MovingSegment(RepartitionPlan, SegmentExtension):
             raise PlanError(problem)
         before = self.last_layout
         after = move.after(before)
-        for turned in range(len(before.starts)):  # boundaries switch one by one
+        # Boundaries switch one by one: cut the model under all layouts in between, so that errors come now.
+        for switched in range(1, len(before.starts) + 1):
             for memory in (before.memory, after.memory):
-                self.at(CutLayout((*after.starts[: turned + 1], *before.starts[turned + 1 :]), memory))
+                self.at(CutLayout((*after.starts[:switched], *before.starts[switched:]), memory))
         super().announce(move)
 
     def costs(self, costs: SegmentCosts) -> SegmentCosts:
-        """Return what instructions cost under the cuts of their units."""
+        """Return the costs of instructions under the cuts of their units."""
         pipeline = self.setup.pipeline
         moving = self.moving = PhaseCosts(self, costs.size_of, lambda unit: pipeline.minibatch(unit)[0])
         return SegmentCosts(moving.costs, moving.size_of, moving.recomputing_s)
 
     def foreseen(self) -> "MovingSegment":
-        """Return a segment with the moves known so far."""
+        """Return a new segment with the moves announced so far."""
         made = MovingSegment(self.setup)
         for move in self.announced:
             made.announce(move)
@@ -93,11 +94,11 @@ class MovingSegment(RepartitionPlan, SegmentExtension):
         return self._known[layout]
 
     def sends(self, stage: int, minibatch: int) -> _Values:
-        """Return the layers whose values a stage sends forward, by reading stage, ascending."""
+        """Return the layers whose values a stage sends in a minibatch's forward, by receiving stage, ascending."""
         return self._crossing(stage, self.forward_layout(minibatch))[0]
 
     def returns(self, stage: int, minibatch: int) -> _Values:
-        """Return the layers whose gradients a stage sends back, by stage of the layers."""
+        """Return the layers whose gradients a stage sends in a minibatch's backward, by receiving stage."""
         return self._crossing(stage, self.backward_layout(minibatch))[1]
 
     def policies(self, minibatch: int) -> Policies:
@@ -120,11 +121,11 @@ class MovingSegment(RepartitionPlan, SegmentExtension):
 
 
 N = TypeVar("N", int, float)
-_SIZES_CACHED = 1024  # more than there are units in flight
+SIZES_CACHED = 1024  # more than there are units in flight
 
 
 class PhasedSize(NamedTuple):
-    """The size of a unit with its cuts, the key of costs while layers move."""
+    """A unit's size and its cuts: the key of cost tables while layers move."""
 
     size: Size
     forward: CutLayout  # cuts and memory policies of its forward
@@ -148,7 +149,13 @@ class _CostTable(dict[Any, N], Generic[N]):
 
 
 class PhaseCosts:
-    """The costs of a segment in which layers may move; the arguments map units to sizes and minibatches."""
+    """The costs of instructions in a segment in which layers may move.
+
+    Args:
+        phases: the segment.
+        size_of: returns a unit's size.
+        minibatch_of: returns a unit's minibatch.
+    """
 
     def __init__(
         self, phases: MovingSegment, size_of: Callable[[int], Size], minibatch_of: Callable[[int], int]
@@ -156,7 +163,7 @@ class PhaseCosts:
         self._phases = phases
         self._plain_size = size_of
         self._minibatch_of = minibatch_of
-        self.size_of = lru_cache(maxsize=_SIZES_CACHED)(self._size_of)
+        self.size_of = lru_cache(maxsize=SIZES_CACHED)(self._size_of)
         self._held_bytes = cache(partial(_held_bytes, phases.setup))
 
     @cached_property
@@ -172,34 +179,34 @@ class PhaseCosts:
         )
 
     def update_s(self, stage: int, round_index: int) -> float:
-        """Return the seconds of an update, for the layers of its last backward's cuts."""
+        """Return the seconds of an update, which is of the layers that its last backward runs through."""
         pipeline, moves = self._phases.setup.pipeline, self._phases
         last = (round_index + 1) * pipeline.round_size(stage) - 1
         return self._phases.at(moves.backward_layout(last)).costs.stages[stage].update_s
 
     def recomputing_s(self, stage: int, unit: int) -> float:
-        """Return the seconds of a unit's backward that recompute forwards."""
+        """Return the part of a unit's backward, in seconds, that recomputes forwards."""
         size = self.size_of(unit)
         return float(self._phases.at(size.backward).costs.stages[stage].again_s.get(size.size, 0.0))
 
     def again_s(self, it: Instruction) -> float:
         """Return the seconds to recompute a unit's forward through a block."""
-        block, size = self._phases.handed(it.peer, it.stage, it.number), self._plain_size(it.number)
+        block, size = self._phases.moving_block(it.peer, it.stage, it.number), self._plain_size(it.number)
         if not size:
             return 0.0
         return sum(self._phases.setup.profile.by_size[size][i].forward_s for i in range(block.start, block.stop))
 
     def num_bytes(self, it: Instruction) -> int:
-        """Return the bytes of a transfer: a unit's data for a block, or the block itself."""
-        setup, block = self._phases.setup, self._phases.handed(it.stage, it.peer, self._minibatch(it))
+        """Return the bytes of a transfer: of a block (`GIVE`), or of a unit's data for the block's backward."""
+        setup, block = self._phases.setup, self._phases.moving_block(it.stage, it.peer, self._minibatch(it))
         held, trained = self._held_bytes(block)
         if it.op is Op.GIVE:
             return held + trained * setup.profile.state_bytes_per_byte
         return (held + self.read_bytes(it)) if self._plain_size(it.number) else 0
 
     def read_bytes(self, it: Instruction) -> int:
-        """Return the bytes of a transferred unit's activations and inputs; the rest is weights, buffers and states."""
-        block = self._phases.handed(it.stage, it.peer, self._minibatch(it))
+        """Return the bytes of the activations and inputs in a unit's data; the rest is the block's state."""
+        block = self._phases.moving_block(it.stage, it.peer, self._minibatch(it))
         return _read_bytes(self._phases.setup, block, self._plain_size(it.number))
 
     def _minibatch(self, it: Instruction) -> int:
@@ -225,10 +232,11 @@ class PhaseCosts:
         )
 
     def _swapped(self, index: int, key: PhasedSize) -> int:
-        """Return the bytes of a unit that a stage swaps: only of layers that it runs both forward and backward."""
-        one, other = (self._phases.at(layout).plan.stages[index] for layout in (key.forward, key.backward))
-        start, stop = max(one.start, other.start), min(one.stop, other.stop)
-        own = replace(one, start=start, stop=stop, memory=one.memory[start - one.start : stop - one.start])
+        """Return the bytes of a unit that a stage swaps: of those layers that it runs both forward and backward."""
+        forward, backward = (self._phases.at(layout).plan.stages[index] for layout in (key.forward, key.backward))
+        start, stop = max(forward.start, backward.start), min(forward.stop, backward.stop)
+        memory = forward.memory[start - forward.start : stop - forward.start]
+        own = replace(forward, start=start, stop=stop, memory=memory)
         return swapped_bytes(self._phases.setup.profile.by_size[key.size], own) if key.size else 0
 
     def _crossing(self, edge: tuple[int, int], field: str, way: str) -> _CostTable[int]:
@@ -238,14 +246,14 @@ class PhaseCosts:
 
 
 def _held_bytes(setup: Setup, block: BlockTransfer) -> tuple[int, int]:
-    """Return the bytes of a block's parameters and buffers, and of the parameters among them that it trains."""
+    """Return the bytes of a block's parameters and buffers, and of those parameters that are trained."""
     held = tensors_of(setup.graph, setup.graph.layers[block.start : block.stop]).values()
     trained = (tensor for tensor in held if tensor.requires_grad)
     return sum(tensor.nbytes for tensor in held), sum(tensor.nbytes for tensor in trained)
 
 
 def _read_bytes(setup: Setup, block: BlockTransfer, size: Size) -> int:
-    """Return the bytes that a block's layers read in a unit: other layers' outputs and model inputs."""
+    """Return the bytes that a block reads for a unit: outputs of layers outside the block, and model inputs."""
     layers = setup.graph.layers[block.start : block.stop]
     values = {read for layer in layers for read in layer.reads if not block.start <= read < block.stop}
     fields = dict(zip(setup.graph.inputs, setup.dataset.inputs, strict=True))

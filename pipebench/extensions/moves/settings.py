@@ -1,4 +1,4 @@
-"""What a run's moves may be: the extension's entry in `Pipeline.extensions`."""
+"""Settings of moves: the extension's entry in `Pipeline.extensions`."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -12,9 +12,9 @@ MOVES: Final = "moves"  # the extension's name
 class MoveSettings:
     """How layers move."""
 
-    balances: bool = False  # whether stages are measured and layers move to balance them
-    live: bool = True  # whether layers move during training, else at drains
-    chooses: tuple[str, ...] = ()  # memory policies to choose from, beside a layer's own, when layers move
+    balances: bool = False  # whether stages are measured, and layers move to balance them (Algorithm 1)
+    live: bool = True  # whether layers move during training; else at drains
+    chooses: tuple[str, ...] = ()  # policies besides keep that layers get when they move; none: they keep theirs
 
 
 def settings_of(pipeline: Pipeline) -> MoveSettings:

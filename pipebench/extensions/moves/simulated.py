@@ -1,7 +1,7 @@
 """A simulated run whose layers move: all epochs, with the recipe's drains.
 
-Between two drains only the changing part is simulated; the rest costs what it costs under the last cuts, so the
-simulation's time hardly depends on the number of epochs.
+Between two drains only the part in which layers move is simulated. The rest has the costs of its cuts' steady state, so
+that a simulation of many epochs takes hardly longer than one of few.
 """
 
 from collections import Counter
@@ -35,9 +35,16 @@ _MOVED = "migration_bytes_per_s"
 
 
 def simulate_moving(job: Job, forecast: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
-    """Simulate all epochs of a job whose layers may move; evaluations and checkpoints drain, and take no time.
+    """Simulate all epochs of a job whose layers may move.
 
-    `forecast` is of memory under the initial cuts; with it peak memory is predicted.
+    Evaluations and checkpoints drain the pipeline, but take no time.
+
+    Args:
+        job: the job.
+        forecast: predicted memory under the initial cuts; None: the result has no peak memory.
+
+    Returns:
+        The result, and the timeline of the recorded events.
     """
     setup = job.setup
     engine = SimulatedEngine(setup, inputs=input_bytes(setup.graph, setup.dataset, setup.profile.by_size))
@@ -48,16 +55,13 @@ def simulate_moving(job: Job, forecast: MemoryForecast | None = None) -> tuple[R
     per_epoch, samples = setup.sampler.minibatches_per_epoch, setup.sampler.samples_before(periods.total)
     last = replace(job, setup=engine.setup)
     epoch = simulate_segment(engine.setup, per_epoch)
-    epochs, times = samples / setup.sampler.num_samples, len(made)
-    what = f"simulated {epochs:g} epoch{'s' * (epochs > 1)}"
-    moved = "layers stayed where they were" if not times else f"layers moved {times} time{'s' * (times > 1)}"
     result = RunResult(
         **describe(job),
         outcome=COMPLETED,
-        sentence=f"{what}: {moved}; nothing was trained, so there is no accuracy",
+        sentence=_sentence(samples / setup.sampler.num_samples, len(made)),
         metrics=totalled(setup, samples, engine.totals)
         | {"steady_throughput_samples_per_s": setup.sampler.num_samples / epoch.end_s}
-        | ({} if times else planned_metrics(job))
+        | ({} if made else planned_metrics(job))
         | move_metrics(made, engine.totals.num_bytes)
         | {"migration_peak_bytes_per_s": max(point.metrics[_MOVED] for point in points)},
         points=points,
@@ -70,8 +74,15 @@ def simulate_moving(job: Job, forecast: MemoryForecast | None = None) -> tuple[R
     return _with_peaks(job, forecast, result, engine.peaks) if forecast else result, engine.timeline()
 
 
+def _sentence(epochs: float, num_moves: int) -> str:
+    """Return what was simulated, as a sentence."""
+    moved = f"layers moved {num_moves} time{'s' * (num_moves > 1)}" if num_moves else "layers stayed where they were"
+    what = f"simulated {epochs:g} epoch{'s' * (epochs > 1)}"
+    return f"{what}: {moved}; nothing was trained, so there is no accuracy"
+
+
 def _trained(periods: Periods, engine: SimulatedEngine, moves: Repartitioning) -> Iterator[Point]:
-    """Run from drain to drain; yield points of rates, often while layers move."""
+    """Run from drain to drain; yield points of rates: several while layers move, else one per drain."""
     done, sampler = 0, engine.setup.sampler
     before = Mark(0.0, 0, Counter())
     while done < periods.total:
@@ -88,7 +99,7 @@ def _trained(periods: Periods, engine: SimulatedEngine, moves: Repartitioning) -
 
 
 def _rates(before: Mark, mark: Mark, num_workers: int) -> dict[str, float]:
-    """Return rates per second between two moments of a segment, and the share of it in which workers were busy."""
+    """Return rates per second between two marks, and the share of that time in which workers computed."""
     took_s = mark.clock_s - before.clock_s
     sent = sum_by(mark.num_bytes - before.num_bytes, 0, (*TRAINING_KINDS, MIGRATION))
     moved = sent.pop(MIGRATION, 0)
@@ -101,8 +112,8 @@ def _rates(before: Mark, mark: Mark, num_workers: int) -> dict[str, float]:
 
 
 def forecast_of(job: Job, moves: Sequence[RepartitionRecord]) -> MemoryForecast:
-    """Return the memory forecast of a job that has run on any engine, with the moves it made."""
-    if not moves or job.extensions.keys() - {MOVES}:  # others change more than the cuts: of the beginning only
+    """Return the memory forecast of a job that has run on any engine, with the moves that it has made."""
+    if not moves or job.extensions.keys() - {MOVES}:  # other extensions change more than cuts: forecast the start only
         return MemoryForecast(job)
     planned = (PlannedMove(m.minibatch, s.plan) for m, s in zip(moves, _setups(job.setup, moves), strict=True))
     forecast = MemoryForecast(job)
@@ -112,9 +123,13 @@ def forecast_of(job: Job, moves: Sequence[RepartitionRecord]) -> MemoryForecast:
 
 
 def _with_peaks(job: Job, forecast: MemoryForecast, result: RunResult, moving: Sequence[MemoryPeak]) -> RunResult:
-    """Return a result with predicted peaks, under all cuts of a run and between them.
+    """Return a result with predicted peaks under all cuts of a run, and while layers move.
 
-    `forecast` is of the initial cuts; `moving` are workers' peaks while layers move, if any do.
+    Args:
+        job: the job.
+        forecast: predicted memory under the initial cuts.
+        result: has the run's moves.
+        moving: workers' peaks while layers move; empty if none do.
     """
     found = [forecast, *(MemoryForecast(replace(job, setup=setup)) for setup in _setups(job.setup, result.moves))]
     if result.moves:

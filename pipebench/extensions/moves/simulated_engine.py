@@ -1,8 +1,8 @@
-"""Simulation of a run whose layers move: the virtual engine's clock without training.
+"""Simulation of a run whose layers move: the virtual engine's clock, without training.
 
-Each segment has the virtual engine's lists, costs, links and Algorithm 1, with reports made from events. Simulation
-stops once nothing has moved for long enough: the rest of a segment costs what it costs under the last cuts
-(`simulate.steady`).
+Segments are simulated with the virtual engine's instruction lists, costs and links, and with Algorithm 1 (vPipe), whose
+reports are made from simulated events. The simulation of a segment stops once nothing has moved for long enough: the
+rest of the segment has the steady costs of the last cuts (`simulate.steady`).
 """
 
 from collections import Counter
@@ -42,9 +42,13 @@ _RECEIVES = with_kind(RECEIVE, ACTIVATION, GRADIENT)
 
 
 class SimulatedEngine(Engine):
-    """Simulates a run, segment by segment, with the training engine's interface where it applies.
+    """Simulates a run segment by segment, with the training engine's interface as far as it applies.
 
-    `listeners` record simulated events and transfers; `inputs` are bytes of the model's inputs by size of the unit.
+    Args:
+        setup: the setup at the start.
+        listeners: record simulated events and transfers.
+        inputs: bytes of the model's inputs.
+        known: a cache of Algorithm 1's decisions; see `RepartitionController`.
     """
 
     def __init__(
@@ -54,13 +58,13 @@ class SimulatedEngine(Engine):
         pipeline = setup.pipeline
         self._listening = Marks(pipeline, max(pipeline.depth, pipeline.period) * pipeline.microbatches)
         self._meter = Meter(pipeline, self._listening, *listeners)
-        self.marks: list[Mark] = []  # progress within the last segment, from its start
-        self.began_s: dict[int, float] = {}  # start times of minibatches at which layers moved
-        self._inputs = inputs or {}
-        self.peaks: list[MemoryPeak] = []  # per worker, over segments in which layers moved, and moves at drains
-        self.held = [0] * pipeline.num_workers  # the same between instructions, without messages
+        self.marks: list[Mark] = []  # progress within the last segment, counted from its start
+        self.began_s: dict[int, float] = {}  # start times of the run's minibatches from which on new cuts hold
+        self.peaks: list[MemoryPeak] = []  # by worker, over all segments and drains in which layers moved
+        self.held = [0] * pipeline.num_workers  # the same as engines count them, without messages
         self.totals = NOTHING  # of all segments
-        self._shown = False  # whether the meter has any events
+        self._inputs = inputs or {}
+        self._shown = False  # whether the meter has recorded a segment
         self._begin_under(setup, {} if known is None else known)
 
     @property
@@ -69,8 +73,8 @@ class SimulatedEngine(Engine):
         return {MOVES: self._moves}
 
     def _begin_under(self, setup: Setup, known: Known) -> None:
-        """Continue with a setup, whose stages are measured anew."""
-        self.setup, self.known = setup, known  # `known`: Algorithm 1's decisions, also another run's
+        """Continue with a setup; measurements start again."""
+        self.setup, self.known = setup, known
         self._moves = EngineMoves(setup)
         balances = settings_of(setup.pipeline).balances
         self._monitors = monitors(setup, self._decided, known=known) if balances else []
@@ -78,7 +82,7 @@ class SimulatedEngine(Engine):
         self._segments = Segments(setup)
 
     def train(self, first: int, num_minibatches: int) -> int:
-        """Simulate a segment; return its minibatches: fewer than requested if it was drained for a move."""
+        """Simulate a segment; return its number of minibatches: fewer than requested if it drains for a move."""
         self.marks = []
         if not self._moves.announced and not self._monitors:
             return self._took(self._steady(first, num_minibatches), num_minibatches, first)
@@ -89,34 +93,40 @@ class SimulatedEngine(Engine):
         segment = SimulatedSegment(before, phases, first, num_minibatches, self.clock_s, self._inputs)
         self._moves.begin(segment.part)
         event, memory = (self._measure, self._hold) if self._monitors else (None, None)
-        played, done, self._shown = segment.played(self._meter, event, memory, self._enough()), segment.limit, True
+        played = segment.played(self._meter, event, memory, self._enough())
+        done, self._shown = segment.limit, True
         self._end_segment()
         self._quiet += max(0, done - segment.changed_at)
         if self.setup is not before:
             self._segments = Segments(self.setup)
-        self.began_s |= segment.began_s
-        if segment.announced and segment.memory is not None:
-            self._peaked(segment.memory.timeline().peaks)
-            self.held = [*map(max, self.held, segment.memory.held)]
-        if segment.changed_at:  # without the drain that only the shortened simulation has
-            last = done - 2 * before.pipeline.depth if segment.is_quiet else done
-            samples = before.sampler.samples_before(first + last) - before.sampler.samples_before(first)
-            self.marks = [mark for mark in self._listening.made if mark.samples <= samples]
+        self._record(segment, before, first)
         if segment.is_quiet:
             self._monitors = []
         if not segment.changed_at:
             played, done = self._steady(first, num_minibatches), num_minibatches
-        elif segment.is_quiet and done < num_minibatches:
+        elif segment.is_quiet and done < num_minibatches:  # what the shortened simulation lacks is steady
             whole, part = self._steady(first, num_minibatches), self._steady(first, done)
             played, done = played.extended(whole, 1).extended(part, -1), num_minibatches
         return self._took(played, done, first)
 
+    def _record(self, segment: SimulatedSegment, before: Setup, first: int) -> None:
+        """Record a simulated segment's times, memory and marks; `before` is its setup, `first` its first minibatch."""
+        self.began_s |= segment.began_s
+        if segment.announced and segment.memory is not None:
+            self._raise_peaks(segment.memory.timeline().peaks)
+            self.held = [*map(max, self.held, segment.memory.held)]
+        if segment.changed_at:
+            # A shortened simulation drains at its end, where the segment doesn't: leave that part out.
+            last = segment.limit - 2 * before.pipeline.depth if segment.is_quiet else segment.limit
+            samples = before.sampler.samples_before(first + last) - before.sampler.samples_before(first)
+            self.marks = [mark for mark in self._listening.made if mark.samples <= samples]
+
     def replan(self, plan: Plan) -> None:
-        """See `Engine`; known decisions stay known."""
+        """See `Engine`; the cache of decisions stays."""
         self.switch_setup(self.setup.under(plan), self.known)
 
     def switch_setup(self, setup: Setup, known: Known | None = None) -> None:
-        """See `Engine`; `known` are Algorithm 1's decisions for the new setup."""
+        """See `Engine`; `known` is the cache of decisions for the new setup."""
         before = self.setup
         self._begin_under(setup, {} if known is None else known)
         network = Network(before.cluster, before.devices, self._meter.transfer)
@@ -127,20 +137,20 @@ class SimulatedEngine(Engine):
         network.deliver(sent)
         took_s = max([0.0, *(message.arrival_s - self.clock_s for message in sent)])
         held = held_at_once(before, self.setup, trained=self.clock_s > 0)
-        self._peaked(
+        self._raise_peaks(
             [MemoryPeak(worker, self.clock_s, "layers moving at a drain", each) for worker, each in enumerate(held)]
         )
         self._took(replace(NOTHING, end_s=took_s, num_bytes=network.num_bytes), 0, 0)
 
-    def _peaked(self, found: Sequence[MemoryPeak]) -> None:
+    def _raise_peaks(self, found: Sequence[MemoryPeak]) -> None:
         self.peaks = [*highest(self.peaks or found, found)]
 
     def timeline(self) -> Timeline:
-        """Return the recorded part."""
+        """Return the recorded events."""
         return self._meter.timeline()
 
     def _took(self, totals: SegmentTotals, num_minibatches: int, first: int) -> int:
-        """Add a segment's totals, and its drain's; return its length."""
+        """Add the totals of a segment and of its drain; return its number of minibatches."""
         totals = totals.extended(self._segments.drain, 1) if num_minibatches else totals
         self.totals = self.totals.extended(totals, 1)
         self.clock_s += totals.end_s
@@ -151,7 +161,7 @@ class SimulatedEngine(Engine):
         return num_minibatches
 
     def _measure(self, event: TimelineEvent, size_of: SizeOf) -> None:
-        """Measure an event at its stage and exchange reports, as a training worker does."""
+        """Measure an event on its stage, and exchange reports as a worker in training does."""
         it, monitor = event.instruction, self._monitors[event.worker]
         monitor.note(it, event.end_s - event.start_s)
         if it.op in _SENDS and size_of(it.number):
@@ -163,20 +173,20 @@ class SimulatedEngine(Engine):
         self._monitors[event.worker].hold(num_bytes)
 
     def _enough(self) -> int:
-        """Return the minibatches after which, without a decision, none will follow.
+        """Return the number of minibatches without a decision after which there will be none.
 
-        Decisions depend on means, which stay the same if units take equally long. By then every stage has run enough
-        units and its reports have reached the last one.
+        Decisions depend on mean times, which stay the same if all units take equally long. After so many minibatches
+        every stage has measured enough units, and its reports have reached the last stage.
         """
         pipeline = self.setup.pipeline
         units = ENOUGH + 2 * EVERY
         enough = 4 * pipeline.period + 4 * pipeline.depth + units
         if self.setup.sampler.varies:
-            enough *= 8  # then means change a little
+            enough *= 8  # sizes of minibatches differ, so means still change a little
         return max(1, enough - self._quiet) if self._monitors else 8 * pipeline.depth
 
     def _decided(self, move: Repartition) -> None:
-        """Handle a decision; resets the count of minibatches since the last one."""
+        """Handle a decision of Algorithm 1."""
         self._moves.decided(move)
         self._quiet = 0
 
@@ -193,10 +203,10 @@ def highest(*peaks: Iterable[MemoryPeak]) -> Iterator[MemoryPeak]:
 
 
 def _moved_bytes(before: Setup, after: Setup, *, trained: bool) -> dict[tuple[int, int], int]:
-    """Return the bytes moved between workers at a drain, by (giver, taker); see `checkpoint.handover`.
+    """Return the bytes sent between workers at a drain, by (sender, receiver); see `checkpoint.handover`.
 
     Carried states of stateful modules, loss scales and an optimizer's counts of steps are not counted. `trained`:
-    whether there has been an update, which creates the optimizer's state.
+    whether there has been an update, which makes the optimizer's state.
     """
     pipeline = before.pipeline
     given = [_pieces(before, worker, trained=trained, answers=True) for worker in range(pipeline.num_workers)]
@@ -212,7 +222,7 @@ def _moved_bytes(before: Setup, after: Setup, *, trained: bool) -> dict[tuple[in
 
 
 def _pieces(setup: Setup, worker: int, *, trained: bool, answers: bool) -> dict[Key, int]:
-    """Return the pieces of the model's state that a worker holds or, with `answers`, gives, with their bytes."""
+    """Return the bytes of the pieces of the model's state that a worker holds or, with `answers`, sends to others."""
     (stage,), replica = setup.pipeline.stages_of(worker), setup.pipeline.replica_of(worker)
     tensors = _tensors(setup, stage)
     if answers and replica > 0:

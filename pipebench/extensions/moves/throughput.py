@@ -1,4 +1,4 @@
-"""Throughput over time: what a pipeline finishes and sends per second, before, during and after a change."""
+"""Throughput over time: samples finished and bytes sent per second, before, during and after a change of cuts."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -40,20 +40,21 @@ class Finishes(Listener):
 
 
 class Mark(NamedTuple):
-    """Totals up to a time."""
+    """Totals from the start of a segment to a moment."""
 
-    clock_s: float
+    clock_s: float  # the moment, on the run's clock
     samples: int  # finished
-    num_bytes: Counter[tuple[str, str]]  # arrived, by kind and level
-    busy_s: float = 0.0  # of forwards, backwards and updates, over all workers
+    num_bytes: Counter[tuple[str, str]]  # sent and arrived, by kind and level
+    busy_s: float = 0.0  # of forwards, backwards and updates, summed over workers
 
 
 class Marks(Listener):
     """A listener that makes a mark after every `every` finished units."""
 
     def __init__(self, pipeline: Pipeline, every: int) -> None:
-        self.made: list[Mark] = []  # since the segment began, counted from there
-        self._every, self._finishes = every, Finishes(pipeline)
+        self.made: list[Mark] = []  # of the current segment
+        self._every = every
+        self._finishes = Finishes(pipeline)
         self._num_bytes: Counter[tuple[str, str]] = Counter()
         self._busy_s = 0.0
 
@@ -77,7 +78,7 @@ class Marks(Listener):
             self.made.append(Mark(units[-1].end_s, samples, Counter(self._num_bytes), self._busy_s))
 
     def transfer(self, transfer: Transfer) -> None:
-        """Count what has arrived."""
+        """Count the bytes that have arrived."""
         self._num_bytes[transfer.kind, transfer.level] += transfer.num_bytes
 
 

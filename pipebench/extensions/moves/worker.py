@@ -1,4 +1,4 @@
-"""A worker whose layers move, and whose stage may measure itself."""
+"""The extension of a worker: executes moves of layers, and reports measurements of its stage if stages balance."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -20,15 +20,16 @@ _RECEIVES: Final = with_kind(RECEIVE, ACTIVATION, GRADIENT)
 
 
 class MovingWorker(WorkerExtension):
-    """Executes moves, and reports to Algorithm 1 if stages balance.
+    """Executes moves, and sends measurements to Algorithm 1 (vPipe) if stages balance.
 
-    The worker's `replicas` and `running` (see `MigratingReplica`) are updated as layers move.
+    While layers move, the worker's `running` has a `MigratingReplica` for the stage; `replicas` and `running` get its
+    only replica afterwards.
     """
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._cuts: MovingSegment  # of the segment, or of the last one in which layers might move
-        self._moves = False  # whether layers may move in this segment
+        self._cuts: MovingSegment  # the latest segment in which layers may move
+        self._moves = False  # whether that is the running one
         self.monitor: StageMonitor | None = None  # if Algorithm 1 balances stages
         self.handlers: Mapping[Op, Handler] = {
             Op.RECUT: partial(self._transfer, self._recut),
@@ -54,23 +55,23 @@ class MovingWorker(WorkerExtension):
             self.monitor.begin()
 
     def end(self) -> None:
-        """If layers have moved, recut the stages, for evaluations too."""
+        """If layers have moved, make the stages of the last cuts, those for evaluations included."""
         moves, self._moves = self._moves, False
         if moves and self._cuts.announced:
             self._worker.recut(self._cuts.last)
 
     def passed(self, stage: int) -> None:
-        """Let one replica run the stage again, if this was the last backward of another."""
+        """Return to one replica for the stage, if this was the last backward of another."""
         if self._moves:
             self._gather(stage)
 
     def took(self, instruction: Instruction, seconds: float) -> None:
-        """Measure an instruction."""
+        """Record an instruction's duration."""
         if self.monitor is not None:
             self.monitor.note(instruction, seconds)
 
     def held(self, num_bytes: int) -> None:
-        """Measure memory."""
+        """Record the bytes that the worker holds."""
         if self.monitor is not None:
             self.monitor.hold(num_bytes)
 
@@ -78,23 +79,23 @@ class MovingWorker(WorkerExtension):
         self, execute: Callable[[Instruction, Transport], None], it: Instruction, transport: Transport, _: Collectives
     ) -> None:
         execute(it, transport)
-        self._worker.note_memory()
+        self._worker.measure_memory()
         self._gather(it.stage)
 
     def _gather(self, stage: int) -> None:
-        """Let one replica run a stage again once no transfer and no unit in another replica is left."""
+        """Return to one replica for a stage once no transfer, and no unit in another replica, is left."""
         migrating = self._worker.running[stage]
         if isinstance(migrating, MigratingReplica) and (whole := migrating.whole) is not None:
             self._worker.replicas[stage] = self._worker.running[stage] = whole.replica
             self._bounds[stage] = whole.bounds
-            self._worker.note_memory()
+            self._worker.measure_memory()
 
     def _recut(self, it: Instruction, _: Transport) -> None:
         migrating = self._migrating(it.stage)
         if it.peer < 0:
             migrating.renew(it.number)
         else:
-            migrating.part(self._cuts.handed(it.stage, it.peer, it.number))
+            migrating.cut_off(self._cuts.moving_block(it.stage, it.peer, it.number))
 
     def _give_unit(self, it: Instruction, transport: Transport) -> None:
         if self._worker.feed.size(it.number) > 0:
@@ -113,32 +114,32 @@ class MovingWorker(WorkerExtension):
     def _forward_again(self, it: Instruction, _: Transport) -> None:
         given = self._given_units.pop((it.stage, it.number, it.peer), None)
         if given is not None:
-            block = self._cuts.handed(it.peer, it.stage, it.number)
+            block = self._cuts.moving_block(it.peer, it.stage, it.number)
             draw, place = self._worker.feed.minibatch(it.number), self._worker.feed.place(it.number)
             self._migrating(it.stage).forward_again(block, it.number, given, draw, place)
 
     def _take(self, it: Instruction, transport: Transport) -> None:
         state = ModelState(**transport.receive(MIGRATION, it.number, it.peer, it.stage))
-        self._migrating(it.stage).take(self._cuts.handed(it.peer, it.stage, it.number), state)
+        self._migrating(it.stage).take(self._cuts.moving_block(it.peer, it.stage, it.number), state)
 
     def _migrating(self, stage: int) -> MigratingReplica:
-        """Return the `MigratingReplica` of a stage, made of its replica at the first call."""
+        """Return the `MigratingReplica` of a stage; the first call makes it from the stage's replica."""
         worker, running = self._worker, self._worker.running[stage]
         if isinstance(running, MigratingReplica):
             return running
         replica, make = worker.replicas[stage], partial(make_replica, self._cuts.setup, stage)
         made = MigratingReplica(
-            replica, self._bounds[stage], worker.shares[stage], self._cuts, make, worker.note_memory
+            replica, self._bounds[stage], worker.shares[stage], self._cuts, make, worker.measure_memory
         )
         worker.running[stage] = made
         return made
 
     def _reporting(self, handler: Handler) -> Handler:
-        """Return a handler that sends or receives reports, or a decision, after a message of training."""
+        """Return a handler that also sends or receives reports, or a decision, after a message of training."""
 
         def handle(it: Instruction, transport: Transport, collectives: Collectives) -> UnitLoss | None:
             done, worker = handler(it, transport, collectives), self._worker
-            if self.monitor is not None and worker.trains:
+            if self.monitor is not None and worker.is_training:
                 (self.monitor.sent if it.op in _SENDS else self.monitor.received)(it, transport)
             return done
 
@@ -146,7 +147,7 @@ class MovingWorker(WorkerExtension):
 
 
 def moving_worker(worker: Worker) -> MovingWorker:
-    """Return the part of moves in a worker."""
+    """Return a worker's extension for moves."""
     found = worker.extensions[MOVES]
     assert isinstance(found, MovingWorker)
     return found

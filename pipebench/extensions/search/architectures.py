@@ -1,8 +1,8 @@
-"""Architectures: a model with some of its cells, its costs and its setup.
+"""Architectures of a search: a model with some of its cells, as a graph with a profile.
 
-Cells are modules that a search leaves out of a traced model and puts back. One that is left out passes on one of its
-inputs of its output's shape. Its layers become idle but keep their places, so a plan's cuts hold whichever cells are
-left out; graph, costs, and what stages compute, keep and send follow from the cells.
+Cells are modules that a search leaves out of a traced model and puts back. A cell that is left out passes on an input
+that has the shape of its output. Its layers become idle, but keep their indices, so that a plan's cuts hold for every
+architecture. What stages compute, save and send follows from the graph.
 """
 
 import fnmatch
@@ -34,9 +34,9 @@ from pipebench.zoo.registry import Dataset
 class SkippableCell:
     """A module that can be left out."""
 
-    name: str  # its qualified name
+    name: str  # qualified
     layers: tuple[int, ...]  # indices of its layers, ascending
-    passes: str  # name of the node whose value replaces its output
+    passes: str  # name of the node whose value takes the place of its output
 
 
 def find_cells(
@@ -44,8 +44,10 @@ def find_cells(
 ) -> tuple[SkippableCell, ...]:
     """Return the modules that patterns of qualified names match, in order of execution.
 
-    A star in a pattern, such as `cells.*`, matches one name between dots or part of it. `forms` has the types and
-    shapes of the tensors of every model input and layer, by the node's name.
+    Args:
+        graph: the whole model.
+        patterns: such as `cells.*`; a star matches one name between dots, or a part of it.
+        forms: dtypes and shapes of the tensors of every model input and layer, by the node's name.
 
     Raises:
         GraphError: no module matches a pattern, or a module can't be left out; says why.
@@ -64,7 +66,7 @@ def find_cells(
 
 
 def without(graph: LayerGraph, cells: Collection[SkippableCell]) -> LayerGraph:
-    """Return the model without `cells`, as it trains and as it evaluates; it shares modules with the whole model."""
+    """Return the model without `cells`, in training and in evaluation; it shares modules with the whole model."""
     passes = {cell.name: cell.passes for cell in cells}
     if not passes:
         return graph
@@ -73,13 +75,13 @@ def without(graph: LayerGraph, cells: Collection[SkippableCell]) -> LayerGraph:
 
 
 def named(name: str, pattern: str) -> bool:
-    """Return whether a pattern matches a qualified name, part by part between dots."""
+    """Return whether a pattern matches a qualified name; both are compared part by part between dots."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
 def _cell(graph: LayerGraph, name: str, exits: Sequence[fx.Node], forms: Mapping[str, Sequence[str]]) -> SkippableCell:
-    """Return a module as a cell after checking that it can be left out."""
+    """Return a module as a cell; raises a GraphError if it can't be left out."""
     why = f"search.cells: {name} of the model can't be left out: "
     if len(exits) > 1:
         raise GraphError(f"{why}it is called {len(exits)} times")
@@ -101,7 +103,7 @@ def _cell(graph: LayerGraph, name: str, exits: Sequence[fx.Node], forms: Mapping
 
 
 def _exits(graph: fx.Graph) -> dict[str, list[fx.Node]]:
-    """Return the nodes that compute modules' outputs, by the modules' names."""
+    """Return the nodes that compute each module's outputs, one per call, by the module's name."""
     found: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
         for name in node.meta.get(CALLS, {}):
@@ -110,29 +112,36 @@ def _exits(graph: fx.Graph) -> dict[str, list[fx.Node]]:
 
 
 def _modules_around(node: fx.Node) -> set[str]:
-    """Return the qualified names of the modules whose forward a node is part of."""
+    """Return the qualified names of the modules in whose forward a node is."""
     return {path for path, _ in node.meta.get("nn_module_stack", {}).values()}
 
 
 def _without(graph: LayerGraph, passes: Mapping[str, str]) -> LayerGraph:
-    """Return one form of a model without these cells, whose readers read the value that each passes on."""
+    """Return a model, in training or in evaluation, without some cells.
+
+    Layers that read a cell's output read the value that it passes on instead.
+
+    Args:
+        graph: the whole model, in that mode.
+        passes: the name of the node whose value each cell passes on, by the cell's name.
+    """
     by_name = {node.name: node for node in graph.graph.nodes}
     made = fx.Graph(owning_module=graph.root)  # type: ignore[arg-type] # it asks it for its modules only
-    env: dict[fx.Node, fx.Node] = {}
+    env: dict[fx.Node, fx.Node] = {}  # what stands for a node's value: its copy, or the value passed on
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
         around = passes.keys() & _modules_around(node)
         if not around:
             env[node] = copies[node] = made.node_copy(node, env.__getitem__)
             continue
-        # A cell inside another one hands on nothing where both are left out.
-        handed_on = (by_name[passes[name]] for name in sorted(around, key=len) if name in node.meta.get(CALLS, {}))
-        known = next((value for value in handed_on if value in env), None)
+        # Of cells inside each other the outer one, of the shorter name, comes first: values inside of it are not there.
+        passed_on = (by_name[passes[name]] for name in sorted(around, key=len) if name in node.meta.get(CALLS, {}))
+        known = next((value for value in passed_on if value in env), None)
         if known is not None:
             env[node] = env[known]
     make_cuttable(graph.root, made)
-    there = {*made.nodes}
-    nodes = {layer.index: copies[layer.node] for layer in graph.layers if copies.get(layer.node) in there}
+    left = {*made.nodes}
+    nodes = {layer.index: copies[layer.node] for layer in graph.layers if copies.get(layer.node) in left}
     index = {node: position for position, node in nodes.items()}
     layers = tuple(
         replace(layer, node=own, reads=reads_of(own, index), inputs=inputs_of(own))
@@ -144,15 +153,23 @@ def _without(graph: LayerGraph, passes: Mapping[str, str]) -> LayerGraph:
     return replace(graph, graph=made, layers=layers, outputs=reads_of(output, index))
 
 
-Cells = frozenset[int]  # positions among the cells that can be left out
-_CACHED = 64  # architectures: a child's parent returns now and then
+Cells = frozenset[int]  # an architecture: indices of the cells that it has
+_CACHED = 64  # architectures: evolution draws the same parent several times
 
 
 class Architectures:
-    """All architectures of a model: `patterns`, such as `cells.*`, are qualified names of modules that can be left out.
+    """All architectures of a model.
+
+    Args:
+        graph: the whole model.
+        profile: the whole model's.
+        dataset: feeds the model.
+        optimizer: whose state counts in profiles.
+        cluster: whose device analytic profiles are for.
+        patterns: of the modules that can be left out; see `find_cells`.
 
     Raises:
-        GraphError: a pattern matches nothing, or what can't be left out.
+        GraphError: a pattern matches nothing, or a module that can't be left out.
         ProfileError: a layer's output shape can't be found without data.
     """
 
@@ -173,11 +190,15 @@ class Architectures:
 
     @property
     def all(self) -> Cells:
-        """Every cell."""
+        """The architecture with every cell."""
         return frozenset(range(len(self.cells)))
 
     def named(self, patterns: Iterable[str], key: str) -> Cells:
-        """Return the cells that patterns match; raises a GraphError that names `key` if a pattern matches none."""
+        """Return the cells that patterns match.
+
+        Raises:
+            GraphError: a pattern matches none; names `key`, the place of the patterns in a recipe or file.
+        """
         names = [cell.name for cell in self.cells]
         found: set[int] = set()
         for pattern in patterns:
@@ -188,7 +209,7 @@ class Architectures:
         return frozenset(found)
 
     def names(self, cells: Iterable[int]) -> list[str]:
-        """Return names of cells, in order of execution."""
+        """Return the cells' names, in order of execution."""
         return [self.cells[index].name for index in sorted(cells)]
 
     def num_layers(self, cells: Cells) -> int:
@@ -196,7 +217,7 @@ class Architectures:
         return sum(not layer.idle for layer in self.form(cells)[0].layers)
 
     def setup(self, setup: Setup, cells: Cells) -> Setup:
-        """Return the setup with these cells, under its cuts."""
+        """Return a setup with these cells; its cuts stay."""
         graph, profile = self.form(cells)
         return replace(setup, graph=graph, profile=profile).under(setup.plan)
 
@@ -211,10 +232,17 @@ Rows = Mapping[int, tuple[LayerProfile, ...]]
 def profile_without(
     profile: Profile, graph: LayerGraph, dataset: Dataset, optimizer: OptimizerRecipe, cluster: Cluster
 ) -> Profile:
-    """Return the profile of `graph`, some of whose layers are idle and cost nothing; `profile` is of the whole model.
+    """Return the profile of a model without some of its cells.
 
-    Seconds are the whole model's unless it is analytic; bytes are computed again, as what a layer saves for its
-    backward depends on what its neighbours save.
+    Times are those of the whole model's profile; an analytic one is computed again. Bytes are always computed again,
+    since what a layer saves for its backward depends on its neighbours. Idle layers cost nothing.
+
+    Args:
+        profile: the whole model's.
+        graph: the model, in which layers of cells that are left out are idle.
+        dataset: feeds the model.
+        optimizer: whose state counts.
+        cluster: whose device an analytic profile is for.
 
     Raises:
         ProfileError: a layer needs data that isn't there.
@@ -223,10 +251,10 @@ def profile_without(
     if not idle:
         return profile
     is_computed = profile.source == "analytic"
-    # Any device will do where only bytes are taken: they are the same on all.
+    # Bytes are the same on all devices, so any will do if only bytes are used.
     device = device_of(cluster) if is_computed else next(iter(DEVICES.values()))
     request = ProfileRequest(graph, dataset, sorted(profile.layers), optimizer, profile.model)
-    # What the whole model costs tells its options, data and precision; the graph, which of its cells are there.
+    # The whole model's profile stands for its options, data and precision; the graph, for the cells that it has.
     key = {
         "whole": write_profile(profile), "graph": str(graph.graph), "optimizer": asdict(optimizer),
         "computed for": asdict(device), "by": own_hash(), "torch": torch.__version__,
@@ -242,7 +270,7 @@ def profile_without(
 
 
 def _timed(ours: Rows, theirs: Rows, idle: Container[int]) -> dict[int, tuple[LayerProfile, ...]]:
-    """Return rows with the seconds of `theirs`; idle layers take none."""
+    """Return `ours` with the times of `theirs`; idle layers take none."""
     return {
         size: tuple(
             row if index in idle else row.with_times_of(other)

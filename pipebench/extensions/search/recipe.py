@@ -1,4 +1,4 @@
-"""The section `search` of recipes: its keys, what they may be, and which engines can search without training."""
+"""The section `search` of recipes: its keys, and the rules for their values."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from pipebench.recipe.engines import ENGINES
 from pipebench.recipe.ranges import COUNT, FROM_ZERO
 from pipebench.recipe.rules_zoo import EVAL_LOSS
 
-OLDEST, WORST = "oldest", "worst"  # who makes room for a child
+OLDEST, WORST = "oldest", "worst"  # which individual a child replaces
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,10 @@ def _cells(search: Mapping[str, Any] | None) -> Problems:
 
 
 def _scored(search: Mapping[str, Any] | None, kind: str) -> Problems:
-    """Without training, a search has no score; with a real clock, the times of its changes are not known before."""
+    """Check that an engine that trains nothing, and so has no scores, has a trace.
+
+    The seconds of a trace need a simulation: an engine that trains can't know beforehand which minibatch they are in.
+    """
     if search is None:
         return
     given, trains = search["trace"], ENGINES[kind].trains
@@ -75,7 +78,7 @@ def _scored(search: Mapping[str, Any] | None, kind: str) -> Problems:
         yield "search.trace", f"{why}: allowed are minibatches, or engine.kind: simulated"
 
 
-def _score_of_search(search: Mapping[str, Any] | None, metrics: Mapping[str, str]) -> Problems:
+def _metric_of_search(search: Mapping[str, Any] | None, metrics: Mapping[str, str]) -> Problems:
     metric = None if search is None else search["metric"]
     if metric is not None and metric not in (*metrics, EVAL_LOSS):
         yield "search.metric", choice(metric[:60], (*metrics, EVAL_LOSS))
@@ -98,7 +101,7 @@ RANGES: Final = {
 RULES: Final[tuple[tuple[tuple[str, ...], Callable[..., Problems]], ...]] = (
     (("search",), _cells),
     (("search", "engine.kind"), _scored),
-    (("search", "@metrics"), _score_of_search),
+    (("search", "@metrics"), _metric_of_search),
     (("search", "engine.kind", "@dataset"), _written_score),
 )
 PATHS: Final = (("search", "trace"),)

@@ -1,4 +1,4 @@
-"""Records an architecture search: its history as a file, every individual in a table and over the run's clock."""
+"""Records an architecture search: its history as a file, a table of individuals, and a picture over the run's clock."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -47,7 +47,10 @@ def search_markdown(found: SearchFile) -> str:
 
 
 def search_figure(found: SearchFile, points: Sequence[Point], end_s: float) -> InlineFigure:
-    """Return a picture of active layers over time, below them scores, or throughput if nothing was trained."""
+    """Return a picture of active layers over time and, below, of scores, or of throughput if nothing was trained.
+
+    `points` are the run's evaluations, or the simulation's periods; `end_s` is the end of the run.
+    """
     scale_s, unit = axis_unit(end_s)
     figure = InlineFigure(9.0, 4.8)
     above, below = figure.subplots(2, 1, sharex=True)

@@ -1,7 +1,8 @@
-"""A recipe's search: architectures, metric and first individual before training, then the next at every evaluation.
+"""A recipe's search: its setup before training, and the part of the training loop that changes architectures.
 
-Scores are evaluations, which checkpoints contain and all processes know: a resumed run continues its search, and
-processes need not agree.
+An evaluation scores the individual in training, and may be followed by another individual. Checkpoints contain all
+evaluations, so a resumed run continues its search. All processes have the same evaluations, so they make the same
+choices without messages.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -32,26 +33,26 @@ NAME = "search"  # of the extension
 
 @dataclass(frozen=True)
 class SearchSetup(JobExtension):
-    """The definition of a search."""
+    """A job's search."""
 
     profiles_often = True  # each architecture, at every size
     switches = True
 
-    recipe: SearchRecipe  # how architectures are found
+    recipe: SearchRecipe
     architectures: Architectures
-    first: Cells  # the initial architecture
-    metric: str  # that scores architectures
-    larger_is_better: bool  # of scores
+    first: Cells  # the first individual's
+    metric: str  # the score
+    larger_is_better: bool  # whether larger scores are better
     seed: int  # of all draws
-    steps: tuple[Step, ...] | None = None  # the changes of a trace; None: evolution decides
-    end_second: float | None = None  # end of a trace in seconds; None: the run's last epoch
+    steps: tuple[Step, ...] | None = None  # a trace's changes; None: evolution decides
+    end_second: float | None = None  # end of a trace in seconds; None: after the run's last epoch
 
     @classmethod
     def of(cls, recipe: Recipe, cluster: Cluster, known: ProfiledModel) -> "SearchSetup":
-        """Return a recipe's search without a trace's changes, which depend on the plan.
+        """Return a recipe's search, without the changes of a trace, since these depend on the plan.
 
         Raises:
-            GraphError: cells that don't exist or can't be left out, or too few for `search.smallest`.
+            GraphError: cells don't exist, can't be left out, or are fewer than `search.smallest`.
         """
         search: SearchRecipe = getattr(recipe, NAME)
         optimizer = recipe.train.optimizer
@@ -72,7 +73,7 @@ class SearchSetup(JobExtension):
         return cls(search, architectures, first, metric, metrics.get(metric, "min") == "max", recipe.train.seed)
 
     def profiled(self, known: ProfiledModel) -> ProfiledModel:
-        """Return the first architecture."""
+        """Return the model and its profile with the first architecture."""
         graph, profile = self.architectures.form(self.first)
         return replace(known, graph=graph, profile=profile)
 
@@ -85,7 +86,7 @@ class SearchSetup(JobExtension):
         return replace(self, steps=steps, end_second=trace.end_second)
 
     def variants(self, job: Job) -> Iterator[Job]:
-        """Yield a job under each architecture of its trace, in order, with its first cuts."""
+        """Yield the job with each architecture of its trace, in order, and with its first cuts."""
         if self.steps is None:
             return
         yield job
@@ -94,7 +95,7 @@ class SearchSetup(JobExtension):
             yield job
 
     def begin(self) -> SearchStrategy:
-        """Return the search, before training."""
+        """Return the strategy, at the start of training."""
         first, better = self.first, self.larger_is_better
         if self.steps is not None:
             return Following(first, self.steps, larger_is_better=better)
@@ -103,7 +104,9 @@ class SearchSetup(JobExtension):
 
 
 def chosen(job: Job, setup: Setup) -> Setup:
-    """Return a new architecture's setup with the memory policies that vPipe's stages choose under their cuts.
+    """Return the setup of a new architecture with memory policies chosen again, if the job has vPipe's.
+
+    Cuts and depth stay (vPipe, TPDS'21, section 6.3).
 
     Raises:
         PlanError: a stage doesn't fit in memory under any policies.
@@ -124,15 +127,15 @@ def search_of(job: Job) -> SearchSetup:
 
 
 class IndividualStart(NamedTuple):
-    """Minibatches and samples of the run before an individual, and the run's clock."""
+    """When an individual's training begins."""
 
-    minibatch: int
-    samples: int
-    clock_s: float
+    minibatch: int  # minibatches of the run before
+    samples: int  # samples of the run before
+    clock_s: float  # the run's clock
 
 
 class SearchLoop(LoopExtension):
-    """Trains the individuals of a search."""
+    """Trains the individuals of a search one after the other."""
 
     def __init__(self, job: Job, engine: TrainingEngine, clock: RunClock, note: Callable[[str], None]) -> None:
         self._engine, self._clock, self._note = engine, clock, note
@@ -141,14 +144,14 @@ class SearchLoop(LoopExtension):
         self._begun = [IndividualStart(0, 0, 0.0)]  # by number of the individual
 
     def restore(self, saved: SavedProgress) -> None:
-        """Continue with the individual that follows these scores."""
-        for point in saved.points:  # whatever the recipe's period was then
+        """Continue with the individual that follows from a checkpoint's evaluations."""
+        for point in saved.points:  # the recipe may have had another period of evaluations then
             done = self._engine.setup.sampler.minibatches(point["samples"])
             self._add_score(point["metrics"], IndividualStart(done, point["samples"], point["clock_s"]))
         self._switch()
 
     def evaluated(self, point: Point, done: int, *, ends: bool) -> None:
-        """Score the current individual; begin with the next one if it's due."""
+        """Score the current individual, and switch to the next if there is one; `ends`: the run ends now."""
         before = self._strategy.current.number
         self._add_score(point.metrics, IndividualStart(done, point.samples, point.clock_s))
         if not ends and self._strategy.current.number > before:
@@ -186,7 +189,7 @@ class SearchLoop(LoopExtension):
         return f"individual {it.number} ({how}): {architectures.num_layers(it.cells)} layers"
 
     def _file(self) -> SearchFile:
-        """Return the history of all individuals with a score."""
+        """Return the history of all individuals that have a score."""
         names, best = self._architectures.names, self._strategy.best
         rows = [
             Trained(

@@ -1,8 +1,9 @@
 """Simulation of a trace of architectures: throughput between changes.
 
-Every change is at a drain and keeps the cuts, while stages' work changes with their cells. With vPipe every stage then
-chooses memory policies anew; with repartitioning, Algorithm 1 moves layers during the next period, or at drains of
-their own. Memory is predicted for every architecture, under its first and last cuts.
+Paper: vPipe (TPDS'21), section 6.3 and figures 13 and 14. Every change is at a drain and keeps the cuts, so the work
+of stages becomes unequal. With vPipe, every stage then chooses memory policies anew. With repartitioning, Algorithm 1
+moves layers during the period that follows, or at drains. Memory is predicted for every architecture, under its first
+and its last cuts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,24 +32,24 @@ from pipebench.train.periods import Periods
 from pipebench.train.result import COMPLETED, Point, RunResult
 from pipebench.train.simulated import totalled
 
-_WINDOW_S = 10.0  # between points of throughput while layers may move
+_WINDOW_S = 10.0  # length of the periods of throughput while layers may move
 _RATE, _IDEAL = "throughput_samples_per_s", "ideal_throughput_samples_per_s"
 
 
 class ArchitecturePeriod(NamedTuple):
-    """A simulated period between two changes."""
+    """A simulated period between two changes of architecture."""
 
     cells: Cells
-    setups: tuple[Setup, Setup]  # at its start and its end
+    setups: tuple[Setup, Setup]  # at its start and at its end
     begins_s: float  # on the run's clock
     ends_s: float
     first: int  # minibatches of the run before it
     num_minibatches: int
-    windows: Sequence[float]  # samples per second, every ten seconds; empty if layers can't move
+    windows: Sequence[float]  # samples per second in every `_WINDOW_S` while layers may move; empty if they can't
 
 
 def simulate_search(job: Job, forecast: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
-    """Simulate a recipe's trace from its first change to the run's end; `forecast` is of all architectures' memory."""
+    """Simulate a recipe's trace to the run's end; with a `forecast`, predict the memory of all architectures."""
     search, sampler = search_of(job), job.setup.sampler
     finishes = Finishes(job.setup.pipeline)
     meter = Meter(job.setup.pipeline, finishes)
@@ -92,7 +93,7 @@ def simulate_search(job: Job, forecast: MemoryForecast | None = None) -> tuple[R
 def _phases(
     job: Job, search: SearchSetup, engine: SimulatedEngine, moves: Repartitioning, finishes: Finishes
 ) -> Iterator[ArchitecturePeriod]:
-    """Yield the periods of a run."""
+    """Simulate the run; yield its periods."""
     assert search.steps is not None
     total = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch).total
     steps = [step for step in search.steps if step.minibatch or step.second]
@@ -114,7 +115,10 @@ def _phases(
 
 
 def _train(job: Job, moves: Repartitioning, done: int, stop: int) -> int:
-    """Run from drain to drain until `stop` minibatches are done; return that number."""
+    """Simulate from drain to drain until the run has `stop` minibatches; return their number.
+
+    `done` are those of the run so far.
+    """
     periods = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch)
     while done < stop:
         done = moves.train(done, min(stop, periods.next_drain(done)))
@@ -124,14 +128,16 @@ def _train(job: Job, moves: Repartitioning, done: int, stop: int) -> int:
 
 
 def _minibatches_until(step: Step, job: Job, engine: SimulatedEngine, first: int) -> int:
-    """Return the whole minibatches until a change; the last one ends after it.
+    """Return the number of minibatches until a change: those that have begun by then.
 
-    If layers may move, a trial run finds the moves; after the last one, time grows as under the last cuts.
+    If layers may move, a trial simulation finds the moves. After the last move, time grows as under the last cuts.
+    `first` are the minibatches of the run so far.
     """
     if step.minibatch is not None:
         return step.minibatch - first
     assert step.second is not None
-    left_s, setup, later_s = step.second - engine.clock_s, engine.setup, 0.0
+    left_s, setup = step.second - engine.clock_s, engine.setup
+    later_s = 0.0  # by how much longer the minibatches take than under the last cuts from the start on
     guess = max(1, int(left_s / _pace_s(setup)))
     if settings_of(setup.pipeline).balances:
         trial = SimulatedEngine(setup, known=engine.known)
@@ -156,9 +162,9 @@ def _takes_s(job: Job, setup: Setup, first: int, count: int) -> float:
 
 
 def _ideal_samples_per_s(setup: Setup) -> float:
-    """Return the throughput with unlimited memory and always balanced stages, without waiting.
+    """Return the throughput in samples per second if all workers shared the computation of every sample equally.
 
-    All workers share the computation of every sample equally.
+    This needs unlimited memory and stages that are always balanced and never wait.
     """
     pipeline, size = setup.pipeline, setup.costs.most_samples
     sample_s = sum(row.forward_s + row.backward_s for row in setup.profile.by_size[size]) / size
@@ -169,9 +175,13 @@ def _ideal_samples_per_s(setup: Setup) -> float:
 
 
 def _points(phase: ArchitecturePeriod, seen: int, rate: float, known: Mapping[str, float]) -> Iterator[Point]:
-    """Yield points of a period's throughput while layers may move and afterwards, with `known` other metrics.
+    """Yield points of a period's throughput: one per window, and one at its end.
 
-    `seen` are samples of the run before it; `rate` is its mean samples per second.
+    Args:
+        phase: the period.
+        seen: samples of the run before it.
+        rate: its mean samples per second.
+        known: other metrics of every point.
     """
     samples, clock_s = float(seen), phase.begins_s
     for window in phase.windows:
@@ -182,7 +192,7 @@ def _points(phase: ArchitecturePeriod, seen: int, rate: float, known: Mapping[st
 
 
 def _with_peaks(job: Job, phases: Sequence[ArchitecturePeriod], layers: Sequence[int], result: RunResult) -> RunResult:
-    """Return a result with the predicted peaks over all architectures, and a note on the first that does not fit."""
+    """Return a result with predicted peaks over all architectures, and a note on the first that doesn't fit."""
     for phase, count in zip(phases, layers, strict=True):
         begins, ends = phase.setups
         for setup in (begins, ends) if ends is not begins else (begins,):
@@ -197,7 +207,7 @@ def _with_peaks(job: Job, phases: Sequence[ArchitecturePeriod], layers: Sequence
 def _file(
     search: SearchSetup, phases: Sequence[ArchitecturePeriod], samples: Sequence[int], layers: Sequence[int]
 ) -> SearchFile:
-    """Return the periods as a history without scores."""
+    """Return the periods as a search's history, without scores."""
     names = search.architectures.names
     before = [phases[0].cells, *(phase.cells for phase in phases)]
     rows = [

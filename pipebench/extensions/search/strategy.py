@@ -1,4 +1,4 @@
-"""Search strategies: individuals in the order of training, from a trace or by the fitness of those before."""
+"""Search strategies: which architecture is trained next, from a trace or by evolution."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -18,10 +18,10 @@ class Individual:
     """One trained architecture."""
 
     number: int  # in order of training, from 0
-    parent: int | None  # number of the individual it is a mutation of; None: a first one
-    cells: frozenset[int]
-    changed: frozenset[int] = frozenset()  # cells that differ from the parent's
-    scores: tuple[float, ...] = ()  # one per training period
+    parent: int | None  # number of the individual that it is a mutation of; None: drawn, given, or of a trace
+    cells: Cells
+    changed: Cells = frozenset()  # cells that only it or only its parent has
+    scores: tuple[float, ...] = ()  # after each period of its training
 
     @property
     def fitness(self) -> float:
@@ -30,12 +30,11 @@ class Individual:
 
 
 class SearchStrategy(ABC):
-    """Decides which individual is trained, beginning with the cells `first`."""
+    """Decides which individual is trained next; the first one has the cells `first`."""
 
-    def __init__(self, first: frozenset[int], *, larger_is_better: bool) -> None:
+    def __init__(self, first: Cells, *, larger_is_better: bool) -> None:
         self.individuals = [Individual(0, None, first)]  # the last one is in training
-        # The score to exceed for another period, by the number of periods before; none in a trace.
-        self.hurdles: list[float] = []
+        self.hurdles: list[float] = []  # hurdle i: the score to exceed after i + 1 periods; none in a trace
         self._sign = 1.0 if larger_is_better else -1.0
 
     @property
@@ -45,11 +44,11 @@ class SearchStrategy(ABC):
 
     @property
     def best(self) -> Individual | None:
-        """The fittest individual with a score, of equals the first, or None."""
+        """The fittest individual that has a score, the first of equals; None if there is none."""
         return self._fittest(each for each in self.individuals if each.scores)
 
     def add_score(self, score: float, num_minibatches: int) -> None:
-        """Add the current individual's score; it is trained on, or the next one begins.
+        """Add the current individual's score; add the next individual, if its training is over.
 
         `num_minibatches` are those of the run so far.
         """
@@ -58,29 +57,34 @@ class SearchStrategy(ABC):
 
     @abstractmethod
     def _go_on(self, num_minibatches: int) -> None:
-        """Add the next individual if the current one has ended after `num_minibatches` of the run."""
+        """Add the next individual, if the training of the current one is over after `num_minibatches` of the run."""
 
     def _fittest(self, among: Iterable[Individual]) -> Individual | None:
-        """Return the fittest of individuals with scores; of equals, the first."""
+        """Return the fittest of individuals that have scores, the first of equals, or None."""
         return max(among, key=lambda each: (self._sign * each.fitness, -each.number), default=None)
 
 
 class Evolution(SearchStrategy):
-    """A search that continues with every score, among `num_cells` cells; `seed` is of all draws.
+    """Evolution with tournaments, one individual after the other.
 
-    Draws are functions of the seed and the individual's number, so a search depends on fitness alone: the same scores,
-    on any engine and after any restart, give the same individuals in the same order.
+    Draws are functions of the seed and the individual's number. So a search depends on the scores alone: the same
+    scores, on any engine and after any restart, give the same individuals in the same order.
 
     Papers: Real et al., Regularized Evolution for Image Classifier Architecture Search (AAAI'19), algorithm 1: the
     oldest of the population dies. So et al., The Evolved Transformer (ICML'19), sections 3.1 and 3.2: the worst of a
     tournament dies, and hurdles decide which individuals train on. Differs: individuals share one set of weights and
     continue from its current state, as in Pham et al. (ENAS, ICML'18), so cells common to two of them are trained by
     both.
+
+    Args:
+        rules: the recipe's section.
+        num_cells: cells that can be left out.
+        first: the first individual's cells.
+        larger_is_better: whether larger scores are better.
+        seed: of all draws.
     """
 
-    def __init__(
-        self, rules: SearchRecipe, num_cells: int, first: frozenset[int], *, larger_is_better: bool, seed: int
-    ) -> None:
+    def __init__(self, rules: SearchRecipe, num_cells: int, first: Cells, *, larger_is_better: bool, seed: int) -> None:
         super().__init__(first, larger_is_better=larger_is_better)
         self._rules, self._cells, self._seed = rules, range(num_cells), seed
         self.population: list[int] = []  # numbers of the living, in order of birth
@@ -104,7 +108,10 @@ class Evolution(SearchStrategy):
         return self._sign * scored.fitness > self._sign * self.hurdles[num_periods - 1]
 
     def _raise_hurdle(self) -> None:
-        """Add a hurdle after each population's worth of individuals: the mean fitness of those trained longest."""
+        """Add a hurdle whenever as many individuals as a population has are done.
+
+        It is the mean fitness of the living that have been trained for the most periods.
+        """
         num_periods = len(self.hurdles) + 1
         if len(self.individuals) % self._rules.population or num_periods > self._rules.hurdles:
             return
@@ -114,14 +121,14 @@ class Evolution(SearchStrategy):
             self.hurdles.append(sum(reached) / len(reached))
 
     def _replaced(self) -> int:
-        """Return which individual a child replaces."""
+        """Return the number of the individual that leaves the population."""
         if self._rules.removes == OLDEST:
             return self.population[0]
         drawn = self._tournament("death", len(self.individuals))
         return min(drawn, key=lambda each: (self._sign * each.fitness, each.number)).number
 
     def _drawn(self, number: int) -> Individual:
-        """Return an individual of the first population: each cell with probability 1/2, more if these are too few."""
+        """Draw an individual of the first population: each cell with probability 1/2, and more if they are too few."""
         draws = self._draws("cells", number)
         cells = {cell for cell in self._cells if draws.below(2)}
         while len(cells) < self._rules.smallest:
@@ -129,14 +136,14 @@ class Evolution(SearchStrategy):
         return Individual(number, None, frozenset(cells))
 
     def _child(self, number: int) -> Individual:
-        """Return a mutation of a tournament's fittest."""
+        """Return a mutation of the fittest of a tournament."""
         parent = self._fittest(self._tournament("parent", number))
         assert parent is not None  # all of the population have a score
         changed = self._mutated(parent.cells, self._draws("cells", number))
         return Individual(number, parent.number, parent.cells ^ changed, changed)
 
-    def _mutated(self, parent: frozenset[int], draws: "_RandomSequence") -> frozenset[int]:
-        """Return the cells by which a child differs from its parent."""
+    def _mutated(self, parent: Cells, draws: "_RandomSequence") -> Cells:
+        """Draw the cells by which a child differs from its parent."""
         cells, changed = set(parent), set[int]()
         for _ in range(self._rules.mutations):
             can_go = len(cells) > self._rules.smallest
@@ -149,7 +156,7 @@ class Evolution(SearchStrategy):
         return frozenset(changed)
 
     def _tournament(self, what: str, number: int) -> list[Individual]:
-        """Return individuals drawn from the population for a purpose, with repetition."""
+        """Draw individuals from the population with replacement, for the purpose `what`."""
         draws = self._draws(what, number)
         return [self.individuals[draws.one_of(self.population)] for _ in range(self._rules.tournament)]
 
@@ -167,7 +174,7 @@ class _RandomSequence:
     def below(self, bound: int) -> int:
         """Return a number in [0, bound)."""
         self._count += 1
-        return mix(*self._key, self._count) % bound  # of 63 bits: the bias is below bound / 2^63
+        return mix(*self._key, self._count) % bound  # `mix` has 63 bits, so the bias is below bound / 2^63
 
     def one_of(self, choices: Sequence[int]) -> int:
         """Return one of the choices."""
@@ -175,7 +182,7 @@ class _RandomSequence:
 
 
 class Step(NamedTuple):
-    """An architecture, and its start: a minibatch of the run, or a second of its clock."""
+    """An architecture, and when it begins: at a minibatch of the run, or at a second of its clock."""
 
     minibatch: int | None
     second: float | None
@@ -185,10 +192,17 @@ class Step(NamedTuple):
 def steps_of(
     events: Sequence[ArchitectureChange], architectures: Architectures, first: Cells, plan: Plan, path: str
 ) -> tuple[Step, ...]:
-    """Return the architectures of a trace's changes, beginning with `first`; `plan` maps layers to stages.
+    """Return the architectures of a trace.
+
+    Args:
+        events: the trace's changes.
+        architectures: of the model.
+        first: the architecture before the first change.
+        plan: says which layers are in the stage that a change names.
+        path: the trace's file, for errors.
 
     Raises:
-        GraphError: unknown cell or stage, or too few layers to add or to delete; names `path`.
+        GraphError: unknown cell or stage, or too few layers to add or to delete.
     """
     cells, found = first, []
     for index, event in enumerate(events):
@@ -202,7 +216,7 @@ def steps_of(
 
 
 def _changed(event: ArchitectureChange, architectures: Architectures, cells: Cells, plan: Plan, where: str) -> Cells:
-    """Return an architecture with more or fewer layers in a stage, changed by whole cells."""
+    """Return the architecture after a change that adds layers to a stage, or deletes some, by whole cells."""
     assert event.stage is not None
     if event.stage >= len(plan.stages):
         raise GraphError(f"{where}.stage: got {event.stage}, allowed are 0 to {len(plan.stages) - 1}")
@@ -223,7 +237,7 @@ def _changed(event: ArchitectureChange, architectures: Architectures, cells: Cel
 
 
 class Following(SearchStrategy):
-    """Follows a trace, whose steps begin at minibatches: seconds are not known in advance where scores are."""
+    """Follows a trace whose steps begin at minibatches; steps at seconds are for simulations only."""
 
     def __init__(self, first: Cells, steps: Sequence[Step], *, larger_is_better: bool) -> None:
         super().__init__(first, larger_is_better=larger_is_better)
@@ -233,6 +247,6 @@ class Following(SearchStrategy):
     def _go_on(self, num_minibatches: int) -> None:
         while self._steps and self._steps[0].minibatch is not None and self._steps[0].minibatch <= num_minibatches:
             before, cells = self.current, self._steps.pop(0).cells
-            if not before.scores:  # it was never trained
+            if not before.scores:  # replaced before its first minibatch
                 self.individuals.pop()
             self.individuals.append(Individual(len(self.individuals), None, cells, cells ^ before.cells))

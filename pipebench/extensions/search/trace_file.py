@@ -1,4 +1,4 @@
-"""Traces of architecture searches: a model's cells over a run, given beforehand or recorded."""
+"""The file of a trace: which cells a model has from when on, written by hand or recorded by a search."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,14 +12,14 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class ArchitectureChange:
-    """A change of architecture."""
+    """A change of architecture: when, and to which cells."""
 
-    minibatch: Count | None = None  # of the run, the first with it; or
-    second: Seconds | None = None  # of the run's clock; applies at the next drain
-    cells: list[str] | None = None  # names of the active cells; or
-    add: Count = 0  # layers to add, rounded up to whole cells of the stage, in its order
-    delete: Count = 0  # layers to remove, likewise
-    stage: Count | None = None  # of the run's first plan, for `add` and `delete`
+    minibatch: Count | None = None  # the first one of the run with it; or
+    second: Seconds | None = None  # of the run's clock: the change is made at the next drain
+    cells: list[str] | None = None  # names of all cells from then on; or
+    add: Count = 0  # layers to add in whole cells of the stage, in their order; or
+    delete: Count = 0  # layers to delete in whole cells of the stage, in their order
+    stage: Count | None = None  # for `add` and `delete`: a stage of the run's first plan
 
 
 @dataclass(frozen=True)
@@ -28,23 +28,23 @@ class Trained:
 
     number: Count  # from 0
     parent: Count | None  # number of the individual it is a mutation of
-    minibatch: Count  # of the run, the first it was trained on
-    second: Seconds  # of the run's clock at that minibatch
-    samples: Count  # trained on before
+    minibatch: Count  # the first one of the run that it was trained on
+    second: Seconds  # of the run's clock at the start of its training
+    samples: Count  # of the run before its training
     cells: list[str]  # names of its cells
-    changed: list[str]  # cells that only it or only its parent has
-    layers: Count  # their number
+    changed: list[str]  # names of the cells that only it or only its parent has
+    layers: Count  # its number of layers
     scores: list[float]  # after each period of training
 
 
 @dataclass(frozen=True)
 class SearchFile:
-    """The file of a trace, `events`, or of a recorded search, `individuals`."""
+    """The file: of a trace, which has `events`, or of a recorded search, which has `individuals`."""
 
     pipebench_search: Annotated[int, Within(VERSION, VERSION, str(VERSION))]  # format version
     events: list[ArchitectureChange] = field(default_factory=list)
     individuals: list[Trained] = field(default_factory=list)
-    end_second: Seconds | None = None  # end of a run whose trace is in seconds; default: after its last epoch
+    end_second: Seconds | None = None  # end of a run whose trace is in seconds; None: after its last epoch
     metric: str = ""  # of the scores
     hurdles: list[float] = field(default_factory=list)  # at the end
     best: Count | None = None  # number of the fittest individual
@@ -56,7 +56,11 @@ class SearchFile:
 
 
 def load_trace(path: str) -> SearchFile:
-    """Read a trace, or a recorded search as one; raises a RecipeError with every fault, or if it can't be read."""
+    """Read a trace, or a recorded search as a trace.
+
+    Raises:
+        RecipeError: it can't be read, or isn't such a file; has every fault.
+    """
     return read_file(SearchFile, path, _problems)
 
 
