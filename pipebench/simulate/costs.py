@@ -235,20 +235,13 @@ def _buckets(
 ) -> tuple[SimulatedBucket, ...]:
     """Return a stage's gradient buckets, in the order in which its backward reaches the parameters.
 
-    A run of recomputed layers repeats its forwards before its first backward.
-
     Args:
         rows: all layers.
         indices: the stage's layers, the loss included.
         again: its recomputed layers.
         apart: names of parameters that are in no bucket.
     """
-    before_s = dict.fromkeys(indices, 0.0)  # recomputed right before a layer's backward
-    last_of_run = None
-    for index in reversed(indices):
-        last_of_run = (index if last_of_run is None else last_of_run) if index in again else None
-        if last_of_run is not None:
-            before_s[last_of_run] += rows[index].forward_s
+    before_s = _recomputed_before(rows, indices, again)
     total_s = sum(rows[i].backward_s + before_s[i] for i in indices) or 1.0
     part_s = sum(rows[i].weight_s for i in indices) or 1.0
     buckets: list[SimulatedBucket] = []
@@ -269,3 +262,16 @@ def _buckets(
     if names:
         buckets.append(SimulatedBucket(num_bytes, 1.0, tuple(names)))
     return tuple(buckets)
+
+
+def _recomputed_before(rows: Sequence[LayerProfile], indices: Sequence[int], again: Container[int]) -> dict[int, float]:
+    """Return the seconds recomputed right before every layer's backward: of its run, before that of the last layer."""
+    before_s = dict.fromkeys(indices, 0.0)
+    last_of_run = None
+    for index in reversed(indices):
+        if index not in again:
+            last_of_run = None
+            continue
+        last_of_run = index if last_of_run is None else last_of_run
+        before_s[last_of_run] += rows[index].forward_s
+    return before_s

@@ -29,7 +29,6 @@ def draw_cells(
 
     Parts of a split backward are `I3` (input) and `W3` (weights). With several stages per worker the stage comes first:
     `2F3`. `versions` appends the weight version, `F3@1`, and by how many updates it is predicted, `F3@1~2`.
-
     Times are by stage, in units of time. `weight` is that of a split backward's weight part, by default half of it.
     `by_extension` has extensions' parts in the segment, which mark cells.
     """
@@ -50,7 +49,8 @@ def draw_cells(
             row += [""] * (start - len(row))
             cell = f"{stage if pipeline.chunks > 1 else ''}{_LETTERS[op]}{number}"
             cell += "".join(part.mark(event) for part in by_extension.values())
-            cell += f"@{version}{f'~{ahead}' if ahead else ''}" if versions else ""
+            if versions:
+                cell += f"@{version}~{ahead}" if ahead else f"@{version}"
             row += [cell] * (end - start)
     width = max(map(len, cells))
     return [row + [""] * (width - len(row)) for row in cells]

@@ -240,11 +240,14 @@ class _Run:
         first: int = -1,
     ) -> None:
         pipeline, sampler = workload.pipeline, sampler or workload.sampler
+        # Seconds by worker, as in `SegmentTotals`
         self.busy_s, self.again_s, self.stall_s, self.swap_stall_s = ([0.0] * pipeline.num_workers for _ in range(4))
         self._pipeline, self._meter = pipeline, meter
         observe = meter.transfer if meter else None
         self._network = Network(workload.cluster, workload.devices, observe, copies=bool(pipeline.swaps))
-        self._sampler, self._drawn, self._first = sampler, dict[int, Size](), max(0, first)
+        self._sampler = sampler
+        self._drawn: dict[int, Size] = {}  # sizes of units, if minibatches vary
+        self._first = max(0, first)
         self._whole = sampler.sizes(0, pipeline.microbatches)
         self._alike = self._whole[0] if len({*self._whole}) == 1 else None  # of all units but the last ones
         last = sampler.sizes(sampler.minibatches_per_epoch - 1, pipeline.microbatches)
