@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from pipebench.errors import PipebenchError, nearest
 
@@ -351,7 +352,7 @@ def _each(function: Callable[..., float], *values: Value) -> Value:
     return Cells({row: _applied(function, [v[row] if isinstance(v, Cells) else v for v in values]) for row in rows})
 
 
-def _applied(function: Callable[..., float], values: Sequence[Value]) -> float:
+def _applied(function: Callable[..., float], values: Sequence[Any]) -> float:
     """Return the value of a function of numbers; infinite only if one of them is."""
     try:
         value = function(*values)

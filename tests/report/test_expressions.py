@@ -1,4 +1,4 @@
-"""Expressions: what they come to is what Python makes of them; what isn't listed is refused and never executed."""
+"""Expressions have the value that Python gives them; syntax that isn't listed is refused and never executed."""
 
 import math
 import statistics
