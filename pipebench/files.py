@@ -53,6 +53,15 @@ def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) ->
         raise FileError(path, f"can't be read: {reason}{close}") from error
 
 
+def start_of(path: Path, num_bytes: int) -> bytes:
+    """Return the first bytes of a file, by which its kind is known; none if it can't be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(num_bytes)
+    except OSError:
+        return b""
+
+
 def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> str:
     """Return the text of a file in UTF-8, without byte order mark; see `read_bytes`.
 

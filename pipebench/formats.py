@@ -22,6 +22,7 @@ def number(value: float, digits: int = 3) -> str:
     """
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
+    # Rounded first: 9.996 is 10.0, which has one more digit before the point.
     magnitude = math.floor(math.log10(abs(_rounded(value, digits))))
     if not -5 <= magnitude < 15:
         return f"{value:.{digits - 1}e}"

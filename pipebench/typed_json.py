@@ -210,6 +210,8 @@ def _problem(fault: "ErrorDetails", where: str) -> tuple[str, str]:
 def _at(where: str, path: tuple[int | str, ...]) -> str:
     """Return a place such as `layers[4][0].forward_s`: `where`, then names after dots and others in brackets."""
     for step in path:
-        named = isinstance(step, str) and step.isidentifier()
-        where += f"{'.' if where else ''}{step}" if named else f"[{step if str(step).isdecimal() else shown(step)}]"
+        if isinstance(step, str) and step.isidentifier():
+            where += f".{step}" if where else step
+        else:
+            where += f"[{step if str(step).isdecimal() else shown(step)}]"
     return where

@@ -1,7 +1,7 @@
-"""An extension made up here: it clamps gradients before every update, and takes time for that.
+"""An extension made up here, which clamps gradients before every update; this takes time.
 
-It brings a section of recipes with a rule, what an update does and takes, and a metric. No file of the core is touched.
-Beside that, what a run that turns no extension on must not load.
+It has a section of recipes with a rule, hooks for an update's execution and time, and a metric. No file of the core is
+changed. Besides, tests of what a run without extensions must not load.
 """
 
 import json
@@ -38,7 +38,7 @@ from tests.train.test_training import Silent, prepared, recipe, train
 
 @dataclass(frozen=True)
 class Clamp:
-    """A recipe's section `clamp`: the largest element of a gradient, and the seconds that looking for it takes."""
+    """A recipe's section `clamp`: the largest element of a gradient, and the seconds that clamping takes."""
 
     largest: float = 1.0
     seconds: float = 0.0
@@ -102,7 +102,7 @@ def _made_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def job_of(clamp: Clamp | None) -> Job:
-    """Return the job of a small model, as a recipe with such a section makes it of a large one."""
+    """Return the job of a small model with this section in its recipe."""
     job = prepared(recipe(target=None), plan=([4], [2, 1]))
     pipeline = replace(job.setup.pipeline, extensions={} if clamp is None else {"clamp": clamp})
     return replace(job, setup=replace(job.setup, pipeline=pipeline))
@@ -222,9 +222,9 @@ assert os.wait()[1] == 0, {name!r}
 
 @pytest.fixture(scope="module")
 def loaded_by(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """Return by run the modules of extensions that it has loaded, and of torch's compiler, as slow to import as torch.
+    """Return, by run, the modules of extensions, and of torch's compiler, that it has loaded.
 
-    Each is a copy of one process.
+    Runs are forks of one process.
     """
     folder = tmp_path_factory.mktemp("loading")
     plain = {key: value for key, value in load("quickstart/dp", [*DP]).plain.items() if key != "clamp"}  # only here
@@ -249,7 +249,7 @@ def names(modules: set[str]) -> set[str]:
 
 @pytest.mark.parametrize("run", ["simulated", "resolved", "policies", "trained"])
 def test_a_run_without_an_extension_loads_none_of_its_modules(run: str, loaded_by: dict[str, set[str]]) -> None:
-    """Nor does one of a resolved recipe, whose sections are null, or of vPipe's policies where layers stay."""
+    """Nor does a run of a resolved recipe, whose sections are null, or one with vPipe's policies but without moves."""
     assert loaded_by[run] == set()
 
 

@@ -1,4 +1,4 @@
-"""Models, datasets and metrics: plain torch, usable without the engine."""
+"""Models, data sets and metrics in plain PyTorch, usable without the engine."""
 
 from pipebench.zoo.registry import DATASETS, MODELS, Dataset, Entry
 

@@ -1,4 +1,4 @@
-"""AlexNet in the form of Krizhevsky (2014), torchvision's layers and parameter names, at any width and image size."""
+"""AlexNet of Krizhevsky (2014), with torchvision's layers and parameter names, at any width and image size."""
 
 from torch import nn
 
@@ -24,15 +24,15 @@ def alexnet(
 ) -> AlexNet:
     """Build AlexNet; with the default options it is torchvision's `alexnet`.
 
-    The classifier reads a map of at most 6x6, torchvision's from 224 pixels on, and below that the map that the
+    The classifier reads a map of 6x6 from 224 pixels on, as torchvision's, and of smaller images the map that the
     convolutions leave.
 
-    Differs: one path of 64, 192, 384, 256 and 256 channels as in torchvision, not the two of Krizhevsky et al. (2012);
-    no local response normalisation.
+    Differs: one path of 64, 192, 384, 256 and 256 channels, as in torchvision, not the two paths of Krizhevsky et al.
+    (2012), and no local response normalisation.
 
     Args:
-        width: multiplies every hidden channel and feature count; at least one of each is kept.
-        batch_norm: BatchNorm after every convolution.
+        width: multiplies the numbers of hidden channels and features; each stays at least 1.
+        batch_norm: whether BatchNorm follows every convolution.
         dropout: probability of dropping a feature before each of the first two linear layers, below 1.
         num_classes: number of logits, at least 1.
         in_channels: channels of the images, at least 1.
@@ -49,7 +49,7 @@ def alexnet(
 
 
 def _map_size(image_size: int) -> int:
-    """Return height and width of what the convolutions and pools leave of an image."""
+    """Return the height and width of the last pool's output, in pixels."""
     size = (image_size + 2 * 2 - 11) // 4 + 1  # the first convolution: padding 2, kernel 11, stride 4
     for _ in range(3):
         size = (size - 3) // 2 + 1

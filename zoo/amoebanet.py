@@ -1,7 +1,7 @@
-"""AmoebaNet-D: an image classifier whose cells an evolution found; GPipe's giant model, of any length and width.
+"""AmoebaNet-D, an image classifier whose cells were found by evolution, of any number of layers and filters.
 
 Real et al. (2019), "Regularized evolution for image classifier architecture search", and Huang et al. (2019), "GPipe",
-which trains AmoebaNet-D (L, D) of L normal cells and D filters. Every operator is a layer: 48 in most normal cells. A
+which trains AmoebaNet-D (L, D) with L normal cells and D filters. Every operator is a layer: 48 in most normal cells. A
 cell reads the outputs of the two cells before it, so two values cross every cut between cells.
 """
 
@@ -17,17 +17,17 @@ from pipebench.zoo.options import at_least, one_of
 
 @dataclass(frozen=True)
 class Genotype:
-    """What evolution chose of a cell.
+    """The structure of a cell, as found by evolution.
 
-    States 0 and 1 are the outputs of the last cell and of the one before it, prepared; every pair adds a state, the sum
-    of an operation on one state and an operation on another.
+    States 0 and 1 are the outputs of the last cell and of the one before it, brought to the cell's shape. Every pair
+    adds a state: the sum of an operation on one state and an operation on another.
     """
 
     pairs: tuple[tuple[tuple[int, str], tuple[int, str]], ...]  # two (state, operation) each
-    joined: tuple[int, ...]  # the states that the cell's output puts side by side
+    joined: tuple[int, ...]  # the states that the cell's output concatenates
 
 
-# Those of the authors' code (tensorflow/tpu, models/official/amoeba_net), which GPipe's parameter counts are of.
+# From the authors' code (tensorflow/tpu, models/official/amoeba_net), to which GPipe's numbers of parameters belong.
 # Differs from the paper's figure: there the normal cell joins its states 4, 5 and 6.
 NORMAL = Genotype(
     (
@@ -50,7 +50,7 @@ REDUCTION = Genotype(
     (4, 5, 6),
 )
 _NONE = "none"
-# How many cells halve the image before the first normal cell.
+# Number of cells before the first normal cell, each of which halves the image.
 STEMS: Mapping[str, int] = {"imagenet": 2, "cifar": 0}
 _NUM_GROUPS = 3  # of normal cells, a reduction cell between them
 
@@ -85,7 +85,7 @@ def _conv_1x7_7x1(channels: int, stride: int) -> nn.Module:
     )
 
 
-# Channels and stride to a module; images with an odd side are halved upwards, by all alike.
+# Make a module from channels and stride. All round up if they halve an odd side.
 _OPERATIONS: Mapping[str, Callable[[int, int], nn.Module]] = {
     "conv_1x1": _conv_1x1,
     "conv_3x3": _conv_3x3,
@@ -97,7 +97,7 @@ _OPERATIONS: Mapping[str, Callable[[int, int], nn.Module]] = {
 
 
 class Halved(nn.Module):
-    """An image of half the side without losing every second pixel: two grids, a pixel apart, each half the filters."""
+    """Halves an image's side without dropping pixels: two grids, a pixel apart, get half of the filters each."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -118,12 +118,12 @@ class Cell(nn.Module):
     """A cell.
 
     Args:
-        genotype: what it is made of.
+        genotype: its structure.
         last: channels of the output of the cell before.
         before: channels of the output of the cell before that.
         channels: of each of its states.
-        halves: it halves the image: what reads states 0 and 1 does.
-        last_halved: the cell before did.
+        halves: whether it halves the image, by its operations on states 0 and 1.
+        last_halved: whether the cell before halves the image.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Cell(nn.Module):
                 self.operations[f"{number}_{operation}"] = _OPERATIONS[operation](channels, stride)
 
     def forward(self, last: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Return [samples, joined states * channels, side, side]; read are the outputs of the two cells before."""
+        """Return [samples, joined states * channels, side, side], given the outputs of the two cells before."""
         states = [self.last(last), before if self.before is None else self.before(before)]
         for number, pair in enumerate(self.genotype.pairs):
             first, second = (
@@ -159,7 +159,7 @@ class Cell(nn.Module):
 
 
 class AmoebaNet(nn.Module):
-    """The classifier; see `amoebanet_d` for its options. `head` is the auxiliary-free one."""
+    """A stem, cells, an average pool and a linear classifier; see `amoebanet_d`. `channels`: of the last cell."""
 
     def __init__(self, stem: Sequence[nn.Module], cells: Sequence[Cell], channels: int, num_classes: int) -> None:
         super().__init__()
@@ -184,13 +184,13 @@ def amoebanet_d(
     """Build AmoebaNet-D (num_layers, num_filters), without auxiliary logits.
 
     Args:
-        num_layers: normal cells, a multiple of 3: GPipe's L. vPipe's model of 2,190 layers has about 42.
-        num_filters: channels of a state in the first normal cells, a multiple of 8; they double at both reduction
-            cells after: GPipe's D.
+        num_layers: GPipe's L: normal cells, a multiple of 3. vPipe's model of 2,190 layers has about 42.
+        num_filters: GPipe's D: channels of a state in the first normal cells, a multiple of 8; both reduction cells
+            after these double them.
         num_classes: number of logits, at least 1.
         in_channels: channels of the images, at least 1.
-        stem: `imagenet` (a convolution and two reduction cells, an eighth of the side) or `cifar` (a convolution, the
-            whole side), for small images.
+        stem: `imagenet` (a convolution and two reduction cells leave an eighth of the side) or `cifar`, for small
+            images (a convolution leaves the whole side).
     """
     one_of(STEMS, "amoebanet_d", stem=stem)
     for option, value, multiple in (("num_layers", num_layers, _NUM_GROUPS), ("num_filters", num_filters, 8)):
@@ -214,9 +214,11 @@ def amoebanet_d(
 
 
 def _cells(halving: Sequence[bool], channels: int) -> tuple[list[Cell], int]:
-    """Return the cells after a stem of so many channels, and the channels of the last one's output.
+    """Return the cells, and the channels of the last one's output.
 
-    A cell that is `halving` the image doubles the channels of a state.
+    Args:
+        halving: for every cell, whether it halves the image, and then doubles the channels of a state.
+        channels: of the stem's output.
     """
     cells: list[Cell] = []
     before = last = channels

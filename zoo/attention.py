@@ -1,10 +1,10 @@
-"""Bahdanau's attention in its normalised form, as in MLPerf's GNMT: all queries over a memory at once."""
+"""Bahdanau's attention in its normalised form, as in MLPerf's GNMT, for all queries at once."""
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-# Half precision's lowest number, as MLPerf's: far below any energy, and finite where a sample is padding only.
+# Half precision's lowest number, as in MLPerf: far below any score, and finite, for samples that are padding only.
 NEVER = -65504.0
 
 
@@ -12,7 +12,7 @@ class BahdanauAttention(nn.Module):
     """Additive attention: energy = direction . tanh(linear_q(query) + linear_k(memory) + bias).
 
     Bahdanau, Cho and Bengio (2015); the direction is normalised and has a learnt length (Salimans and Kingma, 2016).
-    Queries, memory and what is compared are equally wide.
+    Queries, memory and the projections of both have `hidden_size` features.
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -26,16 +26,16 @@ class BahdanauAttention(nn.Module):
     def forward(
         self, queries: torch.Tensor, memory: torch.Tensor, keys: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the mean of the memory that each query attends to, and its weights.
+        """Return each query's weighted mean of the memory, and the weights.
 
         Args:
             queries: [samples, queries, hidden].
             memory: padded on the right: [samples, source, hidden].
-            keys: `linear_k` of the memory; given, so that they needn't be computed for every query again.
+            keys: `linear_k(memory)`, which callers compute once for many queries.
             lengths: of the memories: [samples] int64.
 
         Returns:
-            [samples, queries, hidden], and [samples, queries, source], exactly 0 where padding is.
+            Means [samples, queries, hidden], and weights [samples, queries, source], exactly 0 at padding.
         """
         compared = torch.tanh(self.linear_q(queries).unsqueeze(2) + keys.unsqueeze(1) + self.normalize_bias)
         direction = self.linear_att / self.linear_att.norm() * self.normalize_scalar

@@ -1,4 +1,4 @@
-"""AWD-LSTM (Merity, Keskar and Socher, 2018), with the six LSTM layers of PipeDream's language model."""
+"""AWD-LSTM of Merity, Keskar and Socher (2018), with the six LSTM layers of PipeDream's language model."""
 
 from itertools import pairwise
 
@@ -15,8 +15,8 @@ _INITIAL_RANGE = 0.1
 class AwdLm(nn.Module):
     """Embedding, LSTM layers with variational dropout between them, and a linear layer to the vocabulary.
 
-    Every LSTM layer carries its state to the next minibatch, in training and in evaluation alike: sample i of a
-    minibatch has to continue sample i of the one before. `reset_state` starts anew.
+    Every LSTM layer carries its state to the next minibatch, in training and in evaluation: sample i of a minibatch
+    must continue sample i of the one before. `reset_state` resets the states to zeros.
     """
 
     def __init__(self, embedding: WordDropoutEmbedding, layers: nn.Sequential, decoder: nn.Linear) -> None:
@@ -30,7 +30,7 @@ class AwdLm(nn.Module):
         return self.decoder(self.layers(self.embedding(tokens)))  # type: ignore[no-any-return]
 
     def reset_state(self) -> None:
-        """Forget what the LSTM layers carry: the next minibatch begins a text."""
+        """Reset the states of the LSTM layers: the next minibatch begins a text."""
         for module in self.modules():
             if isinstance(module, CarriedLSTM):
                 module.reset_state()
@@ -50,28 +50,28 @@ def awd_lm(
 ) -> AwdLm:
     """Build the model; with the default options it has the 0.41 GB of parameters of PipeDream (SOSP'19, section 5.2).
 
-    That paper gives six LSTM layers, 0.41 GB and Penn Treebank (10,000 words), but no widths. Taken from Merity's
-    Penn Treebank model: embedding and last LSTM layer of 400, all others of one width, and the dropouts. The width is
+    Published: six LSTM layers, 0.41 GB, and Penn Treebank (10,000 words), but no widths. From Merity's Penn Treebank
+    model: embedding and last LSTM layer are 400 wide, all other layers have one width, and the dropouts. That width is
     then the multiple of ten that gives 0.41 GB: 1570, for 102,476,400 parameters of 4 bytes, 0.410e9 bytes.
-    Considered besides: Merity's own width of 1150 gives six layers 0.24 GB; a tied embedding gives 0.41 GB at 1600,
-    but the published plan, straight, has embedding and decoder on different workers; 400 for the embedding only would
-    be 1370; one width everywhere 1270; 0.41 GiB would be 1630.
+    Not chosen: Merity's own width, 1150, gives 0.24 GB. With a tied embedding, 1600 gives 0.41 GB, but the published
+    plan, straight, has embedding and decoder on different workers. With 400 for the embedding only, it would be 1370;
+    with one width everywhere, 1270; for 0.41 GiB, 1630.
 
-    Differs: Merity's activation regularisation (AR, TAR), random lengths of backpropagation and averaged SGD are not
-    here: PipeDream names SGD only, and a loss that reads hidden activations would send them to the last stage.
+    Differs: without Merity's activation regularisation (AR, TAR), random lengths of backpropagation and averaged SGD.
+    PipeDream names SGD only, and a loss that reads hidden activations would need them on the last stage.
 
     Args:
-        vocabulary: words; ids are 0 to `vocabulary` - 1.
+        vocabulary: number of words; ids are 0 to `vocabulary` - 1.
         embedding_size: features of a word, and of the last LSTM layer's output.
         hidden_size: width of all LSTM layers but the last.
         num_layers: LSTM layers, at least 1.
-        tied: the decoder's weight is the embedding's; in modes whose stages don't update together, pipedream for one,
-            both are then in one stage.
+        tied: whether the decoder's weight is the embedding's. In modes whose stages don't update together, such as
+            pipedream, both are then in one stage.
         weight_drop: probability of dropping a hidden-to-hidden weight of an LSTM, per minibatch.
-        dropout_embedding: of dropping a word wherever it occurs in the minibatch.
-        dropout_input: of dropping a feature of the first LSTM layer's input, at all steps of a sample alike.
+        dropout_embedding: probability of dropping a word, wherever it occurs in the minibatch.
+        dropout_input: probability of dropping a feature of the first LSTM layer's input, at all steps of a sample.
         dropout_hidden: the same between LSTM layers.
-        dropout_output: the same after the last.
+        dropout_output: the same after the last LSTM layer.
     """
     sizes = {"vocabulary": vocabulary, "embedding_size": embedding_size, "hidden_size": hidden_size}
     at_least(1, "awd_lm", **sizes, num_layers=num_layers)

@@ -1,8 +1,8 @@
-"""Beam search with GNMT's penalties, for any decoder that takes one token at a time.
+"""Beam search with GNMT's penalties, for any decoder that computes one token at a time.
 
 Wu et al. (2016), "Google's neural machine translation system", section 7, with the constants of MLPerf's GNMT.
-Sentences are searched side by side and leave as soon as they are done; states are carried, so that every step computes
-one token and never the prefix again.
+Sentences are searched side by side, and leave the batch as soon as they are done. The decoder's state is carried from
+step to step, so that every step computes one token and never the prefix again.
 """
 
 from abc import ABC, abstractmethod
@@ -11,23 +11,24 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from pipebench.zoo.options import at_least
 from pipebench.zoo.text import BOS, EOS
 
 Tensors = tuple[torch.Tensor, ...]
-# Tokens [n, beam] int64, state and context to log-probabilities [n, beam, vocabulary], attention [n, beam, source] or
-# None, and state. Tensors of the state are [n, beam, ...]; those of the context, one per sentence, [n, ...].
+# Maps (tokens [n, beam] int64, state, context) to (log-probabilities [n, beam, vocabulary], attention [n, beam, source]
+# or None, state). Tensors of the state are [n, beam, ...]; those of the context, one per sentence, [n, ...].
 Step = Callable[[torch.Tensor, Tensors, Tensors], tuple[torch.Tensor, torch.Tensor | None, Tensors]]
 
 
 @dataclass(frozen=True)
 class Penalties:
-    """What a hypothesis' score is beside its log-probability; the defaults are MLPerf's."""
+    """The penalties in a hypothesis' score; the defaults are MLPerf's."""
 
     length_constant: float = 5.0  # tokens added to every length, so that short hypotheses differ less
-    length_power: float = 0.6  # 0 for no normalisation by length, 1 for the mean log-probability nearly
-    coverage: float = 0.1  # weight of the penalty for words of the source that little attention fell on
+    length_power: float = 0.6  # 0: no normalisation by length; 1: almost the mean log-probability
+    coverage: float = 0.1  # weight of the penalty for source words with little attention
 
     def score(
         self, log_probability: torch.Tensor, num_tokens: torch.Tensor, attention: torch.Tensor | None
@@ -37,7 +38,7 @@ class Penalties:
         Args:
             log_probability: of the whole hypothesis: [...] float.
             num_tokens: its tokens, BOS and EOS included: [...] int64.
-            attention: summed over the tokens: [..., source] float; None counts no coverage.
+            attention: summed over the tokens: [..., source] float; None: no penalty for coverage.
         """
         score = log_probability / length_norm(num_tokens, self.length_constant, self.length_power)
         return score if attention is None else score + self.coverage * coverage_penalty(attention)
@@ -47,7 +48,7 @@ MLPERF = Penalties()
 
 
 def length_norm(num_tokens: torch.Tensor, constant: float, power: float) -> torch.Tensor:
-    """Return ((constant + tokens) / (constant + 1)) ** power, what log-probabilities are divided by.
+    """Return ((constant + tokens) / (constant + 1)) ** power, by which log-probabilities are divided.
 
     MLPerf counts BOS and EOS as tokens; the paper doesn't say.
     """
@@ -58,7 +59,7 @@ def length_norm(num_tokens: torch.Tensor, constant: float, power: float) -> torc
 def coverage_penalty(attention: torch.Tensor) -> torch.Tensor:
     """Return the sum over the source of log(min(attention, 1)), at most 0, of [..., source] summed over the tokens.
 
-    Words that no attention fell on at all count nothing, as in MLPerf: they are padding.
+    Words without any attention don't count, as in MLPerf: they are padding.
     """
     reached = torch.where(attention > 0, attention, 1.0)
     return reached.clamp(max=1).log().sum(-1)
@@ -68,8 +69,8 @@ def coverage_penalty(attention: torch.Tensor) -> torch.Tensor:
 class _Beams:
     """Hypotheses of the sentences that aren't done, best first."""
 
-    rows: torch.Tensor  # which sentence: [n]
-    tokens: torch.Tensor  # what was generated so far: [n, beam, steps]
+    rows: torch.Tensor  # index of the sentence: [n]
+    tokens: torch.Tensor  # generated so far: [n, beam, steps]
     log_probability: torch.Tensor  # [n, beam]; minus infinity for a hypothesis that doesn't exist
     finished: torch.Tensor  # ends with EOS: [n, beam]
     num_tokens: torch.Tensor  # BOS and EOS included: [n, beam]
@@ -78,13 +79,13 @@ class _Beams:
     context: Tensors  # the decoder's, each [n, ...]
 
     def extend(self, step: Step) -> None:
-        """Take one step: the most probable of all continuations of all hypotheses, sentence by sentence."""
+        """Extend all hypotheses by a token; each sentence keeps its most probable ones."""
         beam_size = self.finished.shape[1]
         last = self.tokens[:, :, -1] if self.tokens.shape[2] else torch.full_like(self.num_tokens, BOS)
         log_probabilities, attention, state = step(last, self.state, self.context)
         vocabulary = log_probabilities.shape[2]
         ended = torch.full_like(log_probabilities[0, 0], -torch.inf)
-        ended[EOS] = 0  # a finished hypothesis goes on as itself
+        ended[EOS] = 0  # a finished hypothesis has one continuation, which is itself
         log_probabilities = torch.where(self.finished.unsqueeze(2), ended, log_probabilities)
         sums = (self.log_probability.unsqueeze(2) + log_probabilities).flatten(1)
         self.log_probability, index = sums.topk(beam_size, dim=1)
@@ -111,16 +112,7 @@ class _Beams:
 
     def take(self, which: torch.Tensor) -> "_Beams":
         """Return some of the sentences; which: [n] bool."""
-        return _Beams(
-            rows=self.rows[which],
-            tokens=self.tokens[which],
-            log_probability=self.log_probability[which],
-            finished=self.finished[which],
-            num_tokens=self.num_tokens[which],
-            attention=None if self.attention is None else self.attention[which],
-            state=tuple(tensor[which] for tensor in self.state),
-            context=tuple(tensor[which] for tensor in self.context),
-        )
+        return _Beams(**tree_map_only(torch.Tensor, lambda tensor: tensor[which], vars(self)))
 
     def best(self, penalties: Penalties) -> dict[int, list[int]]:
         """Return every sentence's best hypothesis without EOS, by row."""
@@ -132,9 +124,9 @@ class _Beams:
 
 
 class Translator(nn.Module, ABC):
-    """A model of translation that writes one token at a time; what is left to a subclass is how."""
+    """A model that translates by beam search; subclasses compute one token at a time."""
 
-    beam_size: int  # hypotheses per sentence, unless `translate` is told otherwise
+    beam_size: int  # hypotheses per sentence, unless `translate` is given another number
 
     @torch.no_grad()
     def translate(
@@ -160,13 +152,13 @@ class Translator(nn.Module, ABC):
 
     @abstractmethod
     def _begin(self, source: torch.Tensor, source_length: torch.Tensor, beam_size: int) -> tuple[Tensors, Tensors]:
-        """Return the state and the context that sentences are searched with; see `beam_search`."""
+        """Return the state and the context of sentences before the first token; see `beam_search`."""
 
     @abstractmethod
     def _step(
         self, tokens: torch.Tensor, state: Tensors, context: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor | None, Tensors]:
-        """Compute one token of every hypothesis: what `forward` does after the encoder; see `Step`."""
+        """Compute one token of every hypothesis, as `forward` does after the encoder; see `Step`."""
 
 
 def beam_search(
@@ -174,15 +166,15 @@ def beam_search(
 ) -> list[list[int]]:
     """Return the best sentence found for each context.
 
-    Hypotheses compete by log-probability, finished ones among them, until all of a sentence's are finished; only then
-    do the penalties choose between them. Differs from MLPerf: the attention summed for the coverage belongs to the
-    hypothesis (there it stays where it was when hypotheses change places), and hypotheses that `max_length` ends
-    are scored by the same formula (there without penalties).
+    Hypotheses, finished ones included, compete by log-probability until all of a sentence's are finished. Only then do
+    scores with penalties choose one. Differs: in MLPerf, the attention summed for coverage stays in its place when
+    hypotheses change places; here it belongs to the hypothesis. And hypotheses that `max_length` ends have scores
+    without penalties there, and with them here.
 
     Args:
         step: computes one token of every hypothesis.
-        state: what `step` carries from token to token, at the start: each [n, beam_size, ...], at least one.
-        context: what all hypotheses of a sentence share: each [n, ...].
+        state: carried by `step` from token to token; here at the start: at least one tensor, each [n, beam_size, ...].
+        context: shared by all hypotheses of a sentence: each [n, ...].
         max_length: most tokens to generate, EOS included.
         beam_size: hypotheses per sentence.
         penalties: how the winner is chosen.
@@ -209,7 +201,7 @@ def beam_search(
 
 
 def _start(state: Tensors, context: Tensors, beam_size: int) -> _Beams:
-    """Return one hypothesis, BOS, per sentence; the others of the beam don't exist yet."""
+    """Return beams with one hypothesis per sentence, BOS; the others don't exist yet."""
     num_sentences, device = len(state[0]), state[0].device
     shape = (num_sentences, beam_size)
     log_probability = torch.full(shape, -torch.inf, dtype=state[0].dtype, device=device)

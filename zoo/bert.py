@@ -1,60 +1,32 @@
-"""BERT: an encoder that reads a text from both sides, trained on words that are hidden and on what comes next.
+"""BERT, base and large, with both heads of its pre-training.
 
-Devlin et al. (2018), "BERT: Pre-training of deep bidirectional transformers for language understanding", base and
-large, with both heads of the pre-training. Every operator is a layer, 19 in a block; only the hidden words reach the
-product with the vocabulary.
+Devlin et al. (2018), "BERT: Pre-training of deep bidirectional transformers for language understanding". Every operator
+is a layer, 19 in a block. Only the hidden words reach the product with the vocabulary.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from pipebench.zoo.multi_head import AddLearntPositions, AddNorm, HidePadding, MultiHeadAttention
+from pipebench.zoo.multi_head import AddLearntPositions, AddNorm, HidePadding, MultiHeadAttention, check_heads
 from pipebench.zoo.options import at_least, below_one
 from pipebench.zoo.text import NUM_SPECIAL
 
 VOCABULARY = 30_522  # WordPieces of the released uncased models; the paper says 30,000
 NUM_SEGMENTS = 2
-_EPSILON = 1e-12  # of LayerNorm; this and the next are the authors' code's
+_EPSILON = 1e-12  # of LayerNorm; this and the next are from the authors' code
 _INIT_STD = 0.02
 
 
-@dataclass(frozen=True)
-class BERTOptions:
-    """The options of `bert_base`, checked."""
-
-    name: str  # of the model, for errors
-    num_layers: int
-    width: int
-    feed_forward: int
-    num_heads: int
-    vocabulary: int
-    max_tokens: int
-    dropout: float
-    share_embedding: bool
-
-    def __post_init__(self) -> None:
-        at_least(1, self.name, num_layers=self.num_layers, width=self.width, feed_forward=self.feed_forward)
-        at_least(1, self.name, num_heads=self.num_heads, max_tokens=self.max_tokens)
-        at_least(NUM_SPECIAL, self.name, vocabulary=self.vocabulary)
-        if self.width % self.num_heads:
-            raise ValueError(
-                f"{self.name}: width is {self.width}, allowed is a multiple of num_heads, {self.num_heads}"
-            )
-        below_one(self.name, dropout=self.dropout)
-
-
 class Embedding(nn.Module):
-    """Words, segments and positions to what the blocks read."""
+    """The sum of the vectors of words, segments and positions, normalised."""
 
-    def __init__(self, options: BERTOptions) -> None:
+    def __init__(self, vocabulary: int, width: int, max_tokens: int, dropout: float) -> None:
         super().__init__()
-        self.words = nn.Embedding(options.vocabulary, options.width)
-        self.segments = nn.Embedding(NUM_SEGMENTS, options.width)
-        self.positions = AddLearntPositions(options.max_tokens, options.width)
-        self.norm = nn.LayerNorm(options.width, _EPSILON)
-        self.dropout = nn.Dropout(options.dropout)
+        self.words = nn.Embedding(vocabulary, width)
+        self.segments = nn.Embedding(NUM_SEGMENTS, width)
+        self.positions = AddLearntPositions(max_tokens, width)
+        self.norm = nn.LayerNorm(width, _EPSILON)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
         """Map two [samples, tokens] int64 to [samples, tokens, width]."""
@@ -63,16 +35,15 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention of a text to itself, then two linear layers at every position."""
+    """Self-attention, then two linear layers at every position."""
 
-    def __init__(self, options: BERTOptions) -> None:
+    def __init__(self, width: int, feed_forward: int, num_heads: int, dropout: float) -> None:
         super().__init__()
-        width, dropout = options.width, options.dropout
-        self.attention = MultiHeadAttention(width, options.num_heads, dropout, HidePadding(), bias=True)
+        self.attention = MultiHeadAttention(width, num_heads, dropout, HidePadding(), bias=True)
         self.after_attention = AddNorm(width, dropout, _EPSILON)
-        self.wide = nn.Linear(width, options.feed_forward)
+        self.wide = nn.Linear(width, feed_forward)
         self.gelu = nn.GELU()
-        self.narrow = nn.Linear(options.feed_forward, width)
+        self.narrow = nn.Linear(feed_forward, width)
         self.after_narrow = AddNorm(width, dropout, _EPSILON)
 
     def forward(self, x: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
@@ -83,7 +54,7 @@ class Block(nn.Module):
 
 
 class AtPositions(nn.Module):
-    """Takes what stands at some positions of each sample."""
+    """Selects some positions of each sample."""
 
     one_layer = True
 
@@ -93,15 +64,15 @@ class AtPositions(nn.Module):
 
 
 class HiddenWords(nn.Module):
-    """The head that says which words were hidden."""
+    """The head that predicts the hidden words."""
 
-    def __init__(self, options: BERTOptions) -> None:
+    def __init__(self, width: int, vocabulary: int) -> None:
         super().__init__()
         self.at_positions = AtPositions()
-        self.transform = nn.Linear(options.width, options.width)
+        self.transform = nn.Linear(width, width)
         self.gelu = nn.GELU()
-        self.norm = nn.LayerNorm(options.width, _EPSILON)
-        self.classifier = nn.Linear(options.width, options.vocabulary)
+        self.norm = nn.LayerNorm(width, _EPSILON)
+        self.classifier = nn.Linear(width, vocabulary)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Map [samples, tokens, width] to logits [samples, positions, vocabulary]."""
@@ -110,7 +81,7 @@ class HiddenWords(nn.Module):
 
 
 class NextSentence(nn.Module):
-    """The pooler, which reads the first token, and the head that says whether the second segment follows the first."""
+    """The pooler, which reads the first token, and the head that predicts whether the second segment follows."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -125,20 +96,41 @@ class NextSentence(nn.Module):
 
 
 class BERT(nn.Module):
-    """The encoder with its two heads; see `bert_base` for its options.
+    """The encoder with its two heads; see `bert_base` for its options. `name` is the model's, for errors.
 
     Inputs are `tokens` and `segments` [samples, tokens] int64, `length` [samples] int64, and `positions` [samples,
-    hidden words] int64, those of the words that were hidden. Padding, on the right, influences nothing.
+    hidden words] int64, those of the words that were hidden. Padding, on the right, has no influence.
     """
 
-    def __init__(self, options: BERTOptions) -> None:
+    def __init__(
+        self,
+        name: str,
+        num_layers: int,
+        width: int,
+        feed_forward: int,
+        num_heads: int,
+        vocabulary: int,
+        max_tokens: int,
+        dropout: float,
+        share_embedding: bool,
+    ) -> None:
         super().__init__()
-        self.embedding = Embedding(options)
-        self.encoder = nn.ModuleList(Block(options) for _ in range(options.num_layers))
-        self.hidden_words = HiddenWords(options)
-        self.next_sentence = NextSentence(options.width)
-        if options.share_embedding:
+        at_least(1, name, num_layers=num_layers, width=width, feed_forward=feed_forward)
+        at_least(1, name, num_heads=num_heads, max_tokens=max_tokens)
+        at_least(NUM_SPECIAL, name, vocabulary=vocabulary)
+        check_heads(name, width, num_heads)
+        below_one(name, dropout=dropout)
+        self.embedding = Embedding(vocabulary, width, max_tokens, dropout)
+        self.encoder = nn.ModuleList(Block(width, feed_forward, num_heads, dropout) for _ in range(num_layers))
+        self.hidden_words = HiddenWords(width, vocabulary)
+        self.next_sentence = NextSentence(width)
+        if share_embedding:
             self.hidden_words.classifier.weight = self.embedding.words.weight
+        for module in self.modules():  # as the authors' code: normal distributions truncated at two sigma
+            if isinstance(module, nn.Linear | nn.Embedding | AddLearntPositions):
+                nn.init.trunc_normal_(module.weight, 0, _INIT_STD, -2 * _INIT_STD, 2 * _INIT_STD)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
 
     def forward(
         self, tokens: torch.Tensor, segments: torch.Tensor, length: torch.Tensor, positions: torch.Tensor
@@ -167,16 +159,14 @@ def bert_base(
         width: features of a token.
         feed_forward: features between the two linear layers of a block.
         num_heads: of every attention; divides `width`.
-        vocabulary: token ids, at least 4.
-        max_tokens: positions there are vectors for.
-        dropout: probability of dropping a feature or an attention's weight, in [0, 1).
-        share_embedding: the words' vectors are the matrix before the softmax, too, as in the paper; the default has
-            two. In modes whose stages don't update together, pipedream for one, both ends are then in one stage.
+        vocabulary: number of token ids, at least 4.
+        max_tokens: length of the longest text, in tokens.
+        dropout: probability of dropping a feature or an attention weight, in [0, 1).
+        share_embedding: whether the words' vectors are the matrix before the softmax, too, as in the paper. In modes
+            whose stages don't update together, such as pipedream, both are then in one stage.
     """
-    return _build(
-        BERTOptions(
-            "bert_base", num_layers, width, feed_forward, num_heads, vocabulary, max_tokens, dropout, share_embedding
-        )
+    return BERT(
+        "bert_base", num_layers, width, feed_forward, num_heads, vocabulary, max_tokens, dropout, share_embedding
     )
 
 
@@ -190,20 +180,7 @@ def bert_large(
     dropout: float = 0.1,
     share_embedding: bool = False,
 ) -> BERT:
-    """Build the paper's large model (section 3); options as for `bert_base`."""
-    return _build(
-        BERTOptions(
-            "bert_large", num_layers, width, feed_forward, num_heads, vocabulary, max_tokens, dropout, share_embedding
-        )
+    """Build BERT, by default the paper's large model (section 3); options as for `bert_base`."""
+    return BERT(
+        "bert_large", num_layers, width, feed_forward, num_heads, vocabulary, max_tokens, dropout, share_embedding
     )
-
-
-def _build(options: BERTOptions) -> BERT:
-    """Return the model as its authors draw it: all matrices and vectors from a normal distribution cut at two sigma."""
-    model = BERT(options)
-    for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Embedding | AddLearntPositions):
-            nn.init.trunc_normal_(module.weight, 0, _INIT_STD, -2 * _INIT_STD, 2 * _INIT_STD)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
-    return model

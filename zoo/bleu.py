@@ -1,7 +1,7 @@
-"""BLEU of a corpus (Papineni et al., ACL 2002) as sacrebleu computes it, and the signature that makes it comparable.
+"""BLEU of a corpus (Papineni et al., ACL 2002) as sacrebleu computes it, and its signature.
 
-Scores of different tokenisation or case can't be compared (Post, "A Call for Clarity in Reporting BLEU Scores",
-WMT 2018): whoever shows a score shows its signature.
+Scores with different tokenisation or case can't be compared (Post, "A Call for Clarity in Reporting BLEU Scores", WMT
+2018), so a score is shown together with its signature.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ def corpus_bleu(
     """Return BLEU, 0 to 100, of detokenised sentences, each against one reference.
 
     Args:
-        hypotheses: what a model wrote.
-        references: what a person wrote, in the same order.
-        tokenize: sacrebleu's name of how both are split into tokens.
-        lowercase: whether case counts for nothing.
+        hypotheses: a model's translations.
+        references: people's translations, in the same order.
+        tokenize: sacrebleu's name of the tokenisation of both.
+        lowercase: whether case is ignored.
 
     Raises:
         ImportError: the package sacrebleu is missing.
@@ -39,12 +39,12 @@ def signature(*, tokenize: str = "13a", lowercase: bool = False) -> str:
         ImportError: the package sacrebleu is missing.
     """
     scorer = _scorer(tokenize, lowercase)
-    scorer.corpus_score(["-"], [["-"]])  # it knows the number of references only then
+    scorer.corpus_score(["-"], [["-"]])  # the signature needs the number of references
     return str(scorer.get_signature())
 
 
 def _scorer(tokenize: str, lowercase: bool) -> Any:
     with optional("BLEU", "sacrebleu"):
         from sacrebleu.metrics.bleu import BLEU
-    # force: our own text isn't tokenised, whatever its full stops look like; no advice on the terminal.
+    # force: no warning about text that looks tokenised because of spaces before full stops.
     return BLEU(tokenize=tokenize, lowercase=lowercase, force=True)

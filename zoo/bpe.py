@@ -1,8 +1,8 @@
-"""Byte-pair encodings: learnt once from text by the tokenizers library, kept in the user's cache; and undone.
+"""Byte-pair encodings: learnt from text by the package tokenizers, and cached in the user's cache.
 
-Sennrich et al., "Neural Machine Translation of Rare Words with Subword Units" (ACL 2016), with one vocabulary for
-both languages. Differs: a word's start is marked (U+2581), not its inner pieces (@@), so that text is restored
-exactly, its spaces included.
+Sennrich et al., "Neural Machine Translation of Rare Words with Subword Units" (ACL 2016), with one vocabulary for both
+languages. Differs: the start of a word is marked (U+2581), not its inner pieces (@@), so that decoding restores the
+text exactly, spaces included.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from pipebench.zoo.late import optional
 from pipebench.zoo.places import cache_folder, write_whole
 from pipebench.zoo.text import NUM_SPECIAL, SPECIAL_TOKENS, UNK
 
-_PARALLELISM = "TOKENIZERS_PARALLELISM"  # the library's own environment variable
+_PARALLELISM = "TOKENIZERS_PARALLELISM"  # environment variable of the package tokenizers
 
 
 class BytePairEncoding:
@@ -41,7 +41,7 @@ class BytePairEncoding:
         return str(self._tokenizer.decode([i for i in ids if NUM_SPECIAL <= i < self.num_tokens]))
 
     def serialised(self) -> str:
-        """Return the encoding as JSON; equal encodings give equal text."""
+        """Return the encoding as JSON; equal encodings give equal texts."""
         return str(self._tokenizer.to_str())
 
 
@@ -49,8 +49,8 @@ def learn(texts: Sequence[str], num_tokens: int) -> BytePairEncoding:
     """Learn an encoding. The same texts in the same order give the same encoding on every machine.
 
     Args:
-        texts: what to learn from, sentence by sentence.
-        num_tokens: most tokens it may have, the special ones included.
+        texts: sentences to learn from.
+        num_tokens: most tokens of the encoding, the special ones included.
 
     Raises:
         ImportError: the package tokenizers is missing.
@@ -73,14 +73,14 @@ def learn(texts: Sequence[str], num_tokens: int) -> BytePairEncoding:
 
 
 def learnt(texts: Sequence[str], num_tokens: int) -> BytePairEncoding:
-    """Return what `learn` returns, from the user's cache when it is there and whole.
+    """Return the result of `learn`, from the user's cache if it is there and undamaged.
 
-    The cache is keyed by the texts, the library's version and the settings. An unwritable cache is no error.
+    The cache is keyed by the texts, the version of tokenizers and the settings. An unwritable cache is no error.
     """
     path = cache_folder("bpe") / f"{_key(texts, num_tokens)}.json"
-    kept = _read(path)
-    if kept is not None:
-        return kept
+    known = _read(path)
+    if known is not None:
+        return known
     found = learn(texts, num_tokens)
     with contextlib.suppress(OSError):
         write_whole(path, _sealed(found.serialised()))
@@ -88,7 +88,7 @@ def learnt(texts: Sequence[str], num_tokens: int) -> BytePairEncoding:
 
 
 def undo_marks(text: str) -> str:
-    """Return text of subword-nmt, whose inner pieces end in @@, as whole words."""
+    """Return text with pieces of words as subword-nmt writes them, all but the last ending in @@, as whole words."""
     return f"{text} ".replace("@@ ", "").rstrip(" ")
 
 
@@ -100,7 +100,7 @@ def _tokenizers() -> Any:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Keep the library to one thread: its thread pool would make it warn in every process forked later."""
+    """Make tokenizers use one thread; after using its thread pool, it would warn in every process forked later."""
     before = os.environ.get(_PARALLELISM)
     os.environ[_PARALLELISM] = "false"
     try:
@@ -118,7 +118,7 @@ def _key(texts: Sequence[str], num_tokens: int) -> str:
 
 
 def _sealed(content: str) -> bytes:
-    """Return the content under a line with its hash, by which a damaged file is told."""
+    """Return the content after a line with its hash, by which `_read` recognises a damaged file."""
     body = content.encode()
     return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 

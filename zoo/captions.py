@@ -1,4 +1,4 @@
-"""What captioning data sets share: fields, loss, accuracy of words, and METEOR of the captions that a model writes."""
+"""The base of captioning data sets: fields, loss, accuracy of words, and METEOR of generated captions."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from pipebench.zoo import meteor
+from pipebench.zoo import meteor, metrics
 from pipebench.zoo.late import torch
 from pipebench.zoo.registry import Dataset
 from pipebench.zoo.text import BOS, EOS, NUM_SPECIAL, PAD, SPECIAL_TOKENS, UNK, pad_rows
 
-_CLIPS_AT_ONCE = 100  # decoded together; more would hold more features at a time, fewer would take longer
+_CLIPS_AT_ONCE = 100  # described together: more need more memory for features, fewer take longer
 
 
 class Vocabulary:
-    """Words and their ids; the special tokens of `zoo.text` come first, then every word once, in this order."""
+    """Words and their ids: first the special tokens of `zoo.text`, then `words`, all different, in this order."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = (*SPECIAL_TOKENS, *words)
@@ -25,20 +25,20 @@ class Vocabulary:
         return len(self.words)
 
     def encode(self, words: Iterable[str]) -> list[int]:
-        """Return the words' ids; UNK for words that aren't in it."""
+        """Return the words' ids; UNK for words that aren't in the vocabulary."""
         return [self._ids.get(word, UNK) for word in words]
 
     def decode(self, ids: Iterable[int]) -> list[str]:
-        """Return the words of the ids; an id past the last word, which a larger model may write, is unknown too."""
+        """Return the ids' words; ids after the last word, which larger models may write, are unknown, too."""
         return [self.words[index] if index < len(self.words) else SPECIAL_TOKENS[UNK] for index in ids]
 
 
 class Captions(Dataset):
-    """Videos as features of frames, and captions.
+    """Videos as features of frames, with captions.
 
-    A training sample is a clip with one of its captions, a held-out sample is a clip with all of its captions. Fields:
-    `features`: [samples, frames, num_features] float32; `caption_in`: [samples, words] int64, BOS first;
-    `caption_out`: [samples, words] int64, EOS last; PAD after it in both.
+    A training sample is a clip with one of its captions; a held-out sample is a clip with all of its captions. Fields:
+    `features` [samples, frames, num_features] float32; `caption_in` [samples, words] int64: BOS, words, padding; and
+    `caption_out` [samples, words] int64: words, EOS, padding.
     """
 
     inputs: Sequence[str] = ("features", "caption_in")
@@ -78,7 +78,7 @@ class Captions(Dataset):
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
-        """Return the fields asked for; features are read only if they are, and so are captions."""
+        """Return fields of samples; features or captions that no field needs aren't read."""
         found: dict[str, torch.Tensor] = {}
         if "features" in fields:
             found["features"] = self.features(split, indices)
@@ -89,24 +89,21 @@ class Captions(Dataset):
         return {field: found[field] for field in fields}
 
     def weight(self, split: str, indices: Sequence[int]) -> float:
-        """Return the number of words to predict, ends included."""
+        """Return the number of words to predict, EOS included."""
         return float(sum(len(row) + 1 for row in self._rows(split, indices)))
 
     def loss(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the cross-entropy summed over the words; output: [samples, words, vocabulary]."""
-        expected = targets["caption_out"]
         self.check_logits(output, "caption_out")
-        return torch.nn.functional.cross_entropy(
-            output.flatten(0, 1), expected.flatten(), ignore_index=PAD, reduction="sum"
-        )
+        return metrics.token_cross_entropy(output, targets["caption_out"], PAD)
 
     def score(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the number of words predicted rightly, those before them given, as `token_accuracy`."""
+        """Return `token_accuracy`: the number of words predicted correctly, given the words before them."""
         expected = targets["caption_out"]
         return {"token_accuracy": ((output.argmax(2) == expected) & (expected != PAD)).sum()}
 
     def whole_model_metrics(self, model: torch.nn.Module) -> dict[str, float]:
-        """Return METEOR of the captions that the model writes for all held-out clips."""
+        """Return `meteor` of the captions that the model writes for all held-out clips."""
         device = next(model.parameters()).device
         written: list[list[str]] = []
         for start in range(0, self.num_eval, _CLIPS_AT_ONCE):
@@ -117,7 +114,7 @@ class Captions(Dataset):
         return {"meteor": meteor.meteor(written, self.references(range(self.num_eval)))}
 
     def majority_baseline(self) -> float:
-        """Return METEOR on the held-out clips of the commonest training caption for all, whatever they show."""
+        """Return METEOR on the held-out clips if all get the most frequent training caption."""
         counts = Counter(map(tuple, self.captions("train", range(self.num_train))))
         commonest = min(counts, key=lambda caption: (-counts[caption], caption))
         return meteor.meteor([commonest] * self.num_eval, self.references(range(self.num_eval)))
@@ -127,6 +124,6 @@ class Captions(Dataset):
         return {"meteor": meteor.SIGNATURE}
 
     def _rows(self, split: str, indices: Sequence[int]) -> list[list[int]]:
-        """Return the ids of a caption of every sample, cut so that its end fits."""
+        """Return the ids of a caption of every sample, cut so that EOS fits after it."""
         vocabulary = self.vocabulary()
         return [vocabulary.encode(words[: self.words - 1]) for words in self.captions(split, indices)]

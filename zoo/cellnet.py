@@ -1,4 +1,4 @@
-"""A convolutional network of residual cells that can each be left out: a small space to search architectures in."""
+"""A convolutional network of residual cells, each of which can be left out: a small search space of architectures."""
 
 from collections import OrderedDict
 
@@ -7,14 +7,14 @@ from torch import nn
 
 from pipebench.zoo.options import at_least
 
-_KERNELS = (3, 5, 3, 7)  # of the cells of a group, over and over: cells of one group differ
+_KERNELS = (3, 5, 3, 7)  # of the cells of a group, in turn
 
 
 class Cell(nn.Module):
-    """A residual cell: x + f(x), f being a depthwise convolution that looks around and a pointwise one that mixes.
+    """A residual cell: x + f(x), where f is a depthwise convolution (`look`), then a pointwise one (`mix`).
 
-    Without it, x goes on as it is, so that a network is a network with any of its cells left out. And f begins as zero:
-    a cell that is put in changes nothing before it is trained.
+    If it is left out, x takes the place of its output. f is 0 at first, so a cell that is put in changes nothing before
+    it is trained.
     """
 
     def __init__(self, channels: int, kernel: int) -> None:
@@ -27,13 +27,13 @@ class Cell(nn.Module):
         nn.init.zeros_(self.scale.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [samples, channels, height, width], as it is given."""
+        """Map [samples, channels, height, width] to the same shape."""
         y: torch.Tensor = self.scale(self.mix(self.relu(self.norm(self.look(x)))))
         return x + y
 
 
 class CellNet(nn.Module):
-    """A stem, groups of cells with a halving of the image between them, and a linear classifier."""
+    """A stem, groups of cells between which the image is halved, and a linear classifier."""
 
     def __init__(self, width: int, groups: int, cells: int, num_classes: int, in_channels: int) -> None:
         super().__init__()
@@ -63,12 +63,12 @@ class CellNet(nn.Module):
 
 
 def cellnet(width: int = 16, groups: int = 2, cells: int = 4, num_classes: int = 10, in_channels: int = 1) -> CellNet:
-    """Build the network, all cells in it: `groups.0.cell0` to `groups.G.cellC`.
+    """Build the network with all cells, which are called `groups.0.cell0` to `groups.G.cellC`.
 
     Args:
-        width: channels of the first group; every further one has twice as many on a quarter of the pixels.
+        width: channels of the first group; every other group has twice as many as the one before.
         groups: at least 1.
-        cells: per group, at least 1; they look around in windows of 3, 5, 3 and 7 pixels, in turn.
+        cells: per group, at least 1; their kernels are 3, 5, 3 and 7 pixels wide, in turn.
         num_classes: at least 1.
         in_channels: of the images, at least 1.
     """

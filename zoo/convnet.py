@@ -1,4 +1,4 @@
-"""What VGG-16 and AlexNet share, and how every convolutional network here is made narrower."""
+"""The common structure of VGG-16 and AlexNet, and the scaling of channels by a network's width."""
 
 import torch
 from torch import nn
@@ -22,5 +22,5 @@ class ConvNet(nn.Module):
 
 
 def scaled(count: int, width: float) -> int:
-    """Return a number of channels or features times the width, at least 1."""
+    """Return a number of channels or features multiplied by `width`, at least 1."""
     return max(1, round(count * width))

@@ -1,7 +1,7 @@
-"""Dropout with masks that are shared: over the steps of a sequence, or over all occurrences of a word.
+"""Dropout with shared masks: over the steps of a sequence, or over all occurrences of a word.
 
 Gal and Ghahramani (2016), "A Theoretically Grounded Application of Dropout in Recurrent Neural Networks", as Merity,
-Keskar and Socher (2018) use it (section 4). Masks are drawn from torch's default generator, while training only.
+Keskar and Socher (2018) use it (section 4). Masks are drawn from torch's default generator, in training only.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 class VariationalDropout(nn.Module):
     """Dropout that drops the same features at every step of a sample; also called locked dropout.
 
-    `p`: probability of dropping a feature; the kept ones are divided by 1 - p.
+    `p` is the probability of dropping a feature; the others are divided by 1 - p.
     """
 
     one_layer = True
@@ -21,7 +21,7 @@ class VariationalDropout(nn.Module):
         self.p = p
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x with one mask per sample, the same for all steps; x: [samples, steps, features]."""
+        """Return x, [samples, steps, features], with one mask per sample for all steps."""
         if not self.training or self.p == 0:
             return x
         return x * nn.functional.dropout(x.new_ones(x.shape[0], 1, x.shape[2]), self.p)
@@ -32,10 +32,9 @@ class VariationalDropout(nn.Module):
 
 
 class WordDropoutEmbedding(nn.Embedding):
-    """An embedding that drops whole words while training: every occurrence in the minibatch becomes zeros.
+    """An embedding that drops whole words in training: every occurrence in the minibatch becomes zeros.
 
-    The mask is over the vocabulary, so the kept words are scaled by 1 / (1 - p) wherever they stand; `p` is the
-    probability of dropping a word.
+    `p` is the probability of dropping a word; the others are divided by 1 - p.
     """
 
     one_layer = True
@@ -50,7 +49,7 @@ class WordDropoutEmbedding(nn.Embedding):
         if not self.training or self.p == 0:
             return embedded
         mask = nn.functional.dropout(self.weight.new_ones(self.num_embeddings), self.p)
-        return embedded * mask[input].unsqueeze(-1)  # as masking the rows of the table, which is far larger
+        return embedded * mask[input].unsqueeze(-1)  # the same as masking the table's rows, which are far more
 
     def extra_repr(self) -> str:
         """Return the options, for `print(model)`."""

@@ -1,4 +1,4 @@
-"""Gettext catalogues: where those of two packages lie, and their messages, which polib reads in both formats."""
+"""The gettext catalogues of two packages: finding them, and reading their messages by polib."""
 
 import gettext
 import importlib.metadata
@@ -8,7 +8,7 @@ from typing import Any
 
 from pipebench.zoo.late import optional
 
-# Package, version fetched, and its German catalogue. pretalx's second one, de_Formal, says the same to a stranger.
+# Package, version to fetch, and its German catalogue. pretalx's other one, de_Formal, has the same texts, more formal.
 CATALOGUES: tuple[tuple[str, str, str], ...] = (
     ("mercurial", "7.2.4", "mercurial/locale/de/LC_MESSAGES/hg.mo"),
     ("pretalx", "2025.2.2", "pretalx/locale/de_DE/LC_MESSAGES/django.po"),
@@ -18,12 +18,14 @@ Pair = tuple[str, str]
 
 
 def find(folder: Path | None, *, in_packages: bool = True) -> list[Path]:
-    """Return where every catalogue is: in the folder, or else in an installed package, if these are searched.
+    """Return the path of every catalogue.
 
-    The folder holds catalogues as packages do.
+    Args:
+        folder: searched first; has catalogues under the same relative paths as the packages.
+        in_packages: whether to search installed packages next.
 
     Raises:
-        FileNotFoundError: one is in neither; says how to fetch it.
+        FileNotFoundError: a catalogue isn't found; says how to fetch it.
     """
     found, missing = [], []
     for package, _, name in CATALOGUES:
@@ -44,9 +46,9 @@ def find(folder: Path | None, *, in_packages: bool = True) -> list[Path]:
 
 
 def read(path: Path) -> list[Pair]:
-    """Return a catalogue's messages with their translations, in its order; untranslated and unsure ones are left out.
+    """Return a catalogue's messages with their translations, in order.
 
-    Of a message with a plural form, the singular is returned.
+    Untranslated and fuzzy messages are left out. A message with a plural form gives its singular.
 
     Raises:
         ImportError: polib isn't installed.
@@ -54,10 +56,10 @@ def read(path: Path) -> list[Pair]:
         ValueError: it isn't a catalogue.
     """
     polib = _polib()
-    with path.open("rb") as file:  # polib takes the name of a file that isn't there for a catalogue's content
+    with path.open("rb") as file:  # opened here, since polib takes the path of a missing file for a catalogue's content
         try:
             if path.suffix == ".mo":
-                gettext.GNUTranslations(file)  # polib reads one that is cut off as far as it goes
+                gettext.GNUTranslations(file)  # raises for a truncated file, which polib would read in part
                 entries = polib.mofile(str(path), encoding="utf-8")
             else:
                 entries = polib.pofile(str(path), encoding="utf-8")
@@ -76,7 +78,7 @@ def _installed(package: str, name: str) -> list[Path]:
 
 
 def _said(entry: Any) -> bool:
-    """Return whether an entry has a translation; polib takes all of a .mo file for translated."""
+    """Return whether an entry has a translation; polib says so of all entries of a .mo file."""
     return bool(entry.msgstr or entry.msgstr_plural.get(0))
 
 

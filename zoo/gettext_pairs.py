@@ -1,7 +1,7 @@
-"""English-German sentence pairs that translators wrote: the messages of two programs, without a large download.
+"""English-German sentence pairs by human translators, with a small download: the messages of two programs.
 
-Short and about few things, but real: what number words are for grammar, these are for vocabulary. The catalogues of
-Mercurial and pretalx are read where they are; nothing of them is in this package.
+They are short, and about few subjects, but real text. The catalogues of Mercurial and pretalx are read from their own
+files; nothing of them is in this package.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pipebench.zoo.options import at_least, check_split
 from pipebench.zoo.places import DATA_VARIABLE, data_folder
 from pipebench.zoo.translation import SIDES, Translation, TranslationOptions
 
-# Text as people write it (the last six: dashes and quotation marks); placeholders, markup and code have other
-# characters.
+# The characters of plain text, the last six of which are dashes and quotation marks; placeholders, markup and code have
+# others.
 _PLAIN = re.compile("[A-Za-zÄÖÜäöüß0-9 .,;:!?'\"()/…\\-\u2013\u2014\u2018\u2019\u201c-\u201e]+")
 # Names of options, templates and files: `--all`, `:firstline:`, `.hgtags`, `a::`, `host:port`.
 _CODE = re.compile(r"(^|\s)[:\-./]\w|::|--|\w[:.]\w")
@@ -33,8 +33,9 @@ _LEAST_VOCABULARY = 128  # two alphabets, digits and punctuation are some 90
 class GettextPairs(Translation):
     """Messages of programs with their German translations; fields as in `Translation`.
 
-    A message is kept if both sides are plain text of at most `max_words` words and differ, and neither side, case and
-    punctuation aside, was there before: so nothing held out is trained on. A minibatch is padded to its longest.
+    A message is used if both sides are plain text of at most `max_words` words, and differ, and if neither side has
+    occurred before, apart from case and punctuation. So no held-out text is trained on. A minibatch is padded to its
+    longest sentence.
     """
 
     def __init__(self, options: TranslationOptions, root: str, max_words: int, split_seed: int) -> None:
@@ -68,7 +69,7 @@ class GettextPairs(Translation):
         return _encoding(self._selection()).decode(ids)
 
     def notes(self) -> dict[str, str]:
-        """Return how BLEU is computed and, if they are there, a hash of the pairs: versions of the programs differ."""
+        """Return how BLEU is computed and, if there are pairs, their hash, since versions of the programs differ."""
         notes = super().notes()
         with contextlib.suppress(OSError, ValueError):
             content = repr(sorted(_split(self._selection()).items())).encode()
@@ -126,7 +127,7 @@ def gettext_pairs(
 
 
 def keep(pairs: Iterable[Pair], max_words: int) -> list[Pair]:
-    """Return the pairs (message, translation) worth training on, each text once; lines are joined."""
+    """Return the pairs (message, translation) to use, as `GettextPairs` says; lines of a text are joined."""
     found: list[Pair] = []
     seen: tuple[set[str], set[str]] = (set(), set())
     for pair in pairs:
@@ -146,7 +147,7 @@ def keep(pairs: Iterable[Pair], max_words: int) -> list[Pair]:
 
 @dataclass(frozen=True)
 class _Selection:
-    """What determines the pairs and their encoding."""
+    """All that the pairs and their encoding depend on: a key of caches."""
 
     places: tuple[str, ...]
     max_words: int
@@ -157,7 +158,7 @@ class _Selection:
 
 
 def _letters(text: str) -> str:
-    """Return a text without what doesn't tell sentences apart: case and punctuation."""
+    """Return a text without case and punctuation."""
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 
@@ -168,7 +169,7 @@ def _kept(places: tuple[str, ...], max_words: int) -> list[Pair]:
 
 @lru_cache(maxsize=4)
 def _split(selection: _Selection) -> dict[str, list[Pair]]:
-    """Return the pairs of each split: the first of a shuffled list are held out."""
+    """Return the pairs of each split; the first ones of the shuffled list are held out."""
     pairs = _kept(selection.places, selection.max_words)
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(selection.split_seed)).tolist()
     held_out, train = order[: selection.num_eval], order[selection.num_eval :][: selection.num_train]

@@ -1,10 +1,10 @@
-"""GNMT for translation as MLPerf and PipeDream train it: LSTM layers, half of them in the encoder, and one attention.
+"""GNMT for translation, as MLPerf and PipeDream train it: eight LSTM layers or sixteen, and one attention.
 
-Wu et al. (2016), in the form of MLPerf v0.5 and of the PipeDream artifact, whose layers these are: eight LSTM layers
-(`gnmt8`) or sixteen (`gnmt16`), 1024 wide, and 32,320 tokens, MLPerf's 32,317 padded to a multiple of 8. Attention is
-computed once, from the first decoder layer, and read by all the others, so it crosses every cut of the decoder.
+Wu et al. (2016), in the form of MLPerf v0.5 and of the PipeDream artifact: half of the LSTM layers are in the encoder,
+1024 wide, with 32,320 token ids, MLPerf's 32,317 padded to a multiple of 8. Attention is computed once, from the first
+decoder layer, and read by all other decoder layers, so it crosses every cut in the decoder.
 
-Inside, time comes first and samples second: [tokens, samples, features].
+Inside, time comes first: [tokens, samples, features].
 """
 
 import torch
@@ -20,7 +20,7 @@ VOCABULARY = 32320
 
 
 class WordEmbedding(nn.Embedding):
-    """An embedding that also puts time first: tokens [samples, tokens] int64 to [tokens, samples, hidden]."""
+    """An embedding that puts time first: maps [samples, tokens] int64 to [tokens, samples, hidden]."""
 
     one_layer = True
 
@@ -30,7 +30,7 @@ class WordEmbedding(nn.Embedding):
 
 
 class LSTMLayer(nn.LSTM):
-    """One LSTM in one direction that hands on its outputs and no states, so that only those cross a cut."""
+    """An LSTM in one direction that returns its outputs without its states, so that only these cross a cut."""
 
     one_layer = True
     weight_ih_l0: nn.Parameter
@@ -39,22 +39,22 @@ class LSTMLayer(nn.LSTM):
     bias_hh_l0: nn.Parameter
 
     def reset_parameters(self) -> None:
-        """Leave the parameters as they are: the whole model is initialised at once."""
+        """Do nothing: `GNMT` initialises all parameters."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # one tensor in, one out
-        """Map [tokens, samples, input] to [tokens, samples, hidden], starting from zeros."""
+        """Map [tokens, samples, input] to [tokens, samples, hidden]; the state starts from zeros."""
         output: torch.Tensor = super().forward(x)[0]
         return output
 
     def step(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take one token: x [rows, input], state [rows, 2, hidden] (output, cell); return the output and the state."""
+        """Compute one token; x: [rows, input], state: [rows, 2, hidden] (output, cell). Return output and state."""
         weights = (self.weight_ih_l0, self.weight_hh_l0, self.bias_ih_l0, self.bias_hh_l0)
         state = torch.stack(torch.lstm_cell(x, state.unbind(1), *weights), 1)
         return state[:, 0], state
 
 
 class BidirectionalLSTM(nn.Module):
-    """Two LSTMs, one of which reads every sentence from its last token; padding reaches neither."""
+    """Two LSTMs, one of which reads every sentence from its last token; padding has no influence on either."""
 
     one_layer = True
 
@@ -63,7 +63,7 @@ class BidirectionalLSTM(nn.Module):
         self.there, self.back = LSTMLayer(hidden_size, hidden_size), LSTMLayer(hidden_size, hidden_size)
 
     def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Map [tokens, samples, hidden] to [tokens, samples, 2 hidden]; zeros in the first half where padding is.
+        """Map [tokens, samples, hidden] to [tokens, samples, 2 hidden]; at padding, the first half is zeros.
 
         Args:
             x: padded on the right.
@@ -78,7 +78,7 @@ class BidirectionalLSTM(nn.Module):
 
 
 class RecurrentAttention(nn.Module):
-    """The first decoder layer: an LSTM, and what each of its outputs attends to in the source."""
+    """The first decoder layer: an LSTM, and the attention of its outputs to the source."""
 
     one_layer = True
 
@@ -90,7 +90,7 @@ class RecurrentAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, memory: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the LSTM's outputs and what each attends to, both [target tokens, samples, hidden].
+        """Return the LSTM's outputs and their attention's, both [target tokens, samples, hidden].
 
         Args:
             x: [target tokens, samples, hidden].
@@ -104,7 +104,7 @@ class RecurrentAttention(nn.Module):
 
 
 class Classifier(nn.Linear):
-    """The product with the target's vocabulary; it puts samples first again."""
+    """The product with the target's vocabulary, which puts samples first again."""
 
     one_layer = True
     tensor_role = (None, "features")
@@ -115,16 +115,17 @@ class Classifier(nn.Linear):
 
 
 class GNMT(Translator):
-    """The translator; see `gnmt8` for its options.
+    """The translator; see `gnmt8` for its options. `name` is the model's, for errors.
 
     Inputs are `source` [samples, source tokens] int64, `source_length` [samples] int64, and `target_in` [samples,
-    target tokens] int64, which starts with BOS. Padding, on the right, influences nothing.
+    target tokens] int64, which starts with BOS. Padding, on the right, has no influence.
     """
 
     beam_size = 5  # MLPerf's
 
     def __init__(
         self,
+        name: str,
         num_layers: int,
         hidden_size: int,
         source_vocabulary: int,
@@ -132,8 +133,16 @@ class GNMT(Translator):
         dropout: float,
         input_dropout: float,
         share_embedding: bool,
+        init_range: float,
     ) -> None:
         super().__init__()
+        vocabularies = {"source_vocabulary": source_vocabulary, "target_vocabulary": target_vocabulary}
+        at_least(1, name, hidden_size=hidden_size)
+        at_least(NUM_SPECIAL, name, **vocabularies)
+        below_one(name, dropout=dropout, input_dropout=input_dropout)
+        more_than(0, name, init_range=init_range)
+        if share_embedding:
+            one_size(name, because="share_embedding", **vocabularies)
         half = num_layers // 2
         self.source_embedder = WordEmbedding(source_vocabulary, hidden_size, padding_idx=PAD)
         self.bidirectional = BidirectionalLSTM(hidden_size)
@@ -146,6 +155,7 @@ class GNMT(Translator):
         self.classifier = Classifier(hidden_size, target_vocabulary)
         self.dropout = nn.Dropout(dropout)
         self.input_dropout = nn.Dropout(input_dropout) if input_dropout else None
+        self._initialise(init_range)
 
     def forward(self, source: torch.Tensor, source_length: torch.Tensor, target_in: torch.Tensor) -> torch.Tensor:
         """Return the logits of every next token: [samples, target tokens, target vocabulary] float."""
@@ -163,6 +173,16 @@ class GNMT(Translator):
         num_layers, hidden_size = 1 + len(self.decoder), self.classifier.in_features
         states = memory.new_zeros(len(source), beam_size, num_layers, 2, hidden_size)
         return (states,), (memory, keys, source_length)
+
+    def _initialise(self, init_range: float) -> None:
+        """Draw all parameters as MLPerf does."""
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -init_range, init_range)
+        for module in self.modules():
+            if isinstance(module, LSTMLayer):
+                nn.init.zeros_(module.bias_hh_l0)  # it is added to the other bias: one of the two is enough
+        nn.init.constant_(self.attention.attention.normalize_scalar, self.classifier.in_features**-0.5)
+        nn.init.zeros_(self.attention.attention.normalize_bias)
 
     def _encode(self, source: torch.Tensor, source_length: torch.Tensor) -> torch.Tensor:
         """Return the memory: [source tokens, samples, hidden]."""
@@ -207,16 +227,16 @@ def gnmt8(
 
     Args:
         hidden_size: width of embeddings and LSTM layers, at least 1.
-        source_vocabulary: tokens of the source's language, at least 4.
-        target_vocabulary: tokens of the target's language, at least 4.
-        dropout: probability before every LSTM layer but the two that read embeddings, in [0, 1).
-        input_dropout: probability before those two. The PipeDream artifact has none there; MLPerf v0.6 has 0.2.
-        share_embedding: one embedding for both languages, as MLPerf; needs equal vocabularies. PipeDream's artifact
-            trains with two and so does the default: in PipeDream's mode stages don't update together, and a shared
-            embedding would put everything between the encoder's start and the decoder's into one of them.
-        init_range: parameters start uniformly between minus this and this, more than 0.
+        source_vocabulary: number of token ids of the source's language, at least 4.
+        target_vocabulary: number of token ids of the target's language, at least 4.
+        dropout: probability of dropping a feature before every LSTM layer but the two that read embeddings, in [0, 1).
+        input_dropout: the same before those two. The PipeDream artifact has none there; MLPerf v0.6 has 0.2.
+        share_embedding: whether both languages have one embedding, as in MLPerf; needs equal vocabularies. PipeDream's
+            artifact has two, as by default: in PipeDream's mode stages don't update together, so a shared embedding
+            would put all layers from the encoder's start to the decoder's into one stage.
+        init_range: parameters are drawn from U(-init_range, init_range); more than 0.
     """
-    return _build(
+    return GNMT(
         "gnmt8", 8, hidden_size, source_vocabulary, target_vocabulary, dropout, input_dropout, share_embedding,
         init_range,
     )  # fmt: skip
@@ -232,41 +252,7 @@ def gnmt16(
     init_range: float = 0.1,
 ) -> GNMT:
     """Build GNMT with eight encoder and eight decoder layers (PipeDream, Table 1: GNMT-16); options as for `gnmt8`."""
-    return _build(
+    return GNMT(
         "gnmt16", 16, hidden_size, source_vocabulary, target_vocabulary, dropout, input_dropout, share_embedding,
         init_range,
     )  # fmt: skip
-
-
-def _build(
-    name: str,
-    num_layers: int,
-    hidden_size: int,
-    source_vocabulary: int,
-    target_vocabulary: int,
-    dropout: float,
-    input_dropout: float,
-    share_embedding: bool,
-    init_range: float,
-) -> GNMT:
-    vocabularies = {"source_vocabulary": source_vocabulary, "target_vocabulary": target_vocabulary}
-    at_least(1, name, hidden_size=hidden_size)
-    at_least(NUM_SPECIAL, name, **vocabularies)
-    below_one(name, dropout=dropout, input_dropout=input_dropout)
-    more_than(0, name, init_range=init_range)
-    if share_embedding:
-        one_size(name, because="share_embedding", **vocabularies)
-    model = GNMT(num_layers, hidden_size, source_vocabulary, target_vocabulary, dropout, input_dropout, share_embedding)
-    _initialise(model, init_range)
-    return model
-
-
-def _initialise(model: GNMT, init_range: float) -> None:
-    """Draw all parameters as MLPerf does."""
-    for parameter in model.parameters():
-        nn.init.uniform_(parameter, -init_range, init_range)
-    for module in model.modules():
-        if isinstance(module, LSTMLayer):
-            nn.init.zeros_(module.bias_hh_l0)  # added to the other bias: one of them is enough
-    nn.init.constant_(model.attention.attention.normalize_scalar, model.classifier.in_features**-0.5)
-    nn.init.zeros_(model.attention.attention.normalize_bias)

@@ -1,6 +1,6 @@
-"""ImageNet-1K (ILSVRC 2012) as folders of JPEG files, one folder per class, with the standard augmentation.
+"""ImageNet-1K (ILSVRC 2012) from folders of JPEG files, one folder per class, with the standard augmentation.
 
-Everything random about a sample derives from (draw, index), so no neighbour, process or order changes it.
+All random numbers for a sample derive from (draw, index), so they don't depend on the minibatch, process or order.
 """
 
 from __future__ import annotations
@@ -16,53 +16,48 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipebench.zoo import metrics
+from pipebench.zoo.images import LabelledImages
 from pipebench.zoo.late import torch
 from pipebench.zoo.options import at_least, check_split
 from pipebench.zoo.places import DATA_VARIABLE, data_folder
-from pipebench.zoo.registry import DataError, Dataset
+from pipebench.zoo.registry import DataError
 
 _FOLDERS = {"train": "train", "eval": "val"}
 _SUFFIXES = (".jpeg", ".jpg", ".png")
-# Mean and standard deviation per channel over ImageNet's training images, as all of torchvision's models use them.
+# Mean and standard deviation per channel over ImageNet's training images, as used by all of torchvision's models.
 PIXEL_MEAN, PIXEL_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Random crops as Szegedy et al. (2015) describe them, section 6: 8% to 100% of the area, ratio 3/4 to 4/3.
 _CROP_AREAS, _CROP_RATIOS, _CROP_TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10
 
 
-class ImageNet(Dataset):
+class ImageNet(LabelledImages):
     """ImageNet; fields `image` and `label`.
 
-    `image`: [samples, 3, image_size, image_size] float32, normalised with the constants above. Training samples are
-    random crops, flipped every other time; held-out ones are resized and cropped in the middle. `label`: [samples]
-    int64, the position of the class's folder in alphabetical order, as in torchvision's ImageFolder.
+    `image`: [samples, 3, image_size, image_size] float32, normalised by the constants above. Training samples are
+    random crops, half of them flipped; held-out ones are resized and cropped in the middle. `label`: [samples] int64,
+    the index of the class's folder in alphabetical order, as in torchvision's ImageFolder.
     """
 
-    inputs: Sequence[str] = ("image",)
-    targets: Sequence[str] = ("label",)
     concurrent = True
 
     def __init__(self, root: str, sizes: Mapping[str, int], image_size: int, resize_size: int, processes: int) -> None:
+        super().__init__((3, image_size, image_size), **sizes)
         self.root = root
-        self.num_classes = sizes["num_classes"]
-        self.num_ids = {"label": sizes["num_classes"]}
-        self._best = [k for k in (1, 5) if k == 1 or k < sizes["num_classes"]]  # of five classes all are among the best
+        self._best = [k for k in (1, 5) if k == 1 or k < sizes["num_classes"]]  # with 5 classes, top5 is always 1
         self.metrics: Mapping[str, str] = {f"top{k}": "max" for k in self._best}
-        self.num_train = sizes["num_train"]
-        self.num_eval = sizes["num_eval"]
         self.image_size = image_size
-        self.image_shape = (3, image_size, image_size)
         self.resize_size = resize_size
         self.loader_processes = processes
 
     def check(self) -> None:
-        """Compare what is on disk with the layout and the sizes expected; decodes no image.
+        """Compare the folders with the expected layout and sizes; decodes no image.
 
         Raises:
-            FileNotFoundError: a folder is missing; says which layout is expected.
-            ValueError: other sizes than the options say; names the option to set.
+            FileNotFoundError: a folder is missing; describes the layout.
+            ValueError: sizes differ from the options; names the option to set.
         """
         folder = data_folder("imagenet", self.root, "train/<class>/*.JPEG and val/<class>/*.JPEG")
-        _listings.cache_clear()  # files may have come since a check before
+        _listings.cache_clear()  # files may have been added since the last check
         listings = _listings(str(folder))
         if listings["train"].classes != listings["eval"].classes:
             odd = sorted(set(listings["train"].classes) ^ set(listings["eval"].classes))
@@ -80,15 +75,10 @@ class ImageNet(Dataset):
                     f"imagenet: {option} is {getattr(self, option)}, but {folder} holds {found}: set it so"
                 )
 
-    def example(self, num_samples: int) -> dict[str, torch.Tensor]:
-        """Return both fields for `num_samples` samples on the meta device; nothing is read."""
-        image = torch.empty(num_samples, 3, self.image_size, self.image_size, device="meta")
-        return {"image": image, "label": torch.empty(num_samples, dtype=torch.int64, device="meta")}
-
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
-        """Return the fields asked for of the samples at `indices`, in that order; labels alone decode no image.
+        """Return fields of the samples at `indices`, in that order; labels alone need no decoded image.
 
         Raises:
             DataError: an image can't be read; names the file.
@@ -103,15 +93,10 @@ class ImageNet(Dataset):
                 fetched[field] = self._images(split, listing, indices, draw)
         return fetched
 
-    def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the summed cross-entropy, a scalar; output: [samples, num_classes] or (logits, auxiliary logits)."""
-        self.check_logits(metrics.main_logits(output), "label")
-        return metrics.classification_loss(output, targets["label"])
-
     def score(self, output: Any, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the numbers of samples whose label has the largest logit, `top1`, or one of five, `top5`.
+        """Return the numbers of samples whose label has the largest logit, `top1`, or one of the five largest, `top5`.
 
-        With at most five classes there is no `top5`.
+        With at most five classes, there is no `top5`.
         """
         logits = metrics.main_logits(output)
         return {f"top{k}": metrics.num_correct(logits, targets["label"], k) for k in self._best}
@@ -139,11 +124,10 @@ def imagenet(
     """Build the data set; reads nothing.
 
     Args:
-        root: folder that holds `train` and `val`, each with a folder of images per class; empty: the folder
-            `imagenet` in the one that PIPEBENCH_DATA names.
-        image_size: height and width of what the model sees, in pixels, at least 1.
-        resize_size: length of the shorter side, in pixels, that held-out images have before the crop in the middle;
-            at least image_size.
+        root: folder with `train` and `val`, each of which has a folder of images per class; empty: `imagenet` in the
+            folder that PIPEBENCH_DATA names.
+        image_size: height and width of the model's images, in pixels, at least 1.
+        resize_size: length of the shorter side of held-out images before the crop, in pixels, at least image_size.
         loader_processes: processes in which an engine decodes images ahead; 0: in its own.
         num_train: training images.
         num_eval: held-out images.
@@ -162,7 +146,7 @@ class Listing(NamedTuple):
 
     folder: str  # that holds the class folders
     classes: tuple[str, ...]  # names of the class folders, in alphabetical order
-    # File names per class, in alphabetical order, joined by null characters: a million strings of their own would take
+    # File names per class, in alphabetical order, joined by null characters: a million separate strings would take
     # 100 MB in every loader process.
     names: tuple[str, ...]
     ends: tuple[int, ...]  # images of the classes up to and including each
@@ -181,13 +165,13 @@ class Listing(NamedTuple):
 
 
 def generator_of(draw: int, index: int) -> torch.Generator:
-    """Return the generator of everything random about one sample in one minibatch."""
+    """Return the generator of all random numbers for a sample, seeded by (draw, index)."""
     digest = hashlib.blake2b(f"{draw} {index}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
 
 
 def random_crop(height: int, width: int, generator: torch.Generator) -> tuple[int, int, int, int]:
-    """Draw the part of an image to train on: torchvision's RandomResizedCrop with a generator of its own.
+    """Draw the part of an image to train on, as torchvision's RandomResizedCrop, but from a given generator.
 
     Returns:
         Top, left, height and width, in pixels, within the image.
@@ -201,15 +185,15 @@ def random_crop(height: int, width: int, generator: torch.Generator) -> tuple[in
         if 0 < crop_width <= width and 0 < crop_height <= height:
             top, left = int(top_draw * (height - crop_height + 1)), int(left_draw * (width - crop_width + 1))
             return top, left, crop_height, crop_width
-    # Ten times too wide or too high: as much of the middle as the ratios allow.
+    # All tries were too wide or too high: take as much of the middle as the ratios allow.
     crop_width = min(width, max(1, round(height * _CROP_RATIOS[1])))
     crop_height = min(height, max(1, round(width / _CROP_RATIOS[0])))
     return (height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width
 
 
 def augmented(picture: Any, size: int, generator: torch.Generator) -> torch.Tensor:
-    """Return a random crop of a PIL image, flipped every other time: [3, size, size] float32, normalised."""
-    from torchvision.transforms.v2 import functional  # late: it takes a second to import
+    """Return a random crop of a PIL image, flipped with probability 1/2: [3, size, size] float32, normalised."""
+    from torchvision.transforms.v2 import functional  # here, since it takes a second
 
     crop = random_crop(picture.height, picture.width, generator)
     picture = functional.resized_crop(picture, *crop, [size, size], antialias=True)
@@ -219,7 +203,7 @@ def augmented(picture: Any, size: int, generator: torch.Generator) -> torch.Tens
 
 
 def centred(picture: Any, size: int, resize_size: int) -> torch.Tensor:
-    """Return the middle of a PIL image whose shorter side becomes `resize_size`: as `augmented`, nothing random."""
+    """Return the middle of a PIL image resized to a shorter side of `resize_size`: shape and dtype as `augmented`."""
     from torchvision.transforms.v2 import functional
 
     picture = functional.resize(picture, [resize_size], antialias=True)
@@ -239,8 +223,8 @@ def _decoded(path: str) -> Any:
 
     try:
         with Image.open(path) as picture:
-            return picture.convert("RGB")  # some of ImageNet's are grey, CMYK or PNG
-    except Exception as error:  # of many classes
+            return picture.convert("RGB")  # some of ImageNet's files are grey, CMYK or PNG
+    except Exception as error:  # PIL raises many classes
         raise DataError(f"imagenet: {path} can't be read as an image") from error
 
 
@@ -248,7 +232,7 @@ def _scan(folder: Path) -> Listing:
     """List a split's images.
 
     Raises:
-        FileNotFoundError: not the layout expected.
+        FileNotFoundError: the folder hasn't the expected layout.
     """
     expected = f"{folder.parent}/train/<class>/*.JPEG and {folder.parent}/val/<class>/*.JPEG"
     hint = f"set dataset.root or {DATA_VARIABLE} to where they are"
@@ -267,5 +251,5 @@ def _scan(folder: Path) -> Listing:
 
 @lru_cache(maxsize=4)
 def _listings(folder: str) -> dict[str, Listing]:
-    """List both splits' images once per process, and so before loader processes begin, which have what it has."""
+    """List both splits' images; cached, so that loader processes, which are forked afterwards, have the listings."""
     return {split: _scan(Path(folder, name)) for split, name in _FOLDERS.items()}

@@ -1,4 +1,4 @@
-"""Inception-v3 of Szegedy et al. (2016): torchvision's layers and parameter names, at any width and image size."""
+"""Inception-v3 of Szegedy et al. (2016), with torchvision's layers and parameter names, at any width and image size."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -10,10 +10,10 @@ from torch import nn
 from pipebench.zoo.options import at_least, below_one
 
 _SMALLEST_IMAGE = 75  # leaves a map of 1x1 before the average pool
-_STEPS = 16  # every channel count of the network is a multiple of it
+_STEPS = 16  # divides all numbers of channels
 _AUXILIARY_KERNEL = 5
-# Of the initial weights. Differs: torchvision says 0.01 of the block around its auxiliary head's second convolution,
-# and so that convolution begins with 0.1.
+# Standard deviations of initial weights. Differs: torchvision sets 0.01 on the block around the auxiliary head's second
+# convolution, where it has no effect, so that the convolution begins with 0.1 there.
 _STD, _AUXILIARY_CONVOLUTION_STD, _AUXILIARY_LINEAR_STD = 0.1, 0.01, 0.001
 _BEFORE_HEAD = (
     *("Conv2d_1a_3x3", "Conv2d_2a_3x3", "Conv2d_2b_3x3", "maxpool1", "Conv2d_3b_1x1", "Conv2d_4a_3x3", "maxpool2"),
@@ -23,9 +23,10 @@ _AFTER_HEAD = ("Mixed_7a", "Mixed_7b", "Mixed_7c", "avgpool", "dropout")
 
 
 class AuxiliaryHead(nn.Module):
-    """The classifier that reads the middle of the network; x: [samples, in_channels, map_size, map_size].
+    """The auxiliary classifier in the middle of the network; x: [samples, channels, map_size, map_size].
 
-    Differs: on maps smaller than the 17x17 of 299-pixel images, the pool and the second convolution shrink with them.
+    Differs: for maps smaller than the 17x17 of 299-pixel images, the pool's and the second convolution's kernels are
+    smaller, too.
     """
 
     def __init__(self, convolution: Any, map_size: int, width: float, num_classes: int) -> None:
@@ -47,8 +48,8 @@ class AuxiliaryHead(nn.Module):
 class InceptionV3(nn.Module):
     """Inception-v3; x: [samples, channels, height, width] float32.
 
-    Differs: torchvision's leaves the auxiliary head out in evaluation. Here the head is always computed: a traced
-    graph has one form, and what it returns doesn't depend on the mode.
+    Differs: torchvision's model leaves out the auxiliary head in evaluation. Here it is always computed, so that the
+    outputs, and the traced graph, don't depend on the mode.
     """
 
     def __init__(self, parts: Mapping[str, nn.Module]) -> None:
@@ -75,11 +76,11 @@ def inception_v3(
     in_channels: int = 3,
     image_size: int = 299,
 ) -> InceptionV3:
-    """Build Inception-v3; with the default options it is torchvision's, but for one layer's first weights.
+    """Build Inception-v3; with the default options it is torchvision's, but for one layer's initial weights.
 
     Args:
-        width: multiplies every hidden channel count; a multiple of 1/16, so that every count stays whole.
-        aux_logits: with the auxiliary head; its loss, times 0.4, is part of every loss, `eval_loss` too.
+        width: multiplies the numbers of hidden channels; a multiple of 1/16, so that these stay whole.
+        aux_logits: whether there is the auxiliary head; its loss times 0.4 is part of all losses, `eval_loss` included.
         dropout: probability of dropping a feature before the last linear layer, below 1.
         num_classes: number of logits, at least 1.
         in_channels: channels of the images, at least 1.
@@ -99,8 +100,11 @@ def inception_v3(
 def _parts(
     width: float, dropout: float, num_classes: int, in_channels: int, auxiliary_map: int | None
 ) -> dict[str, nn.Module]:
-    """Return the network's modules by name, in torchvision's order; `auxiliary_map` is None without that head."""
-    from torchvision.models import Inception3, inception  # late: it takes a second to import
+    """Return the network's modules by name, in torchvision's order.
+
+    `auxiliary_map` is the height and width of the map that the auxiliary head reads; None: there is no such head.
+    """
+    from torchvision.models import Inception3, inception  # here, since it takes a second
 
     def convolution(inputs: int, outputs: int, **options: Any) -> nn.Module:
         made: nn.Module = inception.BasicConv2d(max(1, round(inputs * width)), round(outputs * width), **options)
@@ -122,7 +126,7 @@ def _parts(
 
 
 def _map_size(image_size: int) -> int:
-    """Return height and width of the map that the auxiliary head reads."""
+    """Return the height and width of the map that the auxiliary head reads, in pixels."""
     size = (image_size - 3) // 2 + 1  # Conv2d_1a
     size = (size - 2 - 3) // 2 + 1  # Conv2d_2a, maxpool1
     size = (size - 2 - 3) // 2 + 1  # Conv2d_4a, maxpool2

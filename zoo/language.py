@@ -1,4 +1,4 @@
-"""What the language-modelling data sets share: one long text in chunks, cross-entropy, perplexity."""
+"""The base of language-modelling data sets: one long text in chunks, cross-entropy, perplexity."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from pipebench.zoo.options import SPLITS, at_least, check_split
 from pipebench.zoo.registry import Dataset
 
 UNKNOWN, END = "<unk>", "<eos>"
-NOTHING = -1  # the target where there is none
+NOTHING = -1  # the target of padding
 
 
 class Text(Dataset):
-    """A text as chunks of `bptt` tokens, each the continuation of the one before it.
+    """A text as chunks of `bptt` tokens, each of which continues the one before it.
 
-    Chunk i holds tokens i * bptt to (i + 1) * bptt, excluded; its targets are the tokens after them. So every token
-    but a split's first is predicted exactly once. The last chunk is padded, and so is every chunk after it:
-    inputs with token 0, targets with -1.
+    Chunk i has the tokens [i * bptt, (i + 1) * bptt); its targets are the tokens after these. So every token but a
+    split's first is predicted exactly once. The last chunk is padded, and chunks after it are padding only: inputs with
+    token 0, targets with -1.
 
-    `tokens`: [samples, bptt] int64; `next_tokens`: [samples, bptt] int64.
+    Fields: `tokens` and `next_tokens`, both [samples, bptt] int64.
 
     Attributes:
-        name: in the registry, for messages.
-        bptt: tokens of a chunk: how far backpropagation through time reaches.
-        num_tokens: declared tokens of the splits `train` and `eval`.
-        num_ids: how many different ids both fields have: the vocabulary.
+        name: in the registry, for errors.
+        bptt: tokens of a chunk, through which backpropagation through time reaches.
+        num_tokens: declared numbers of tokens of the splits `train` and `eval`.
+        num_ids: the vocabulary's size, for both fields.
     """
 
     inputs: Sequence[str] = ("tokens",)
@@ -53,7 +53,7 @@ class Text(Dataset):
 
     @abstractmethod
     def text(self, split: str) -> torch.Tensor:
-        """Return the ids of a split's tokens, [num_tokens[split]] int64; read once, shared, not to be written to."""
+        """Return the ids of a split's tokens, [num_tokens[split]] int64. Callers must not change the tensor."""
 
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
         """Return both fields for `num_samples` chunks on the meta device; the text isn't read."""
@@ -63,12 +63,12 @@ class Text(Dataset):
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
-        """Return the fields asked for of the chunks at `indices`, in that order; past the end of the text, padding."""
+        """Return fields of the chunks at `indices`, in that order; chunks after the text's end are padding."""
         check_split(self.name, split)
         text = self.text(split)
         starts = torch.as_tensor(indices, dtype=torch.int64).unsqueeze(1) * self.bptt
         positions = starts + torch.arange(self.bptt)
-        there = positions < len(text) - 1  # a last token has nothing after it to predict
+        there = positions < len(text) - 1  # the last token has no next one to predict
         here = positions.where(there, 0)
         fetched = {}
         if "tokens" in fields:
@@ -78,7 +78,7 @@ class Text(Dataset):
         return {field: fetched[field] for field in fields}
 
     def weight(self, split: str, indices: Sequence[int]) -> float:
-        """Return the number of targets in the chunks; the text isn't read."""
+        """Return the number of targets in the chunks, padding left out; the text isn't read."""
         check_split(self.name, split)
         last = self.num_tokens[split] - 1
         return float(sum(min(max(last - index * self.bptt, 0), self.bptt) for index in indices))
@@ -86,31 +86,30 @@ class Text(Dataset):
     def loss(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the cross-entropy in nats, summed over the targets; output: [samples, bptt, vocabulary] float."""
         self.check_logits(output, "next_tokens")
-        labels = targets["next_tokens"].flatten()
-        return torch.nn.functional.cross_entropy(output.flatten(0, 1), labels, ignore_index=NOTHING, reduction="sum")
+        return metrics.token_cross_entropy(output, targets["next_tokens"], NOTHING)
 
     def score(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the summed cross-entropy in nats, of which `summarise` makes the perplexity."""
+        """Return the summed cross-entropy in nats, from which `summarise` computes the perplexity."""
         return {"cross_entropy": self.loss(output, targets)}
 
     def summarise(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
-        """Return the perplexity: e to the mean cross-entropy of the targets; infinite if it exceeds a float."""
+        """Return the perplexity: e to the power of the mean cross-entropy of the targets."""
         return {"perplexity": metrics.perplexity(sums["cross_entropy"] / weight)}
 
 
 def most_frequent(words: Iterable[str], size: int) -> dict[str, int]:
-    """Return the ids of the `size` most frequent words, given or counted, `<unk>` and `<eos>` always among them.
+    """Return the ids of the `size` most frequent words; `<unk>` and `<eos>` are always among them.
 
-    Ids go by frequency, then by the alphabet, so that they depend on nothing else.
+    Ids are in order of frequency, then in alphabetical order. `words` are a text, or a `Counter` of its words.
     """
     counts = Counter(words)
     special = [UNKNOWN, END]
     ordered = sorted((word for word in counts if word not in special), key=lambda word: (-counts[word], word))
-    kept = sorted([*special, *ordered[: size - len(special)]], key=lambda word: (-counts[word], word))
-    return {word: index for index, word in enumerate(kept)}
+    chosen = sorted([*special, *ordered[: size - len(special)]], key=lambda word: (-counts[word], word))
+    return {word: index for index, word in enumerate(chosen)}
 
 
 def encode(words: Sequence[str], vocabulary: Mapping[str, int]) -> torch.Tensor:
-    """Return the ids of the words, [len(words)] int64; words outside the vocabulary have the id of `<unk>`."""
+    """Return the ids of the words, [len(words)] int64; other words than the vocabulary's have the id of `<unk>`."""
     ids = map(vocabulary.get, words, repeat(vocabulary[UNKNOWN]))
     return torch.from_numpy(numpy.fromiter(ids, numpy.int64, len(words)))

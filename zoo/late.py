@@ -1,7 +1,7 @@
-"""What is imported late: torch, when something of it is first used, and packages that few need.
+"""Late imports: of torch, at its first use, and of optional packages.
 
-What a data set is doesn't need torch, what it holds does; checking a recipe and planning from a cached profile take a
-tenth of the time of torch's import.
+To describe a data set (its sizes, fields and metrics), torch isn't needed; to fetch samples it is. Checking a recipe
+and planning from a cached profile, which need descriptions only, take a tenth of the time of torch's import.
 """
 
 import importlib
@@ -16,7 +16,7 @@ else:
     class _Torch:
         def __getattr__(self, attribute: str) -> Any:
             found = getattr(importlib.import_module("torch"), attribute)
-            setattr(self, attribute, found)  # the next time it is simply there
+            setattr(self, attribute, found)  # so that this method isn't called again for it
             return found
 
     torch = _Torch()
@@ -24,7 +24,7 @@ else:
 
 @contextmanager
 def optional(user: str, package: str) -> Iterator[None]:
-    """Import, inside, an optional package that `user` needs.
+    """Surround an import of an optional package that `user`, a data set or metric, needs.
 
     Raises:
         ImportError: the package is missing; says how to install it.

@@ -1,4 +1,4 @@
-"""Where every line of a large text file starts and how many tokens it has, found in one pass over its bytes."""
+"""An index of a large text file: the start and the number of tokens of every line, found in one pass over its bytes."""
 
 import io
 import os
@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy
 import numpy.typing as npt
 
-_BLOCK_BYTES = 1 << 24  # 16 MiB at a time: the file is larger than memory should be
+_BLOCK_BYTES = 1 << 24  # 16 MiB are read at a time, since the file may be larger than memory
 _NEWLINE, _SPACE = 10, 32
-_CONTROL = range(9, 14)  # tab to carriage return: what `bytes.split` splits at, besides the space
+_CONTROL = range(9, 14)  # tab to carriage return, at which `bytes.split` splits, besides the space
 
 Integers = npt.NDArray[numpy.int64]
 
@@ -21,7 +21,7 @@ class LineIndex:
     """The lines of a file, or some of them."""
 
     starts: Integers  # [lines] int64, byte offset of each line's first byte
-    counts: Integers  # [lines] int64, tokens of each line: as many as `bytes.split` finds
+    counts: Integers  # [lines] int64, number of tokens of each line, by `bytes.split`
 
     def take(self, rows: Integers) -> "LineIndex":
         """Return the index of some of the lines."""
@@ -29,13 +29,14 @@ class LineIndex:
 
 
 def scan(path: Path) -> LineIndex:
-    """Return the index of a file's lines; the last one needs no newline.
+    """Return the index of a file's lines, the last of which needs no newline.
 
     Raises:
         OSError: the file can't be read.
     """
     starts, counts = [numpy.zeros(1, numpy.int64)], []
-    read, before_is_blank, unfinished = 0, True, 0  # the last: tokens of the line that a block breaks off
+    read, before_is_blank = 0, True
+    unfinished = 0  # tokens so far of the line at the end of the last block
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
             codes = numpy.frombuffer(block, numpy.uint8)
@@ -48,7 +49,7 @@ def scan(path: Path) -> LineIndex:
             starts.append(newlines + read + 1)
             read, before_is_blank, unfinished = read + len(block), bool(blank[-1]), int(per_line[-1])
     lines = numpy.concatenate(starts)
-    if lines[-1] == read:  # what follows the last newline is no line
+    if lines[-1] == read:  # nothing follows the last newline
         lines = lines[:-1]
     else:
         counts.append(numpy.array([unfinished]))
@@ -56,7 +57,7 @@ def scan(path: Path) -> LineIndex:
 
 
 def read_lines(path: Path, starts: Integers) -> list[bytes]:
-    """Return the lines that start at these bytes, in this order, without their newlines."""
+    """Return the lines that start at these bytes, in this order, without newlines."""
     found = []
     with path.open("rb") as file:
         for start in starts.tolist():
@@ -66,7 +67,7 @@ def read_lines(path: Path, starts: Integers) -> list[bytes]:
 
 
 def fingerprint(path: Path) -> str:
-    """Return what changes when a file does: its place, size and time of change.
+    """Return a text that changes when a file does: its path, size and modification time.
 
     Raises:
         OSError: there is no such file.
@@ -84,12 +85,10 @@ def to_bytes(*indices: LineIndex) -> bytes:
 
 
 def from_file(path: Path, number: int) -> tuple[LineIndex, ...] | None:
-    """Return so many indices, of which `to_bytes` made a file's content; None if it isn't there or isn't whole."""
+    """Return the indices, so many, in a file written by `to_bytes`; None if it is missing or damaged."""
     try:
-        with (
-            path.open("rb") as file,
-            numpy.load(file, allow_pickle=False) as kept,
-        ):  # its archive checks every array's checksum
-            return tuple(LineIndex(kept[f"starts{i}"], kept[f"counts{i}"]) for i in range(number))
+        # Reading an array compares it with its checksum in the archive.
+        with path.open("rb") as file, numpy.load(file, allow_pickle=False) as found:
+            return tuple(LineIndex(found[f"starts{i}"], found[f"counts{i}"]) for i in range(number))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None

@@ -1,6 +1,7 @@
-"""Losses and metrics by name, of a model's output and the samples' target, and losses that a model computes itself.
+"""Losses and metrics for `DatasetPair`, by name: functions of a model's output and of the samples' target.
 
-Each returns the mean over the samples, or one number per sample: `DatasetPair` makes sums of them.
+Each returns the mean over the samples, or one number per sample; `DatasetPair` turns both into sums. A model may also
+compute the loss itself.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,14 +18,14 @@ Measure = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of an output and a target."""
+    """A metric: its function, and which values are better."""
 
-    function: Measure  # returns its mean over the samples, or one number per sample
-    best: str  # `max` or `min`, whichever is better
+    function: Measure  # of output and target
+    best: str  # `max` or `min`
 
 
 def plain_output(output: Any) -> Any:
-    """Return a model's output as a dict where it is another mapping, or an object with a `loss`."""
+    """Return a model's output; as a dict if it is a mapping, or an object with an attribute `loss`."""
     if isinstance(output, Mapping):
         return dict(output)
     held = getattr(output, "__dict__", {})
@@ -32,7 +33,7 @@ def plain_output(output: Any) -> Any:
 
 
 def loss_of_model(output: Any, target: Any) -> Any:
-    """Return the loss that a model computes itself: its output, or the output's `loss`, or its first part."""
+    """Return the loss that a model computes itself: its output, the output's `loss`, or the output's first part."""
     parts = plain_output(output)
     if isinstance(parts, dict) and "loss" in parts:
         return parts["loss"]
@@ -48,7 +49,7 @@ def loss_of_model(output: Any, target: Any) -> Any:
 
 
 def beside_loss(output: Any) -> Any:
-    """Return what a model puts out beside its loss: alone, or in a dict or tuple."""
+    """Return the other parts of an output that has a loss: the part, if there is one, or a dict or tuple of them."""
     parts = plain_output(output)
     if isinstance(parts, dict):
         rest: Any = {name: part for name, part in parts.items() if name != "loss" and part is not None}
@@ -59,12 +60,12 @@ def beside_loss(output: Any) -> Any:
 
 
 def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return every sample's cross-entropy; output: [samples, classes, ...], target: class numbers or probabilities."""
+    """Return every sample's cross-entropy; output: [samples, classes, ...], target: class indices or probabilities."""
     return _per_sample(nn.functional.cross_entropy(output, target, reduction="none"))
 
 
 def squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return every sample's mean squared error; output and target have one shape."""
+    """Return every sample's mean squared error; output and target must have the same shape."""
     if output.shape != target.shape:
         raise ValueError(f"the output's shape is {list(output.shape)} and the target's {list(target.shape)}")
     return _per_sample(nn.functional.mse_loss(output, target, reduction="none"))
@@ -72,12 +73,15 @@ def squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Top:
-    """Whether a sample's class is among its k largest outputs; a class, since a closure can't be sent to processes."""
+    """Whether a sample's class is among its k largest outputs.
+
+    This is a class with `__call__`, since a closure can't be pickled for other processes.
+    """
 
     k: int
 
     def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return one bool per sample; output: [samples, classes], target: class numbers."""
+        """Return one bool per sample; output: [samples, classes], target: class indices."""
         if output.dim() < 2 or output.shape[1] <= self.k:  # the class is always among all outputs
             given = list(output.shape)
             raise ValueError(f"top{self.k} needs an output per class, {self.k + 1} at least, and is given {given}")

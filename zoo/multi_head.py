@@ -1,8 +1,8 @@
-"""Multi-head attention, operator by operator: what Transformer, BERT and GPT-2 are made of, every operator a layer.
+"""Multi-head attention for Transformer, BERT and GPT-2, every operator a layer.
 
-Vaswani et al. (2017), "Attention is all you need", section 3.2 and figure 2. The products with the heads' matrices put
-their results where the next product reads them, so that no layer does nothing but change a shape. What is hidden from
-a query is computed where it is hidden, from the model's input: no mask crosses a cut.
+Vaswani et al. (2017), "Attention is all you need", section 3.2 and figure 2. The projections put out their results in
+the layout that the next product reads, so that no layer only changes a shape. Masks are computed where they are used,
+from the model's inputs, so that no mask crosses a cut.
 """
 
 import torch
@@ -11,14 +11,20 @@ from torch import nn
 from pipebench.zoo.attention import NEVER
 
 
+def check_heads(name: str, width: int, num_heads: int) -> None:
+    """Raise a ValueError unless the width of the model of this name is a multiple of the number of heads."""
+    if width % num_heads:
+        raise ValueError(f"{name}: width is {width}, allowed is a multiple of num_heads, {num_heads}")
+
+
 class Heads(nn.Linear):
-    """The matrices of all heads for the queries, the keys or the values.
+    """The projection to queries, keys or values, of all heads.
 
     Args:
-        width: of the model.
+        width: features of a token.
         num_heads: divides `width`.
-        bias: whether each has one; the paper's haven't.
-        features_first: keys stand as columns, ready to be multiplied with.
+        bias: whether the projection has one; the paper's hasn't.
+        features_first: put out features before tokens, as keys are multiplied.
     """
 
     one_layer = True
@@ -36,7 +42,7 @@ class Heads(nn.Linear):
 
 
 class Joined(nn.Linear):
-    """The heads side by side, and the matrix after them."""
+    """The projection of all heads' outputs side by side."""
 
     one_layer = True
     tensor_role = ("heads", None)
@@ -47,40 +53,40 @@ class Joined(nn.Linear):
 
 
 class HidePadding(nn.Module):
-    """Makes the scores of padding so low that their weights are exactly 0."""
+    """Masks padding: its scores become so low that their softmax is exactly 0."""
 
     one_layer = True
     tensor_role = ("heads", "heads")
 
     def forward(self, scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Return the scores, [samples, heads, queries, tokens]; lengths: tokens before the padding, [samples] int64."""
+        """Return masked scores, [samples, heads, queries, tokens]; lengths: tokens before padding, [samples] int64."""
         is_padding = torch.arange(scores.shape[3], device=scores.device) >= lengths.unsqueeze(1)
         return scores.masked_fill(is_padding[:, None, None], NEVER)
 
 
 class HideFuture(nn.Module):
-    """Makes the scores of tokens after a query so low that their weights are exactly 0; the last query sees all."""
+    """Masks the tokens after each query: their scores become so low that their softmax is exactly 0."""
 
     one_layer = True
     tensor_role = ("heads", "heads")
 
     def forward(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores, [samples, heads, queries, tokens]; queries are the last of the tokens."""
+        """Return masked scores, [samples, heads, queries, tokens]; the queries are the last of the tokens."""
         num_queries, num_tokens = scores.shape[2:]
         last_seen = torch.arange(num_tokens - num_queries, num_tokens, device=scores.device).unsqueeze(1)
         return scores.masked_fill(torch.arange(num_tokens, device=scores.device) > last_seen, NEVER)
 
 
 class MultiHeadAttention(nn.Module):
-    """Ten layers: three products with matrices, scores, scale, hiding, softmax, dropout, mean, product with a matrix.
+    """Multi-head attention, ten layers: three projections, scores, scale, mask, softmax, dropout, mean, projection.
 
     Args:
-        width: of the model.
+        width: features of a token.
         num_heads: divides `width`.
-        dropout: probability of dropping a weight. The Transformer's paper doesn't mention it; its authors' code and
-            BERT have it.
-        hide: makes scores of what a query mustn't see low; gets what `forward` gets as `hidden_by`.
-        bias: whether the products have one.
+        dropout: probability of dropping an attention weight. The Transformer's paper doesn't mention it; its authors'
+            code and BERT have it.
+        hide: masks scores; gets them and `hidden_by` of `forward`.
+        bias: whether the projections have one.
     """
 
     def __init__(self, width: int, num_heads: int, dropout: float, hide: nn.Module, *, bias: bool = False) -> None:
@@ -95,20 +101,20 @@ class MultiHeadAttention(nn.Module):
         self.scale = (width // num_heads) ** -0.5
 
     def forward(self, x: torch.Tensor, memory: torch.Tensor, *hidden_by: torch.Tensor) -> torch.Tensor:
-        """Return what x, [samples, queries, width], attends to in the memory, [samples, tokens, width]."""
+        """Return [samples, queries, width], given x of that shape and the memory, [samples, tokens, width]."""
         return self.attend(self.query(x), self.key(memory), self.value(memory), *hidden_by)
 
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *hidden_by: torch.Tensor
     ) -> torch.Tensor:
-        """Return [samples, queries, width] from what `query`, `key` and `value` make."""
+        """Return [samples, queries, width] from the results of `query`, `key` and `value`."""
         scores = self.hide(torch.matmul(queries, keys) * self.scale, *hidden_by)
         attended: torch.Tensor = self.output(torch.matmul(self.dropout(self.softmax(scores)), values))
         return attended
 
 
 class AddLearntPositions(nn.Module):
-    """Adds a learnt vector to every position, of which there are `max_tokens` at most."""
+    """Adds a learnt vector to each of at most `max_tokens` positions."""
 
     one_layer = True
 
@@ -120,7 +126,7 @@ class AddLearntPositions(nn.Module):
         """Return x, [samples, tokens, width], plus the vectors of its positions.
 
         Raises:
-            ValueError: there are fewer of them than tokens.
+            ValueError: x has more than `max_tokens` tokens.
         """
         if x.shape[1] > len(self.weight):
             raise ValueError(f"the text has {x.shape[1]} tokens and the model {len(self.weight)} positions")
@@ -128,7 +134,7 @@ class AddLearntPositions(nn.Module):
 
 
 class AddNorm(nn.Module):
-    """What stands around every sub-layer: dropout of what it gives, the sum with what it read, normalised."""
+    """The residual connection around a sub-layer: dropout of its output, the sum with its input, LayerNorm."""
 
     def __init__(self, width: int, dropout: float, epsilon: float = 1e-5) -> None:
         super().__init__()
@@ -136,6 +142,9 @@ class AddNorm(nn.Module):
         self.norm = nn.LayerNorm(width, epsilon)
 
     def forward(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        """Return the sum of x and what the sub-layer has given for it, normalised; all [samples, tokens, width]."""
+        """Return LayerNorm(x + dropout(given)), x being the sub-layer's input and `given` its output.
+
+        All are [samples, tokens, width].
+        """
         normalised: torch.Tensor = self.norm(x + self.dropout(given))
         return normalised

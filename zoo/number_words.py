@@ -1,7 +1,7 @@
 """Numbers in English and German words, a translation task without a download: `twenty-one` is `einundzwanzig`.
 
-The grammar is real, the vocabulary small: German swaps tens and units and writes every number below a million as one
-word, so that a model has to learn an order and to work on pieces of words. The words come from the package num2words.
+The grammar is real, the vocabulary small. German swaps tens and units, and writes every number below a million as one
+word, so a model must learn an order, and work on pieces of words. The words are from the package num2words.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pipebench.zoo.translation import SIDES, Translation, TranslationOptions
 
 _LANGUAGES = {"source": "en", "target": "de"}
 _MOST_NUMBERS = 1_000_000  # from a million on, German needs several words
-_LEAST_VOCABULARY = 48  # below it there is hardly a piece of two letters
+_LEAST_VOCABULARY = 48  # with fewer tokens, hardly any has two letters
 
 
 class NumberWords(Translation):
     """English number words and their German ones; fields as in `Translation`, every minibatch of one shape.
 
-    BLEU is computed on characters: on words it would be 0 for ever, since a German number is a single word and has no
-    four in a row.
+    BLEU is computed on characters. On words it would always be 0, since it needs four words in a row, and a German
+    number is one word.
     """
 
     def __init__(self, options: TranslationOptions, numbers: int, split_seed: int) -> None:
@@ -37,7 +37,7 @@ class NumberWords(Translation):
         super().check()
         for side in SIDES:
             columns = getattr(self.options, f"{side}_columns")
-            framed = 1 + (side == "source")  # a target row holds begin or end, a source both
+            framed = 1 + (side == "source")  # a target has begin or end, a source both
             longest = max(len(row) for rows in _encoded(side, self._selection).values() for row in rows) + framed
             if longest > columns:
                 raise ValueError(
@@ -71,18 +71,18 @@ def number_words(
     num_scored: int = 0,
     split_seed: int = 0,
 ) -> NumberWords:
-    """Build the data set; reads nothing and needs no package yet.
+    """Build the data set; reads nothing, and needs no package.
 
     Args:
-        numbers: pairs are drawn from 0 to this, excluded; at most a million.
-        num_train: numbers to train on; their words, in both languages, are what the byte-pair encoding is learnt on.
+        numbers: pairs are drawn from the numbers from 0 to this, excluded; at most a million.
+        num_train: numbers to train on; the byte-pair encoding is learnt from their words in both languages.
         num_eval: other numbers, held out.
         vocabulary: most tokens of the shared encoding, the special ones included.
-        source_columns: width of `source`; the longest number with begin and end has to fit.
-        target_columns: width of `target_in` and `target_out`; the longest number with its end has to fit.
+        source_columns: width of `source`; the longest number must fit with begin and end.
+        target_columns: width of `target_in` and `target_out`; the longest number must fit with its end.
         label_smoothing: share of the probability that is spread evenly over the vocabulary, from 0 to below 1.
         num_scored: held-out numbers that BLEU is computed on; 0: all.
-        split_seed: which numbers are drawn and which of them are held out.
+        split_seed: seed of the draw of numbers, and of the split.
     """
     if not num_train + num_eval <= numbers <= _MOST_NUMBERS:
         raise ValueError(
@@ -100,7 +100,7 @@ def number_words(
 
 @dataclass(frozen=True)
 class _Selection:
-    """What determines the numbers and their encoding."""
+    """All that the drawn numbers and their encoding depend on: a key of caches."""
 
     numbers: int
     num_train: int

@@ -1,4 +1,4 @@
-"""Refusals of options out of their range, in one wording: whose option, what was given, what is allowed."""
+"""Checks of options' ranges, with one wording of errors: whose option, the value given, the values allowed."""
 
 from collections.abc import Collection
 
@@ -6,10 +6,16 @@ SPLITS = ("train", "eval")  # of every data set
 
 
 def at_least(smallest: float, of: str, why: str = "", /, **options: float) -> None:
-    """Refuse options less than `smallest`, of a model, say; `why` says in brackets what needs so many.
+    """Check that options are at least `smallest`.
+
+    Args:
+        smallest: the least value allowed.
+        of: the model or data set that has the options.
+        why: what needs so many, for the message.
+        options: values by name.
 
     Raises:
-        ValueError: names the first that is less.
+        ValueError: names the first option that is less.
     """
     for name, value in options.items():
         if value < smallest:
@@ -17,48 +23,42 @@ def at_least(smallest: float, of: str, why: str = "", /, **options: float) -> No
 
 
 def more_than(bound: float, of: str, why: str = "", /, **options: float) -> None:
-    """Refuse options that are a bound or less; see `at_least`.
-
-    Raises:
-        ValueError: names the first.
-    """
+    """Check that options are more than `bound`; arguments and errors as for `at_least`."""
     for name, value in options.items():
         if value <= bound:
             raise ValueError(f"{of}: {name} is {value}, allowed is more than {bound}{why and f' ({why})'}")
 
 
 def below_one(of: str, /, **options: float) -> None:
-    """Refuse probabilities that are not from 0 to below 1; see `at_least`.
-
-    Raises:
-        ValueError: names the first.
-    """
+    """Check that probabilities are at least 0 and less than 1; arguments and errors as for `at_least`."""
     for name, value in options.items():
         if not 0 <= value < 1:
             raise ValueError(f"{of}: {name} is {value}, allowed is 0 to below 1")
 
 
 def one_of(allowed: Collection[str], of: str, /, **options: str) -> None:
-    """Refuse options that are none of some words; see `at_least`.
-
-    Raises:
-        ValueError: names the first.
-    """
+    """Check that options are among the `allowed` words; arguments and errors as for `at_least`."""
     for name, value in options.items():
         if value not in allowed:
             raise ValueError(f"{of}: {name} is {value!r}, allowed are {', '.join(allowed)}")
 
 
 def check_split(of: str, split: str) -> None:
-    """Refuse what is none of `SPLITS`; see `at_least`."""
+    """Check that a split is one of `SPLITS`; errors as for `at_least`."""
     one_of(SPLITS, of, split=split)
 
 
 def one_size(of: str, *, because: str, source_vocabulary: int, target_vocabulary: int) -> None:
-    """Refuse a model's vocabularies of unequal sizes where one embedding is shared, `because` of a true option.
+    """Check that a model's vocabularies have equal sizes.
+
+    Args:
+        of: the model.
+        because: the option, which is true, that makes them share an embedding.
+        source_vocabulary: number of token ids.
+        target_vocabulary: number of token ids.
 
     Raises:
-        ValueError: they are unequal.
+        ValueError: the sizes differ.
     """
     if source_vocabulary != target_vocabulary:
         raise ValueError(

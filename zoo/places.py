@@ -1,4 +1,4 @@
-"""Where files lie: a data set's folder, the user's cache, and how to write a file so that it's whole or not there."""
+"""Places of files: a data set's folder and the user's cache; and writing a file whole or not at all."""
 
 import os
 from pathlib import Path
@@ -9,13 +9,15 @@ DATA_VARIABLE = "PIPEBENCH_DATA"
 
 
 def data_folder(dataset: str, root: str, holds: str = "") -> Path:
-    """Return the folder a data set is read from; needn't exist.
+    """Return the folder that a data set is read from; it needn't exist.
 
-    It is `root`; where that is empty, the folder of the data set's name in the one that PIPEBENCH_DATA names. `holds`
-    is what is expected in it, for the message.
+    Args:
+        dataset: the data set's name.
+        root: the folder; empty: the folder of the data set's name inside of that named by PIPEBENCH_DATA.
+        holds: the files expected in it, for the message.
 
     Raises:
-        FileNotFoundError: neither is given.
+        FileNotFoundError: neither `root` nor PIPEBENCH_DATA is given.
     """
     if root:
         return Path(root).expanduser()
@@ -29,16 +31,16 @@ def data_folder(dataset: str, root: str, holds: str = "") -> Path:
 
 
 def cache_folder(*parts: str) -> Path:
-    """Return a folder in the user's cache: XDG_CACHE_HOME or ~/.cache, then pipebench; needn't exist.
+    """Return a folder in the user's cache, which is `pipebench` in XDG_CACHE_HOME or ~/.cache; it needn't exist.
 
-    Where the user has no home, as in a container, it is one that can't be made: caches are lost, and no result.
+    For a user without a home, as in a container, the folder can't be made. Nothing is cached then.
     """
     base, home = os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~")
     return Path(base or os.path.join(os.devnull if home == "~" else home, ".cache"), "pipebench", *parts)
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file aside and rename it, so that a reader never sees half of it.
+    """Write a file under another name and rename it, so that no reader sees half of it.
 
     Raises:
         OSError: the folder can't be made or written to.

@@ -1,7 +1,7 @@
-"""A pair of plain torch data sets as a `Dataset`: samples hold inputs and targets, torch collates minibatches.
+"""A user's pair of PyTorch data sets as a `Dataset`; minibatches are collated by torch's `default_collate`.
 
-Everything an engine relies on is seen to here: minibatches of one shape, fetched by index, random augmentation drawn
-from the caller's number, a loss and metrics as sums over samples.
+It ensures what an engine relies on: samples of one shape, fetched by index, random augmentation that depends on the
+caller's number only, and a loss and metrics that are sums over samples.
 """
 
 import copy
@@ -26,32 +26,34 @@ from pipebench.zoo.registry import DataError, Dataset
 from pipebench.zoo.samples import INPUT, TARGET, Fields, flat, how_to_name, in_words, shaped, tensor_names
 from pipebench.zoo.seeding import seeded
 
-_KEPT_TARGETS = 32  # minibatches between the fetch of an input and that of its target, in a process that does both
-_IGNORED = -100  # torch's label for none
-_GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's step, which sets neighbouring samples far apart
+_KEPT_TARGETS = 32  # minibatches whose inputs have been fetched and whose targets may be, by the same process
+_IGNORED = -100  # the label that torch's cross-entropy ignores
+_GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment, which gives neighbouring samples very different seeds
 
 
 class DatasetPair(Dataset):
-    """Two torch data sets, or loaders of them, a loss and metrics.
+    """Two PyTorch data sets, or loaders of them, with a loss and metrics.
 
-    Fields are `input` and `target`, or `input.0`, `input.1`, ... and `input.NAME` where a sample holds several in a
-    tuple or dict; the loss and the metrics get the target as the samples have it. Inputs in a dict are known by the
+    Fields are `input` and `target`, or `input.0`, `input.1`, ... and `input.NAME` if samples have several tensors in a
+    tuple or dict. The loss and the metrics get the target in the samples' structure. The keys of inputs in a dict are
     names of the arguments of the model's `forward`.
 
     Args:
         train: samples (input, target) by index, with a length.
-        held_out: likewise.
+        held_out: the same, for evaluations.
         loss: returns the mean over the samples of a minibatch, or one number per sample.
         metrics: by name.
-        loader_processes: as `Dataset` has it.
-        fields: what of a sample is whose; None for pairs (input, target).
+        loader_processes: see `Dataset`.
+        fields: the inputs and targets of samples that aren't pairs (input, target); None: they are pairs.
 
     Raises:
-        DataError: that isn't what the first samples are.
+        DataError: the first sample is something else.
     """
 
     targets_apart = False
-    remake: Callable[[], tuple[Any, Any]] | None = None  # makes both anew, as if nothing had been read; None: can't
+    remake: Callable[[], tuple[Any, Any]] | None = (
+        None  # makes both data sets as new, with no open files; None: unknown
+    )
 
     def __init__(
         self,
@@ -80,7 +82,7 @@ class DatasetPair(Dataset):
         """Try the first, the middle and the last samples of each split.
 
         Raises:
-            DataError: they don't go into one minibatch, or aren't the same when they are read again.
+            DataError: they can't be collated, or differ when they are read again.
         """
         for split, data in self._splits.items():
             length, fields = _length(split, data), [*self._inputs, *self._targets]
@@ -95,18 +97,18 @@ class DatasetPair(Dataset):
                     )
 
     def renew(self) -> None:
-        """See `Dataset`; copies of this data set are renewed with it."""
+        """See `Dataset`; copies by `feeding` share the data sets, and are renewed, too."""
         if self.remake is not None:
-            self._splits.clear()  # first: there may be memory for one only
+            self._splits.clear()  # before the new ones are made: memory may be enough for one pair only
             self._splits.update(_by_split(*self.remake()))
 
     @property
     def argument_names(self) -> Sequence[str]:
-        """The arguments of a model's forward that the inputs are for: the keys of samples that hold them in a dict."""
+        """The names of the model's arguments that the inputs are for: the keys, if samples have inputs in a dict."""
         return [name.removeprefix(f"{INPUT}.") for name in self._inputs] if self._names_inputs else ()
 
     def feeding(self, names: Sequence[str]) -> Dataset:
-        """Return this data set with its inputs in the order of these arguments, where samples hold them by name."""
+        """Return this data set with its inputs in the order of these arguments, if samples have inputs in a dict."""
         wanted = [f"{INPUT}.{name}" for name in names]
         if not self._names_inputs or not set(wanted) <= set(self._inputs):
             return self
@@ -115,7 +117,7 @@ class DatasetPair(Dataset):
         return ordered
 
     def arguments(self, fields: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Return the inputs among these fields as arguments: named where samples hold them in a dict."""
+        """Return the arguments of a call of the whole model; they are named if samples have inputs in a dict."""
         if not self._names_inputs:
             return super().arguments(fields)
         return [], {name.removeprefix(f"{INPUT}."): fields[name] for name in self._inputs}
@@ -127,12 +129,13 @@ class DatasetPair(Dataset):
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
-        """Return the fields asked for of the samples at `indices`, in that order.
+        """Return fields of samples; see `Dataset.fetch`.
 
-        Whoever reads a minibatch's inputs often reads its targets soon: those of the last few are kept.
+        A worker that reads a minibatch's inputs often reads its targets soon after. Targets of the last few minibatches
+        are stored, so that their samples aren't read twice.
 
         Raises:
-            DataError: a sample isn't as the first one is; names it.
+            DataError: a sample can't be read, or has other shapes or dtypes than the first one; names it.
         """
         key = (split, tuple(indices), draw)
         kept = self._kept.pop(key, {})
@@ -150,7 +153,7 @@ class DatasetPair(Dataset):
         """Return the loss summed over the samples.
 
         Raises:
-            DataError: the loss fails, or isn't a number or one per sample.
+            DataError: the loss fails, or returns neither a number nor one per sample.
         """
         return self._sum("loss", self._loss, output, targets)
 
@@ -158,7 +161,7 @@ class DatasetPair(Dataset):
         """Return every metric summed over the samples.
 
         Raises:
-            DataError: a metric fails, or isn't a number or one per sample.
+            DataError: a metric fails, or returns neither a number nor one per sample.
         """
         if self._metrics and self._loss is loss_of_model:
             output = beside_loss(output)
@@ -174,7 +177,7 @@ class DatasetPair(Dataset):
         except Exception as error:
             raise DataError(f"the {what} fails on the output, {in_words(output)}") from error
         if not isinstance(value, torch.Tensor | tuple):
-            with suppress(TypeError, ValueError, RuntimeError):  # as of None and texts
+            with suppress(TypeError, ValueError, RuntimeError):  # such as for None and strings
                 value = torch.as_tensor(value, dtype=torch.float64)
         if isinstance(value, torch.Tensor) and tuple(value.shape) in ((), (num_samples,)):
             return value.sum() if value.dim() else value * num_samples
@@ -191,7 +194,7 @@ class DatasetPair(Dataset):
                 seed((draw + _GOLDEN * (index + 1)) % 2**63)
                 try:
                     sample = data[index]
-                except Exception as error:  # theirs, or of a library that names neither the sample nor a file
+                except Exception as error:  # by the user's code, or by a library that doesn't name the sample
                     raise DataError(f"sample {index} of {split} can't be read") from error
                 samples.append(sample if self._fields is None else self._fields.pair(sample))
         for index, sample in zip(indices, samples, strict=True):
@@ -222,7 +225,7 @@ class DatasetPair(Dataset):
                 )
 
     def _check_labels(self, split: str, indices: Sequence[int], given: Mapping[str, torch.Tensor]) -> None:
-        """Refuse labels that torch leaves out of a mean, where every label counts."""
+        """Raise a DataError for labels that torch's mean ignores, since weights here count every sample."""
         for name in self._targets if self._loss is cross_entropy else ():
             ignored = (given[name] == _IGNORED).reshape(len(indices), -1).any(1)
             if ignored.any():
@@ -232,7 +235,7 @@ class DatasetPair(Dataset):
                 )
 
     def _check_each(self, split: str, indices: Sequence[int]) -> None:
-        """Raise a DataError that names the sample whose shape or type isn't that of the first."""
+        """Raise a DataError that names the first sample whose shapes or dtypes aren't those of the first of train."""
         for index in indices if len(indices) > 1 else ():
             self._check_alike(split, [index], flat(self._collated(split, [index], 0)))
 
@@ -242,9 +245,10 @@ def _by_split(train: Any, held_out: Any) -> dict[str, Any]:
 
 
 def _copied(data: Any) -> Any:
-    """Return a copy of a data set and of those in it, so that the files that reading opens aren't the given one's.
+    """Return a copy of a data set, and of data sets inside of it.
 
-    A script that hands over its data sets, and a module that keeps them, give the same ones every time.
+    What reading opens, such as files, is then in the copy. A user's function may return the same data set every time,
+    and each `DatasetPair` then has files of its own.
     """
     if not isinstance(data, torch.utils.data.Dataset):
         return data
@@ -261,13 +265,17 @@ def _copied(data: Any) -> Any:
 
 
 def _unloaded(split: str, data: Any) -> Any:
-    """Return the data set of a loader, whose minibatches are drawn anew, from the run's seed."""
+    """Return the data set of a loader, or `data` if it is none; minibatches are drawn from the run's seed instead.
+
+    Raises:
+        DataError: the loader has a collate function or a sampler of its own, or drops the last minibatch.
+    """
     if not isinstance(data, DataLoader):
         return data
-    drawn = (RandomSampler, SequentialSampler)
+    known = (RandomSampler, SequentialSampler)
     for what, is_own in (
         ("collate_fn", data.collate_fn is not default_collate),
-        ("sampler", type(data.sampler) not in drawn or type(data.batch_sampler) is not BatchSampler),
+        ("sampler", type(data.sampler) not in known or type(data.batch_sampler) is not BatchSampler),
     ):
         if is_own:
             raise DataError(

@@ -1,4 +1,4 @@
-"""Penn Treebank as language models use it: Mikolov's text of 10,000 words, read from three files."""
+"""Penn Treebank for language models: Mikolov's text of 10,000 different words, from three files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipebench.zoo.line_index import fingerprint
 from pipebench.zoo.options import at_least, one_of
 from pipebench.zoo.places import DATA_VARIABLE, data_folder
 
-# Tokens with one <eos> per line, and words: the sizes of the files ptb.{train,valid,test}.txt that everyone uses.
+# Tokens, with one <eos> per line, and words of the usual files ptb.{train,valid,test}.txt.
 TRAIN_TOKENS, VALID_TOKENS, TEST_TOKENS = 929_589, 73_760, 82_430
 VOCABULARY = 10_000
 _SPLITS = ("train", "valid", "test")
@@ -21,7 +21,7 @@ _BLOCK_LETTERS = 1 << 20
 
 
 class PennTreebank(Text):
-    """The training text and one of the two held-out texts; ids are 0 to vocabulary - 1, most frequent first."""
+    """The training text and one of the held-out texts; ids are 0 to vocabulary - 1, in order of frequency."""
 
     def __init__(self, root: str, bptt: int, tokens: dict[str, int], vocabulary: int, evaluate_on: str) -> None:
         super().__init__("ptb", bptt, {"train": tokens["train"], "eval": tokens[evaluate_on]}, vocabulary)
@@ -73,16 +73,16 @@ def ptb(
     test_tokens: int = TEST_TOKENS,
     vocabulary: int = VOCABULARY,
 ) -> PennTreebank:
-    """Declare the data set; reads nothing.
+    """Build the data set; reads nothing.
 
     Args:
-        root: folder of the three files; empty means the folder `ptb` in the one that PIPEBENCH_DATA names.
+        root: folder of the three files; empty: `ptb` in the folder that PIPEBENCH_DATA names.
         bptt: tokens of a chunk; 70 is Merity's (2018).
         evaluate_on: `valid` or `test`.
-        train_tokens: tokens of ptb.train.txt, counting one `<eos>` per line; likewise the next two.
-        valid_tokens: tokens of ptb.valid.txt.
-        test_tokens: tokens of ptb.test.txt.
-        vocabulary: different words of ptb.train.txt, with `<eos>`.
+        train_tokens: tokens of ptb.train.txt, one `<eos>` per line included.
+        valid_tokens: the same of ptb.valid.txt.
+        test_tokens: the same of ptb.test.txt.
+        vocabulary: different words of ptb.train.txt, `<eos>` included.
     """
     one_of(_SPLITS[1:], "ptb", evaluate_on=evaluate_on)
     tokens = {"train": train_tokens, "valid": valid_tokens, "test": test_tokens}
@@ -95,7 +95,7 @@ def _file(folder: Path, split: str) -> Path:
 
 
 def _words(path: Path) -> Iterator[list[str]]:
-    """Yield the words of a file, `<eos>` for the end of every line; of some lines at a time, as a text may be large."""
+    """Yield the words of a file, some lines at a time, since it may be large; `<eos>` ends every line."""
     with path.open(encoding="utf-8") as file:
         while lines := file.readlines(_BLOCK_LETTERS):
             yield "".join(lines).replace("\n", f" {END} ").split()
@@ -108,7 +108,7 @@ def _place(folder: Path, split: str) -> tuple[str, Path]:
 
 @lru_cache(maxsize=4)
 def _counts(_: str, path: Path) -> Counter[str]:
-    """Return how often each word is in a file."""
+    """Return the number of occurrences of each word in a file."""
     counts: Counter[str] = Counter()
     for words in _words(path):
         counts.update(words)

@@ -1,7 +1,7 @@
 """An LSTM layer that carries its state from one minibatch to the next, and drops recurrent weights.
 
 Merity, Keskar and Socher (2018), "Regularizing and Optimizing LSTM Language Models", section 2: DropConnect on the
-hidden-to-hidden weights, one mask per minibatch, so that the optimised LSTM of the library still does the work.
+hidden-to-hidden weights, with one mask per minibatch, so that cuDNN's LSTM can still be used.
 """
 
 import torch
@@ -11,13 +11,13 @@ State = tuple[torch.Tensor, torch.Tensor]
 
 
 class CarriedLSTM(nn.Module):
-    """One LSTM layer in one direction, batch first, that starts where its previous call ended.
+    """One LSTM layer in one direction, batch first, that starts from the state in which its previous call ended.
 
-    Gates, parameter shapes and initialisation are those of `torch.nn.LSTM`: input, forget, cell, output.
+    Order of gates, shapes of parameters and initialisation are those of `torch.nn.LSTM`.
 
     Attributes:
-        carried_state: None (zeros) or hidden and cell of the last step, each [1, samples, hidden_size], detached.
-            Gradients end where a minibatch begins: backpropagation through time is truncated there.
+        carried_state: None (zeros), or hidden and cell state of the last step, each [1, samples, hidden_size]. They are
+            detached: backpropagation through time is truncated at the start of a minibatch.
     """
 
     one_layer = True
@@ -28,7 +28,7 @@ class CarriedLSTM(nn.Module):
         Args:
             input_size: features of a step's input.
             hidden_size: features of a step's output.
-            weight_drop: probability of dropping a hidden-to-hidden weight while training, 0 to 1, 1 excluded.
+            weight_drop: probability of dropping a hidden-to-hidden weight in training, in [0, 1).
         """
         super().__init__()
         self.input_size, self.hidden_size, self.weight_drop = input_size, hidden_size, weight_drop
@@ -48,7 +48,7 @@ class CarriedLSTM(nn.Module):
         """Return every step's hidden state, [samples, steps, hidden_size]; x: [samples, steps, input_size].
 
         Raises:
-            ValueError: the state that is carried belongs to another number of samples.
+            ValueError: the carried state is of another number of samples.
         """
         state = self.carried_state
         if state is None:
@@ -69,10 +69,10 @@ class CarriedLSTM(nn.Module):
         return f"{self.input_size}, {self.hidden_size}, weight_drop={self.weight_drop}"
 
     def _flat_weights(self) -> list[torch.Tensor]:
-        """Return views of one buffer that holds the weights in cuDNN's order.
+        """Return the weights as views of one buffer, in cuDNN's order.
 
-        The dropped weights are a new tensor at every call. Handed over beside the others, cuDNN would find the four
-        in different places, warn, and copy them together once more.
+        The hidden-to-hidden weights after dropout are a new tensor at every call. If the four tensors weren't adjacent
+        in memory, PyTorch would warn, and copy them into one buffer again.
         """
         dropped = nn.functional.dropout(self.weight_hh, self.weight_drop, self.training)
         pieces = [self.weight_ih, dropped, self.bias_ih, self.bias_hh]

@@ -1,16 +1,16 @@
-"""The zoo's registry: models and datasets by name, listed without being imported. Nothing here knows pipebench.
+"""The zoo's registry: models and data sets by name, listed without importing them.
 
-A model is an ordinary `nn.Module`. Three attributes of its modules tell an engine what it couldn't see by itself; it
-reads them with `getattr`, so that nothing needs to be inherited:
+A model is an ordinary `nn.Module`. Three attributes of its modules tell an engine what it can't see in a traced graph.
+The engine reads them with `getattr`, so there is nothing to inherit from:
 
-- `one_layer = True` (class): the module is one layer, not cut inside.
-- `tensor_role = (reads, gives)` (class): which pieces of a tensor the module can read and give where layers are sliced
-  over several devices: `heads`, the second dimension, `features`, the last, or None for whole tensors. Of a kind of
-  `nn.Linear` whose weights can be divided, by columns or by rows, or of a module that treats pieces alone and draws no
-  random numbers.
-- `carried_state` (instance; starts as None): what the module carries from one minibatch to the next, a pytree of
-  detached tensors. `forward` reads it, None meaning from the start, and replaces it while training and evaluating
-  alike; an engine keeps one for every stream of samples. Such a module is one layer too.
+- `one_layer = True`, of a class: the module is one layer, which is never cut inside.
+- `tensor_role = (reads, gives)`, of a class: which pieces of a tensor the module can read and put out if layers are
+  divided over several devices. They are `heads`, pieces of the second dimension, `features`, pieces of the last, or
+  None for whole tensors. The class is either an `nn.Linear` whose weight can be divided by columns or by rows (one that
+  puts out heads has their number as `num_heads`), or it computes every piece by itself and draws no random numbers.
+- `carried_state`, of an instance, at first None: what the module carries from one minibatch to the next, a pytree of
+  detached tensors. `forward` reads it (None: start anew) and replaces it, in training and in evaluation. An engine
+  stores one for every stream of samples. Such a module is one layer, too.
 """
 
 from __future__ import annotations
@@ -26,41 +26,40 @@ if TYPE_CHECKING:
 
 
 class LengthClass(NamedTuple):
-    """Minibatches of one length, where a data set declares how lengths vary."""
+    """Minibatches of one length, of a data set that declares how lengths vary."""
 
     columns: int  # width of their samples, padding included
-    share: float  # of all minibatches; those of all classes add up to 1
+    share: float  # share of all minibatches; the shares of all classes add up to 1
 
 
 class DataError(ValueError):
-    """Data, a loss or a metric of a user's own that isn't what it has to be; `__cause__` is what their code raised."""
+    """A user's data, loss or metric isn't what it must be; `__cause__` is their code's exception, if it raised one."""
 
 
 class Dataset(ABC):
-    """What a dataset is: samples by index, a loss and metrics.
+    """A data set: samples by index, a loss and metrics.
 
-    Minibatches are chosen by the caller; the dataset is a pure function of the indices.
-    Everything but `fetch`, `check` and `buckets` works without the data being there.
+    The caller chooses the samples of a minibatch: a data set is a pure function of their indices. Everything but
+    `fetch`, `check` and `buckets` works without the data's files or packages.
 
     Attributes:
-        inputs: fields that feed the model's inputs, in their order.
-        targets: fields that feed the loss.
-        num_train: training samples.
-        num_eval: held-out samples.
-        metrics: metric name to `max` or `min`, whichever is better.
-        sequential: sample i + 1 continues sample i, as chunks of one text do: a minibatch then takes one sample from
-            each of several places in the text, and the next minibatch of its stream their successors. Samples past
-            the last one can be fetched; they are padding and weigh nothing.
-        generates_with: name of the model's method with which `whole_model_metrics` lets it write, or None.
-        num_ids: for fields of ids, how many different ones there are: embeddings need as many rows, logits as many
-            columns.
-        loader_processes: processes in which an engine fetches samples ahead; 0: in its own, when they are needed.
-        targets_apart: whether targets are read without the inputs, at almost no cost. Else whoever computes the loss
-            fetches whole samples, ahead as whoever feeds the model does.
-        concurrent: whether `fetch` may be called by several threads at once: a GPU's worker then fetches ahead in one.
+        inputs: fields of the model's inputs, in their order.
+        targets: fields of the loss.
+        num_train: number of training samples.
+        num_eval: number of held-out samples.
+        metrics: by name of the metric, `max` or `min`: which is better.
+        sequential: whether sample i + 1 continues sample i, as chunks of one text do. A minibatch then has one sample
+            from each of several places in the text, and the next minibatch of the same stream their successors.
+            Samples after the last one can be fetched; they are padding and have no weight.
+        generates_with: name of the model's method that generates text for `whole_model_metrics`, or None.
+        num_ids: by field of ids, the number of different ids: embeddings need as many rows, logits as many columns.
+        loader_processes: processes in which an engine fetches samples ahead; 0: its own process fetches them.
+        targets_apart: whether targets are read without the inputs, at almost no cost. If not, the worker that computes
+            the loss fetches whole samples, ahead of time like the worker that feeds the model.
+        concurrent: whether several threads may call `fetch` at once; a GPU's worker then fetches ahead in a thread.
         image_shape: channels, height and width of every image; None: samples aren't images.
-        lengths: the lengths that minibatches have, where that is declared and not left to the data: for simulations;
-            empty: `example` stands for all of them.
+        lengths: for simulations: the lengths of minibatches, if the data set declares them; empty: all are as long as
+            `example`.
     """
 
     inputs: Sequence[str]
@@ -77,54 +76,54 @@ class Dataset(ABC):
     image_shape: Sequence[int] | None = None
     lengths: Sequence[LengthClass] = ()
 
-    def check(self) -> None:  # noqa: B027 (most data is simply there)
+    def check(self) -> None:  # noqa: B027 (not abstract: some data can't be missing)
         """Raise OSError, ImportError or ValueError, with one readable sentence, if the data can't be read."""
 
-    def renew(self) -> None:  # noqa: B027 (most keeps nothing open)
-        """Give up what fetching keeps open, such as files: processes that start now would share it with this one."""
+    def renew(self) -> None:  # noqa: B027 (not abstract: most data sets have nothing open)
+        """Close what fetching has opened, such as files, since processes that are forked now would share it."""
 
     @abstractmethod
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
         """Return every field with the shapes and dtypes of `num_samples` samples, on the meta device.
 
-        Where samples differ in length, this is the length that stands for all of them in profiles.
+        If samples differ in length, this is the length that stands for all of them in profiles.
         """
 
     def of_length(self, columns: int) -> Dataset:
-        """Return this data set with examples of a length that it declares."""
+        """Return this data set with examples of one of the lengths that it declares."""
         raise NotImplementedError(f"{type(self).__name__} declares no lengths")
 
     @abstractmethod
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
-        """Return the fields asked for, first dimension = samples.
+        """Return fields of samples; the first dimension of each tensor is that of the samples.
 
         Args:
             split: `train` or `eval`.
-            indices: which samples, in this order.
-            fields: names of inputs and targets; what isn't asked for isn't read.
-            draw: what random augmentation of training samples derives from, together with a sample's index.
+            indices: the samples, in this order.
+            fields: names of inputs and targets; other fields aren't read.
+            draw: together with a sample's index, the seed of random augmentation of training samples.
         """
 
     def weight(self, split: str, indices: Sequence[int]) -> float:
-        """Return the weight of the samples in the mean loss (images; target tokens without padding)."""
+        """Return the weight of samples in the mean loss: their number, or that of target tokens without padding."""
         return float(len(indices))
 
     @abstractmethod
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the summed loss that is minimised, a scalar; divided by `weight` it is the mean."""
+        """Return the loss to minimise, summed over samples or tokens: a scalar. Divided by `weight` it is the mean."""
 
     def score(self, output: Any, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return sums over the samples, by name: what `summarise` makes metrics of."""
+        """Return sums over the samples, by name, from which `summarise` computes metrics."""
         return {}
 
     def summarise(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
-        """Return metrics from the held-out samples' sums of `score` and their weight: means, unless overridden."""
+        """Return metrics, given the sums of `score` over all held-out samples, and their weight; by default means."""
         return {name: value / weight for name, value in sums.items()}
 
     def whole_model_metrics(self, model: torch.nn.Module) -> dict[str, float]:
-        """Return the metrics that need the whole model in one place, such as those of text that it writes.
+        """Return the metrics that need the whole model on one device, such as those of generated text.
 
         Args:
             model: in evaluation mode, on any device; has the method that `generates_with` names.
@@ -133,19 +132,19 @@ class Dataset(ABC):
 
     @property
     def argument_names(self) -> Sequence[str]:
-        """The arguments of a model's forward that the inputs are for, where the data set knows them by name."""
+        """The names of the model's arguments that the inputs are for; empty if the data set doesn't know them."""
         return ()
 
     def feeding(self, names: Sequence[str]) -> Dataset:
-        """Return this data set with its inputs in the order of a model's, where it knows them by the model's names."""
+        """Return this data set with its inputs in the order of a model's arguments, if it knows their names."""
         return self
 
     def arguments(self, fields: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Return the inputs among these fields as the positional and the named arguments of a whole model's call."""
+        """Return the positional and the named arguments of a call of the whole model, given fields by name."""
         return [fields[name] for name in self.inputs], {}
 
     def check_logits(self, logits: torch.Tensor, field: str) -> None:
-        """Raise ValueError if there are fewer logits than ids in a field of targets; called by `loss`."""
+        """Raise ValueError if there are fewer logits than different ids in a field of targets; for `loss`."""
         num_ids = self.num_ids.get(field, 0)
         if logits.shape[-1] < num_ids:
             raise ValueError(
@@ -154,33 +153,34 @@ class Dataset(ABC):
             )
 
     def buckets(self) -> Sequence[int] | None:
-        """Return a bucket per training sample, or None: minibatches are made of samples of one bucket."""
+        """Return a bucket per training sample; minibatches have samples of one bucket. None: there are no buckets."""
         return None
 
     def notes(self) -> dict[str, str]:
-        """Return what a reader of the metrics has to know, by name: BLEU's signature, METEOR's matchers."""
+        """Return remarks on metrics by their names, such as BLEU's signature or METEOR's matchers."""
         return {}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A registry entry."""
+    """A model or data set of the registry."""
 
-    target: str  # `.module:function` of the zoo that makes the thing; imported when it is made
-    summary: str  # one line on what it is
-    # Of a model, with their defaults, which importing it would tell in seconds; a test compares them.
+    target: str  # `.module:function` in the zoo that makes it; imported at the first use
+    summary: str  # one line
+    # Of a model: its options with their defaults, which are here since importing a model takes seconds. A test compares
+    # them with the function's.
     options: Mapping[str, bool | int | float | str] = field(default_factory=dict, hash=False)
 
     @property
     def make(self) -> Callable[..., Any]:
-        """The function or class that makes the thing."""
+        """The function or class that makes the model or data set."""
         module, _, name = self.target.partition(":")
         made: Callable[..., Any] = getattr(importlib.import_module(module, __package__), name)
         return made
 
 
-# Functions that return a `torch.nn.Module`; their typed keyword arguments are the model's options. As those of data
-# sets below, they raise a ValueError for an option out of its range, whose message says which.
+# Functions that return a `torch.nn.Module`; their typed keyword arguments are the model's options. Like the functions
+# of data sets below, they raise a ValueError that names an option out of its range.
 MODELS: dict[str, Entry] = {
     "alexnet": Entry(
         ".alexnet:alexnet", "AlexNet with torchvision's parameter names; width, image size, BatchNorm, dropout",
@@ -263,7 +263,7 @@ MODELS: dict[str, Entry] = {
          "init": "torchvision"},
     ),
 }  # fmt: skip
-# Functions or classes that return a `Dataset`; their typed keyword arguments are its options.
+# Functions or classes that return a `Dataset`; their typed keyword arguments are the data set's options.
 DATASETS: dict[str, Entry] = {
     "gettext_pairs": Entry(
         ".gettext_pairs:gettext_pairs",

@@ -1,4 +1,4 @@
-"""ResNet-50 of He et al. (2016), torchvision's layers and parameter names, at any width and image size."""
+"""ResNet-50 of He et al. (2016), with torchvision's layers and parameter names, at any width and image size."""
 
 import torch
 from torch import nn
@@ -7,17 +7,16 @@ from pipebench.zoo.convnet import scaled
 from pipebench.zoo.options import at_least, more_than, one_of
 
 _BLOCKS = (3, 4, 6, 3)
-_CHANNELS = (64, 128, 256, 512)  # of the 3x3 convolutions of each group of blocks
-_EXPANSION = 4  # channels a block puts out over those of its 3x3 convolution
+_CHANNELS = (64, 128, 256, 512)  # of the 3x3 convolutions in each group of blocks
+_EXPANSION = 4  # a block's output channels over those of its 3x3 convolution
 
 STEMS = ("imagenet", "cifar")
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions around which the input skips; x: [samples, channels, height, width].
+    """A residual block of 1x1, 3x3 and 1x1 convolutions; the first two have `channels` output channels.
 
-    The first two have `channels`. Differs: the stride is at the 3x3 convolution as in torchvision, not at the first 1x1
-    as in the paper.
+    Differs: the stride is that of the 3x3 convolution, as in torchvision, not of the first 1x1 one, as in the paper.
     """
 
     def __init__(self, in_channels: int, channels: int, out_channels: int, stride: int) -> None:
@@ -35,7 +34,7 @@ class Bottleneck(nn.Module):
             self.downsample = nn.Sequential(projection, nn.BatchNorm2d(out_channels))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [samples, out_channels, height / stride, width / stride], rounded up."""
+        """Map [samples, in_channels, height, width] to [samples, out_channels, height / stride, width / stride]."""
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.relu(self.bn2(self.conv2(out)))
         out = self.bn3(self.conv3(out))
@@ -85,18 +84,18 @@ def resnet50(
     """Build ResNet-50; with the default options it is torchvision's `resnet50`, at any image size.
 
     Args:
-        width: multiplies every hidden channel count; at least one channel of each is kept.
+        width: multiplies the numbers of hidden channels; each stays at least 1.
         num_classes: number of logits, at least 1.
         in_channels: channels of the images, at least 1.
-        stem: `imagenet` (7x7 convolution of stride 2 and a max-pool: images shrink 32-fold) or `cifar` (3x3 of
-            stride 1 and no pool, as is usual for images of about 32 pixels: they shrink 8-fold).
-        zero_init_residual: every block starts as the identity: the last BatchNorm's weight is 0 (Goyal et al. 2017).
+        stem: `imagenet` (a 7x7 convolution of stride 2 and a max-pool: images shrink 32-fold) or `cifar` (a 3x3
+            convolution of stride 1 and no pool, as is usual for images of about 32 pixels: they shrink 8-fold).
+        zero_init_residual: whether blocks start as the identity: the last BatchNorm's weight is 0 (Goyal et al. 2017).
     """
     more_than(0, "resnet50", width=width)
     at_least(1, "resnet50", num_classes=num_classes, in_channels=in_channels)
     one_of(STEMS, "resnet50", stem=stem)
     model = ResNet(width, num_classes, in_channels, stem)
-    for module in model.modules():  # the linear layer and BatchNorm keep their constructors' values
+    for module in model.modules():  # the linear layer and BatchNorm stay as their constructors make them
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         if zero_init_residual and isinstance(module, Bottleneck):

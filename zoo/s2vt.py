@@ -1,7 +1,7 @@
-"""S2VT of Venugopalan et al. (2015): two stacked LSTMs that read a video's frames and then write its caption.
+"""S2VT: two stacked LSTMs that read a video's frames and then write its caption.
 
-Paper: "Sequence to Sequence - Video to Text". Both LSTMs run over the whole of frames and words in one fused call each,
-so that a stage holds a few large layers and what crosses a cut is one rectangle.
+Venugopalan et al. (2015), "Sequence to Sequence - Video to Text". Each LSTM runs over all frames and words in one fused
+call, so that the model is a few large layers, and one tensor crosses every cut.
 """
 
 import torch
@@ -14,16 +14,16 @@ State = tuple[torch.Tensor, torch.Tensor]
 
 
 class LSTMLayer(nn.LSTM):
-    """One LSTM that hands on its outputs and not its states, so that only those cross a cut."""
+    """An LSTM that returns its outputs without its states, so that only these cross a cut."""
 
     one_layer = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # one tensor in, one out
-        """Return the outputs, [n, steps, hidden], starting from zeros; x: [n, steps, input]."""
+        """Map [n, steps, input] to [n, steps, hidden]; the state starts from zeros."""
         return self.go_on(x, None)[0]
 
     def go_on(self, x: torch.Tensor, state: State | None) -> tuple[torch.Tensor, State]:
-        """Return the outputs and the state after them, starting from a state, or from zeros."""
+        """Return the outputs and the state after them; `state` is that before them, None for zeros."""
         output, after = super().forward(x, state)
         return output, after
 
@@ -31,8 +31,9 @@ class LSTMLayer(nn.LSTM):
 class S2VT(nn.Module):
     """Two stacked LSTMs over frames and then words.
 
-    Steps 0 to frames - 1 read frames, the `words` steps after them write the caption. The first LSTM reads embedded
-    frames and then zeros; the second reads the first's output beside zeros and then embedded words.
+    The first `frames` steps read frames, and the `words` steps after them write the caption. The first LSTM reads
+    embedded frames and then zeros. The second reads the first one's output, concatenated with zeros and then with
+    embedded words.
     """
 
     def __init__(
@@ -69,19 +70,19 @@ class S2VT(nn.Module):
 
     @torch.no_grad()
     def describe(self, features: torch.Tensor, *, max_length: int) -> list[list[int]]:
-        """Write captions greedily, the likeliest word each time (paper, section 3.2); dropout is always off.
+        """Write captions greedily, each time the likeliest word (paper, section 3.2), without dropout.
 
-        Both LSTMs keep their states, so a caption costs as many steps as it has words.
+        The states of both LSTMs are carried from word to word.
 
         Args:
             features: [n, any number of frames, num_features] float, on the model's device.
             max_length: most words of a caption, at least 0.
 
         Returns:
-            Per video the ids of the words, without BOS and EOS.
+            For every video the ids of the words, without BOS and EOS.
         """
         video, state = self.video_lstm.go_on(self.frame_embedding(features), None)
-        # The first LSTM never reads words: its outputs while they are written are known in advance.
+        # The first LSTM doesn't read words, so its outputs during the words are computed at once.
         zeros = video.new_zeros(len(video), max(1, max_length), self.frame_embedding.out_features)
         ahead, _ = self.video_lstm.go_on(zeros, state)
         blank = video.new_zeros(*video.shape[:2], self.word_embedding.embedding_dim)
@@ -113,25 +114,25 @@ def s2vt(
 ) -> S2VT:
     """Build S2VT; the default options are the paper's RGB network as its authors released it.
 
-    Published (sections 3 and 4): features 4096 (VGG-16's fc7), embeddings 500, LSTMs 1000, frames and words 80 steps
-    together. The paper counts 12,594 words in MSVD's captions, with which this model would have 36,968,094 parameters,
-    147.9 MB. Its authors' release has the words of three more corpora and weights of 349,436,137 bytes: a vocabulary of
-    46,168 gives 87,362,668 parameters here, 349.5 MB, the nearest to that file.
+    Published (sections 3 and 4): 4096 features (VGG-16's fc7), embeddings of 500, LSTMs of 1000, and 80 steps for
+    frames and words together. The paper counts 12,594 words in MSVD's captions, with which this model would have
+    36,968,094 parameters, 147.9 MB. The authors' release also has the words of three other corpora, and weights of
+    349,436,137 bytes: a vocabulary of 46,168 gives 87,362,668 parameters here, 349.5 MB, the nearest to that file.
 
-    Assumed: how 80 steps are divided. 60 and 20, since the release cuts captions to 20 words where they don't fit.
-    Dropout and the initialisation aren't in the paper.
+    Assumed: 60 of the 80 steps are for frames and 20 for words, since the release cuts captions to 20 words if they
+    don't fit. Dropout and the initialisation aren't in the paper.
 
-    Differs: in the paper a video of fewer frames is followed by its words at once and by padding at the end. Here
-    words begin at a fixed step, and padding precedes the frames: a fused call needs one place for all samples.
+    Differs: in the paper, the words follow a video of fewer frames at once, and padding comes at the end. Here words
+    begin at a fixed step, and padding comes before the frames: in a fused call, they begin at one step for all samples.
 
     Args:
         num_features: numbers per frame.
-        embedding: size of an embedded frame and of an embedded word.
-        hidden: size of both LSTMs.
+        embedding: features of an embedded frame, and of an embedded word.
+        hidden: features of the output of either LSTM.
         vocabulary: number of logits, the four special tokens of `zoo.text` included.
         frames: steps that read frames.
         words: steps that write words, the one that writes EOS included.
-        dropout: probability of dropping a number of the embeddings and of the second LSTM's output.
+        dropout: probability of dropping a feature of the embeddings, or of the second LSTM's output.
         init_range: weights are drawn from U(-init_range, init_range), biases are 0.
     """
     at_least(1, "s2vt", num_features=num_features, embedding=embedding, hidden=hidden, frames=frames, words=words)

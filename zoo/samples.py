@@ -1,6 +1,7 @@
-"""What samples hold: tensors alone, in tuples or in dicts, which of them are whose, and what they are called.
+"""The structure of a user's samples: which tensors are inputs and which are targets, and the names of their fields.
 
-A tensor alone is called `input` or `target`; one in a tuple or dict has its place there, too: `input.0`, `input.mask`.
+Inputs and targets are each a tensor, or a tuple or dict of tensors. A tensor alone is the field `input` or `target`;
+one in a tuple or dict also has its index or key in its name: `input.0`, `input.mask`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,18 +18,18 @@ _LABELS = ("label", "labels", "target", "targets", "y")
 
 @dataclass(frozen=True)
 class Fields:
-    """What of a sample is whose, where samples aren't pairs (input, target): keys of a dict, or places in a tuple."""
+    """The inputs and targets of samples that aren't pairs (input, target), as keys of a dict or indices in a tuple."""
 
-    # What the model's forward gets, by these names from a dict; None: everything.
+    # For the model's forward: of a dict, under the names of its arguments; None: everything.
     inputs: Sequence[str | int] | None = None
-    # What the loss and the metrics get; None: the rest, or where nothing is left the last input.
+    # For the loss and the metrics; None: what isn't an input, or if all are, the last one.
     targets: Sequence[str | int] | None = None
 
     def pair(self, sample: Any) -> tuple[Any, Any]:
         """Return a sample's input and target.
 
         Raises:
-            DataError: it holds nothing by these names.
+            DataError: the sample is no dict or tuple, or has no such key or index.
         """
         if not isinstance(sample, Mapping | tuple | list):
             raise DataError(f"a sample is {in_words(sample)}, needed is a dict or a tuple")
@@ -47,7 +48,7 @@ class Fields:
 
 
 def how_to_name(sample: Any) -> str:
-    """Return the end of a sentence: the line with which samples that aren't pairs are taken."""
+    """Return the end of an error's sentence: the recipe's keys for a sample that isn't a pair, or ""."""
     if not isinstance(sample, Mapping | tuple | list) or len(sample) < 2:
         return ""
     names = [*sample] if isinstance(sample, Mapping) else [*range(len(sample))]
@@ -58,10 +59,10 @@ def how_to_name(sample: Any) -> str:
 
 
 def tensor_names(name: str, value: Any) -> Iterator[str]:
-    """Yield the names of the tensors of an input or target.
+    """Yield the names of the fields of an input or target, `name` being `input` or `target`.
 
     Raises:
-        DataError: there is something else in it, or deeper.
+        DataError: it has no tensors, or anything but tensors, nested containers included.
     """
     parts = _parts(name, value)
     if not parts:
@@ -84,12 +85,12 @@ def _parts(name: str, value: Any) -> dict[str, Any]:
 
 
 def flat(collated: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors of a collated input and target by their names."""
+    """Return the tensors of a collated input and target by their fields' names."""
     return {field: part for name, value in collated.items() for field, part in _parts(name, value).items()}
 
 
 def shaped(fields: Sequence[str], given: Mapping[str, torch.Tensor]) -> Any:
-    """Return the target as a sample has it: alone, in a tuple or in a dict."""
+    """Return the target in the structure of the samples: a tensor, a tuple or a dict, given all fields by name."""
     if list(fields) == [TARGET]:
         return given[TARGET]
     keys = [field.partition(".")[2] for field in fields]
@@ -99,7 +100,7 @@ def shaped(fields: Sequence[str], given: Mapping[str, torch.Tensor]) -> Any:
 
 
 def in_words(value: Any) -> str:
-    """Return what a value is: a tensor's shape and type, a container's content, anything else's class."""
+    """Describe a value for an error: a tensor's shape and dtype, a container's content, or the class."""
     if isinstance(value, torch.Tensor):
         return f"a tensor {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, tuple | list) and len(value) <= 4:

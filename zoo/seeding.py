@@ -1,4 +1,4 @@
-"""Seeds of everything that people's code draws random numbers from, for a while."""
+"""Seeds the global random number generators of torch, NumPy and Python, for a while."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -10,7 +10,10 @@ import torch
 
 @contextmanager
 def seeded(seed: int) -> Iterator[Callable[[int], None]]:
-    """Seed what torch, NumPy and Python draw from on the CPU; give back what seeds it anew; leave it as it was."""
+    """Seed the CPU's global generators of torch, NumPy and Python inside the context; restore their states after it.
+
+    The context's value is a function that seeds them again.
+    """
     states = (torch.get_rng_state(), numpy.random.get_state(), random.getstate())
 
     def seed_all(number: int) -> None:

@@ -1,8 +1,8 @@
-"""What BERT is trained on, from any sentences in order: two segments, hidden words, and whether one follows the other.
+"""The base of BERT's data sets: pairs of segments, with hidden words to predict, and whether one follows the other.
 
-Devlin et al. (2018), section 3.1. A sample is begin, a segment, end, another segment, end. The second one follows
-the first in half of all samples, and comes from anywhere else in the other half. Of the words 15% are to be said: four
-in five of them are replaced by the mask, one in ten by any word, and one in ten stays.
+Devlin et al. (2018), section 3.1. A sample is begin, a segment, end, another segment, end. In half of the samples, the
+second segment follows the first in the text; in the others, it is from anywhere else. 15% of the words are to be
+predicted: 80% of these are replaced by the mask, 10% by a random word, and 10% stay.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from pipebench.zoo.options import SPLITS, at_least, check_split
 from pipebench.zoo.registry import Dataset
 from pipebench.zoo.text import BOS, EOS, NUM_SPECIAL, pad_rows
 
-_FRAME = 3  # tokens of a sample that are of no segment
-_HIDDEN, _MASKED, _OTHER = 0.15, 0.8, 0.9  # shares: of the words; below it, the mask; from there to here, any word
-NOTHING = -1  # the word to say where there is none
+_FRAME = 3  # tokens of a sample that belong to no segment
+_HIDDEN = 0.15  # share of the words that are to be predicted
+_MASKED, _OTHER = 0.8, 0.9  # of a draw in [0, 1): below the first, the mask; from there to the second, a random word
+NOTHING = -1  # the target of padding
 
 
 @dataclass(frozen=True)
 class SegmentOptions:
-    """What is declared, so that plans and simulations need no text."""
+    """Declared properties of a data set, so that plans and simulations don't need its text."""
 
     name: str  # of the data set, for errors
     num_sentences: Mapping[str, int]  # of the splits `train` and `eval`
     vocabulary: int  # number of token ids, special ones included
-    mask: int  # the id that stands where a word is hidden
-    columns: int  # width of a sample; segments are cut to what both have room for
+    mask: int  # the id that takes the place of a hidden word
+    columns: int  # width of a sample; segments are cut so that two fit
     sentences: int  # of a segment
-    num_eval: int  # held-out samples, the first ones; 0: all there are
+    num_eval: int  # held-out samples, the first ones; 0: all
 
     def __post_init__(self) -> None:
         at_least(_FRAME + 2, self.name, columns=self.columns)
@@ -53,7 +54,7 @@ class SegmentOptions:
             )
 
     def num_samples(self, split: str) -> int:
-        """Return how many sentences have a segment from them on, and another one after it."""
+        """Return the number of samples: of sentences at which a segment begins that another one follows."""
         return self.num_sentences[split] - 2 * self.sentences + 1
 
     @property
@@ -63,19 +64,19 @@ class SegmentOptions:
 
     @property
     def num_hidden(self) -> int:
-        """Most words of a sample that are to be said."""
+        """Most words of a sample that are to be predicted."""
         return max(1, round(_HIDDEN * 2 * self.room))
 
 
 class Segments(Dataset):
-    """Pairs of segments; what is left to a subclass is where sentences come from.
+    """Pairs of segments, whose sentences subclasses read.
 
-    Sample i begins with sentence i. What else it holds is drawn anew every time it is trained on; a held-out sample is
-    always the same.
+    Sample i begins with sentence i. Its second segment and hidden words are drawn again every time it is trained on;
+    held-out samples always stay the same.
 
-    Fields: `tokens` and `segments` [samples, columns] int64, padded on the right; `length` [samples] int64; `positions`
-    [samples, hidden words] int64, 0 where there are fewer; `words` likewise, -1 where there are fewer; `follows`
-    [samples] int64, 0 or 1.
+    Fields: `tokens` and `segments` [samples, columns] int64, padded on the right; `length` [samples] int64, without
+    padding; `positions` [samples, hidden words] int64, padded with 0; `words` [samples, hidden words] int64, padded
+    with -1; `follows` [samples] int64, 0 or 1.
     """
 
     inputs: Sequence[str] = ("tokens", "segments", "length", "positions")
@@ -90,7 +91,7 @@ class Segments(Dataset):
 
     @abstractmethod
     def sentences(self, split: str, indices: Sequence[int]) -> list[list[int]]:
-        """Return the token ids of sentences of a split, `train` or `eval`; neighbours follow each other in the text."""
+        """Return the token ids of sentences of a split, `train` or `eval`; sentence i + 1 follows sentence i."""
 
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
         """Return every field for `num_samples` samples on the meta device; the text isn't read."""
@@ -112,10 +113,10 @@ class Segments(Dataset):
         return {field: found[field] for field in fields}
 
     def _pairs(self, split: str, indices: Sequence[int], drawn: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the two segments of every sample, no word hidden; drawn: [samples, 2] from 0 to below 1."""
+        """Return the fields before words are hidden; drawn: [samples, 2] in [0, 1)."""
         size, total, room = self.options.sentences, self.options.num_samples(split), self.options.room
         follows = drawn[:, 0] < 0.5
-        # Any sentence but the one that follows; the last to begin a segment is sentence total + size - 1.
+        # Any sentence but the one that follows. Second segments begin at sentences `size` to total + size - 1.
         others = (torch.tensor(indices) + 1 + (drawn[:, 1] * (total - 1)).long()) % total + size
         seconds = torch.where(follows, torch.tensor(indices) + size, others).tolist()
         starts = [start for pair in zip(indices, seconds, strict=True) for start in pair]
@@ -130,7 +131,7 @@ class Segments(Dataset):
         }
 
     def _hidden(self, tokens: torch.Tensor, drawn: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return `tokens` with words hidden, and which; drawn: [samples, 3, columns] from 0 to below 1."""
+        """Return the fields of hidden words, and `tokens` without them; drawn: [samples, 3, columns] in [0, 1)."""
         is_word = tokens >= NUM_SPECIAL
         num_words = is_word.sum(1)
         num_hidden = (num_words * _HIDDEN).round().long().clamp(min=1).minimum(num_words).unsqueeze(1)
@@ -146,10 +147,11 @@ class Segments(Dataset):
         }
 
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the cross-entropies of both tasks, summed over samples; of a sample's hidden words the mean counts.
+        """Return the cross-entropies of both tasks, summed over samples.
 
-        `output`: logits [samples, hidden words, vocabulary] and [samples, 2]. Differs from BERT, where the hidden words
-        of a minibatch count alike, whichever sample they are of: so a sample weighs the same in every minibatch.
+        `output` is a pair of logits: [samples, hidden words, vocabulary] and [samples, 2]. Differs: of a sample's
+        hidden words the mean counts, so that a sample has the same weight in every minibatch. In BERT, all hidden words
+        of a minibatch have the same weight.
         """
         words, follows = output
         self.check_logits(words, "words")
@@ -158,7 +160,7 @@ class Segments(Dataset):
         return of_words + torch.nn.functional.cross_entropy(follows, targets["follows"], reduction="sum")
 
     def score(self, output: Any, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return how many samples were told right, the hidden words' summed cross-entropy, and how many they are."""
+        """Return the number of samples predicted correctly, the cross-entropy of hidden words, and their number."""
         words, follows = output
         return {
             "nsp_accuracy": (follows.argmax(1) == targets["follows"]).sum(),
@@ -167,17 +169,16 @@ class Segments(Dataset):
         }
 
     def summarise(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
-        """Return the share of samples told right, and e to the mean cross-entropy of all hidden words."""
+        """Return the share of samples predicted correctly, and the perplexity of all hidden words."""
         perplexity = metrics.perplexity(sums["cross_entropy"] / max(sums["num_words"], 1))
         return {"nsp_accuracy": sums["nsp_accuracy"] / weight, "mlm_perplexity": perplexity}
 
 
 def _of_words(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy of every hidden word, 0 where there is none: [samples, hidden words]."""
+    """Return the cross-entropy of every hidden word, 0 for padding: [samples, hidden words]."""
     cross_entropy = torch.nn.functional.cross_entropy
-    return cross_entropy(logits.flatten(0, 1), words.flatten(), ignore_index=NOTHING, reduction="none").view(
-        words.shape
-    )
+    found = cross_entropy(logits.flatten(0, 1), words.flatten(), ignore_index=NOTHING, reduction="none")
+    return found.view(words.shape)
 
 
 def _drawn(draw: int, index: int, count: int) -> torch.Tensor:

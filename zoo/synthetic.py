@@ -1,66 +1,46 @@
-"""Images and texts of noise, for measuring throughput: nothing to read and nothing to learn."""
+"""Random images and texts, for measuring throughput: nothing to read and nothing to learn."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
 from pipebench.zoo import metrics
+from pipebench.zoo.images import LabelledImages
 from pipebench.zoo.late import torch
 from pipebench.zoo.options import at_least, check_split
 from pipebench.zoo.registry import Dataset
 
-# PipeDream's artifact repeats one image. A few more keep a minibatch's statistics, and so BatchNorm, from degenerating.
+# PipeDream's artifact repeats one image. With a few more, BatchNorm's statistics of a minibatch don't degenerate.
 _NUM_DISTINCT = 64
 _SEED = 0
 
 
-class Synthetic(Dataset):
-    """Noise; fields `image` and `label`.
+class Synthetic(LabelledImages):
+    """Random images; fields `image` and `label`.
 
-    `image`: [samples, *shape] float32, standard normal; `label`: [samples] int64. Both are pure functions of a
-    sample's index and repeat every 64 samples. There is no metric: such a run can have no target.
+    `image`: [samples, *shape] float32, standard normal; `label`: [samples] int64. Both depend on a sample's index only,
+    and repeat every 64 samples. There is no metric, so a run can have no target.
     """
 
-    inputs: Sequence[str] = ("image",)
-    targets: Sequence[str] = ("label",)
     metrics: Mapping[str, str] = {}
     concurrent = True
-
-    def __init__(self, shape: Sequence[int], num_classes: int, num_train: int, num_eval: int) -> None:
-        self.shape = tuple(shape)
-        self.image_shape = self.shape if len(self.shape) == 3 else None
-        self.num_classes = num_classes
-        self.num_ids = {"label": num_classes}
-        self.num_train = num_train
-        self.num_eval = num_eval
-
-    def example(self, num_samples: int) -> dict[str, torch.Tensor]:
-        """Return both fields for `num_samples` samples on the meta device."""
-        image = torch.empty(num_samples, *self.shape, device="meta")
-        return {"image": image, "label": torch.empty(num_samples, dtype=torch.int64, device="meta")}
 
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
-        """Return the fields asked for of the samples at `indices`, in that order; both splits hold the same noise."""
+        """Return fields of the samples at `indices`, in that order; both splits have the same samples."""
         check_split("synthetic", split)
         rows = torch.as_tensor(indices, dtype=torch.int64) % _NUM_DISTINCT
         return {
             field: (_images(self.shape) if field == "image" else _labels(self.num_classes))[rows] for field in fields
         }
 
-    def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the summed cross-entropy, a scalar; output: [samples, num_classes] or (logits, auxiliary logits)."""
-        self.check_logits(metrics.main_logits(output), "label")
-        return metrics.classification_loss(output, targets["label"])
-
 
 def synthetic(
     shape: tuple[int, ...] = (3, 224, 224), num_classes: int = 1000, num_train: int = 1_281_167, num_eval: int = 50_000
 ) -> Synthetic:
-    """Build the data set: PipeDream (SOSP'19), section 5.1, measures AlexNet's throughput on synthetic data.
+    """Build the data set; PipeDream (SOSP'19), section 5.1, measures AlexNet's throughput on synthetic data.
 
     Args:
         shape: of one sample: channels, height and width of an image, or any other; every size at least 1.
@@ -77,7 +57,7 @@ def synthetic(
 class SyntheticText(Dataset):
     """Random tokens; fields `tokens` and `next_tokens`, both [samples, columns] int64, the same for every sample.
 
-    Samples don't follow each other, so that any number of replicas shares them. There is no metric.
+    Samples don't continue each other, so any number of replicas can share them. There is no metric.
     """
 
     inputs: Sequence[str] = ("tokens",)
@@ -98,7 +78,7 @@ class SyntheticText(Dataset):
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
-        """Return the fields asked for of the samples at `indices`; both splits hold the same noise."""
+        """Return fields of the samples at `indices`; both splits have the same samples."""
         check_split("synthetic_text", split)
         generator = torch.Generator().manual_seed(_SEED)
         row = torch.randint(self.vocabulary, (self.columns + 1,), generator=generator)
@@ -108,14 +88,13 @@ class SyntheticText(Dataset):
     def loss(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the cross-entropy in nats, summed over tokens; output: [samples, columns, vocabulary]."""
         self.check_logits(output, "next_tokens")
-        labels = targets["next_tokens"].flatten()
-        return torch.nn.functional.cross_entropy(output.flatten(0, 1), labels, reduction="sum")
+        return metrics.token_cross_entropy(output, targets["next_tokens"])
 
 
 def synthetic_text(
     columns: int = 1024, vocabulary: int = 50_257, num_train: int = 1_000_000, num_eval: int = 1000
 ) -> SyntheticText:
-    """Build the data set, for the throughput of models that tell the next token.
+    """Build the data set, for the throughput of models that predict the next token.
 
     Args:
         columns: tokens of a sample, at least 1.

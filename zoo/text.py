@@ -1,6 +1,6 @@
-"""Token ids that every text data set and model of the zoo shares, and padding: sentences become rectangles here.
+"""Special token ids of the zoo's data sets and models of text, and padding.
 
-Padding, unknown, begin and end have the ids 0 to 3, as in MLPerf's GNMT; a vocabulary's own tokens start at 4.
+Padding, unknown, begin and end have the ids 0 to 3, as in MLPerf's GNMT. A vocabulary's own tokens start at 4.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ NUM_SPECIAL = len(SPECIAL_TOKENS)
 
 
 def pad_rows(rows: Sequence[Sequence[int]], length: int | None = None) -> torch.Tensor:
-    """Return sentences' ids as a rectangle, each filled up on the right with PAD: [len(rows), length] int64.
+    """Return sentences as one tensor of ids, padded on the right with PAD: [len(rows), length] int64.
 
-    The length is by default that of the longest sentence, at least 1.
+    By default, `length` is that of the longest sentence, and at least 1.
 
     Raises:
         ValueError: a sentence is longer than `length`.
@@ -31,7 +31,7 @@ def pad_rows(rows: Sequence[Sequence[int]], length: int | None = None) -> torch.
 
 
 def content(ids: Iterable[int]) -> list[int]:
-    """Return a sentence's own tokens: up to the first EOS, without BOS and PAD."""
+    """Return the ids of a sentence up to the first EOS, without BOS and PAD."""
     found: list[int] = []
     for token in ids:
         if token == EOS:

@@ -1,11 +1,9 @@
-"""The Transformer for translation: attention only, half of the layers in the encoder, half in the decoder.
+"""The Transformer for translation, base and big.
 
-Vaswani et al. (2017), "Attention is all you need", base and big, with the dropouts and the initialisation of the
-authors' code (tensor2tensor), which the paper leaves out. Every operator is a layer: in the encoder 20 a block, in the
-decoder 33. The encoder's output is read by all blocks of the decoder, so it crosses every cut there.
+Vaswani et al. (2017), "Attention is all you need", with the dropouts and the initialisation of the authors' code
+(tensor2tensor), which the paper leaves out. Every operator is a layer: 20 in a block of the encoder, 33 in one of the
+decoder. All blocks of the decoder read the encoder's output, so it crosses every cut in the decoder.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,44 +15,16 @@ from pipebench.zoo.options import at_least, below_one, one_size
 from pipebench.zoo.text import NUM_SPECIAL
 from pipebench.zoo.wmt16 import VOCABULARY
 
-_LONGEST_WAVE = 10_000.0  # the paper's, in tokens over 2 pi
-
-
-@dataclass(frozen=True)
-class TransformerOptions:
-    """The options of `transformer`, checked."""
-
-    name: str  # of the model, for errors
-    num_layers: int
-    width: int
-    feed_forward: int
-    num_heads: int
-    source_vocabulary: int
-    target_vocabulary: int
-    dropout: float
-    share_embeddings: bool
-
-    def __post_init__(self) -> None:
-        vocabularies = {"source_vocabulary": self.source_vocabulary, "target_vocabulary": self.target_vocabulary}
-        at_least(1, self.name, num_layers=self.num_layers, width=self.width, feed_forward=self.feed_forward)
-        at_least(1, self.name, num_heads=self.num_heads)
-        at_least(NUM_SPECIAL, self.name, **vocabularies)
-        if self.width % self.num_heads or self.width % 2:
-            raise ValueError(
-                f"{self.name}: width is {self.width}, allowed is an even multiple of num_heads, {self.num_heads}"
-            )
-        below_one(self.name, dropout=self.dropout)
-        if self.share_embeddings:
-            one_size(self.name, because="share_embeddings", **vocabularies)
+_LONGEST_WAVE = 10_000.0  # the paper's: the longest wavelength in tokens, over 2 pi
 
 
 class AddPositions(nn.Module):
-    """Adds a sine or cosine of the position to every feature, from short waves to long ones (section 3.5)."""
+    """Adds sines and cosines of the position to the features, from short waves to long ones (section 3.5)."""
 
     one_layer = True
 
     def forward(self, x: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """Return x, [samples, tokens, width], plus the encodings of positions `start` and on."""
+        """Return x, [samples, tokens, width], plus the encodings of its positions, the first of which is `start`."""
         num_tokens, width = x.shape[1:]
         position = torch.arange(start, start + num_tokens, dtype=x.dtype, device=x.device).unsqueeze(1)
         even = torch.arange(0, width, 2, dtype=x.dtype, device=x.device)
@@ -63,7 +33,7 @@ class AddPositions(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token ids to what a stack of blocks reads: vectors, scaled, with positions, dropped out."""
+    """Vectors of token ids, scaled, plus encodings of positions."""
 
     def __init__(self, table: nn.Embedding, dropout: float) -> None:
         super().__init__()
@@ -71,20 +41,20 @@ class Embedding(nn.Module):
         self.scale = table.embedding_dim**0.5
 
     def forward(self, tokens: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """Map [samples, tokens] int64, the first of which stands at position `start`, to [samples, tokens, width]."""
+        """Map [samples, tokens] int64 to [samples, tokens, width]; the first token is at position `start`."""
         embedded: torch.Tensor = self.dropout(self.positions(self.table(tokens) * self.scale, start))
         return embedded
 
 
 class FeedForward(nn.Module):
-    """The same two linear layers at every position (section 3.3)."""
+    """Two linear layers, the same at every position (section 3.3)."""
 
-    def __init__(self, options: TransformerOptions) -> None:
+    def __init__(self, width: int, feed_forward: int, dropout: float) -> None:
         super().__init__()
-        self.wide = nn.Linear(options.width, options.feed_forward)
+        self.wide = nn.Linear(width, feed_forward)
         self.relu = nn.ReLU()
-        self.dropout = nn.Dropout(options.dropout)
-        self.narrow = nn.Linear(options.feed_forward, options.width)
+        self.dropout = nn.Dropout(dropout)
+        self.narrow = nn.Linear(feed_forward, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [samples, tokens, width] to the same shape."""
@@ -93,14 +63,13 @@ class FeedForward(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """Attention of a sentence to itself, then two linear layers."""
+    """Self-attention, then two linear layers."""
 
-    def __init__(self, options: TransformerOptions) -> None:
+    def __init__(self, width: int, feed_forward: int, num_heads: int, dropout: float) -> None:
         super().__init__()
-        width, heads, dropout = options.width, options.num_heads, options.dropout
-        self.attention = MultiHeadAttention(width, heads, dropout, HidePadding())
+        self.attention = MultiHeadAttention(width, num_heads, dropout, HidePadding())
         self.after_attention = AddNorm(width, dropout)
-        self.feed_forward = FeedForward(options)
+        self.feed_forward = FeedForward(width, feed_forward, dropout)
         self.after_feed_forward = AddNorm(width, dropout)
 
     def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -111,23 +80,22 @@ class EncoderBlock(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Attention to what was written before, attention to the source, then two linear layers."""
+    """Causal self-attention, attention to the source, then two linear layers."""
 
-    def __init__(self, options: TransformerOptions) -> None:
+    def __init__(self, width: int, feed_forward: int, num_heads: int, dropout: float) -> None:
         super().__init__()
-        width, heads, dropout = options.width, options.num_heads, options.dropout
-        self.attention = MultiHeadAttention(width, heads, dropout, HideFuture())
+        self.attention = MultiHeadAttention(width, num_heads, dropout, HideFuture())
         self.after_attention = AddNorm(width, dropout)
-        self.source_attention = MultiHeadAttention(width, heads, dropout, HidePadding())
+        self.source_attention = MultiHeadAttention(width, num_heads, dropout, HidePadding())
         self.after_source_attention = AddNorm(width, dropout)
-        self.feed_forward = FeedForward(options)
+        self.feed_forward = FeedForward(width, feed_forward, dropout)
         self.after_feed_forward = AddNorm(width, dropout)
 
     def forward(self, x: torch.Tensor, memory: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Map [samples, target tokens, width] to the same shape.
 
         Args:
-            x: what was written; no position depends on a later one.
+            x: the target so far; no position depends on a later one.
             memory: the encoder's output: [samples, source tokens, width].
             lengths: source tokens that aren't padding: [samples] int64.
         """
@@ -137,15 +105,15 @@ class DecoderBlock(nn.Module):
         return y
 
     def step(self, x: torch.Tensor, before: Tensors, source: Tensors) -> tuple[torch.Tensor, Tensors]:
-        """Take one token.
+        """Compute one token of every row, given the keys and values of the tokens before.
 
         Args:
             x: [rows, 1, width].
-            before: keys and values of the tokens before it.
+            before: keys and values of the tokens before.
             source: keys and values of the source, and its lengths.
 
         Returns:
-            [rows, 1, width], and keys and values of the tokens up to this one.
+            [rows, 1, width], and keys and values of all tokens so far.
         """
         keys = torch.cat((before[0], self.attention.key(x)), 3)
         values = torch.cat((before[1], self.attention.value(x)), 2)
@@ -156,25 +124,46 @@ class DecoderBlock(nn.Module):
 
 
 class Transformer(Translator):
-    """The translator; see `transformer` for its options.
+    """The translator; see `transformer` for its options. `name` is the model's, for errors.
 
     Inputs are `source` [samples, source tokens] int64, `source_length` [samples] int64, and `target_in` [samples,
-    target tokens] int64, which starts with BOS. Padding, on the right, influences nothing.
+    target tokens] int64, which starts with BOS. Padding, on the right, has no influence.
     """
 
     beam_size = 4  # the paper's
 
-    def __init__(self, options: TransformerOptions) -> None:
+    def __init__(
+        self,
+        name: str,
+        num_layers: int,
+        width: int,
+        feed_forward: int,
+        num_heads: int,
+        source_vocabulary: int,
+        target_vocabulary: int,
+        dropout: float,
+        share_embeddings: bool,
+    ) -> None:
         super().__init__()
-        source = nn.Embedding(options.source_vocabulary, options.width)
-        target = source if options.share_embeddings else nn.Embedding(options.target_vocabulary, options.width)
-        self.source_embedding = Embedding(source, options.dropout)
-        self.encoder = nn.ModuleList(EncoderBlock(options) for _ in range(options.num_layers))
-        self.target_embedding = Embedding(target, options.dropout)
-        self.decoder = nn.ModuleList(DecoderBlock(options) for _ in range(options.num_layers))
-        self.classifier = nn.Linear(options.width, options.target_vocabulary, bias=False)
-        if options.share_embeddings:
+        vocabularies = {"source_vocabulary": source_vocabulary, "target_vocabulary": target_vocabulary}
+        at_least(1, name, num_layers=num_layers, width=width, feed_forward=feed_forward, num_heads=num_heads)
+        at_least(NUM_SPECIAL, name, **vocabularies)
+        if width % num_heads or width % 2:
+            raise ValueError(f"{name}: width is {width}, allowed is an even multiple of num_heads, {num_heads}")
+        below_one(name, dropout=dropout)
+        if share_embeddings:
+            one_size(name, because="share_embeddings", **vocabularies)
+        sizes = (width, feed_forward, num_heads, dropout)
+        source = nn.Embedding(source_vocabulary, width)
+        target = source if share_embeddings else nn.Embedding(target_vocabulary, width)
+        self.source_embedding = Embedding(source, dropout)
+        self.encoder = nn.ModuleList(EncoderBlock(*sizes) for _ in range(num_layers))
+        self.target_embedding = Embedding(target, dropout)
+        self.decoder = nn.ModuleList(DecoderBlock(*sizes) for _ in range(num_layers))
+        self.classifier = nn.Linear(width, target_vocabulary, bias=False)
+        if share_embeddings:
             self.classifier.weight = target.weight
+        self._initialise()
 
     def forward(self, source: torch.Tensor, source_length: torch.Tensor, target_in: torch.Tensor) -> torch.Tensor:
         """Return the logits of every next token: [samples, target tokens, target vocabulary] float."""
@@ -194,6 +183,17 @@ class Transformer(Translator):
         before = (num_samples, beam_size, num_layers, num_heads)
         state = (keys.new_empty(*before, num_features, 0), keys.new_empty(*before, 0, num_features))
         return state, (keys, values, source_length)
+
+    def _initialise(self) -> None:
+        """Draw weights as tensor2tensor does: matrices by Glorot and Bengio, embeddings from N(0, 1 / width)."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        for module in self.modules():  # last, since a classifier may share an embedding's matrix
+            if isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, 0, module.embedding_dim**-0.5)
 
     def _decoder(self) -> list[DecoderBlock]:
         return [block for block in self.decoder if isinstance(block, DecoderBlock)]
@@ -234,22 +234,20 @@ def transformer(
     """Build the Transformer, by default the paper's base model (table 3).
 
     Args:
-        num_layers: blocks of the encoder, and of the decoder; vPipe's model for 16 GPUs has twice those for 8.
+        num_layers: blocks of the encoder, and of the decoder; vPipe's model for 16 GPUs has twice as many as for 8.
         width: features of a token.
-        feed_forward: features between the two linear layers.
+        feed_forward: features between the two linear layers of a block.
         num_heads: of every attention; divides `width`.
-        source_vocabulary: tokens of the source's language, at least 4.
-        target_vocabulary: tokens of the target's language, at least 4.
-        dropout: probability of dropping a feature or an attention's weight, in [0, 1).
-        share_embeddings: both embeddings and the matrix before the softmax are one, as in the paper; needs equal
-            vocabularies; the default has three. In modes whose stages don't update together, pipedream for one, all
-            that use it are then in one stage.
+        source_vocabulary: number of token ids of the source's language, at least 4.
+        target_vocabulary: number of token ids of the target's language, at least 4.
+        dropout: probability of dropping a feature or an attention weight, in [0, 1).
+        share_embeddings: whether both embeddings and the matrix before the softmax are one, as in the paper; needs
+            equal vocabularies. In modes whose stages don't update together, such as pipedream, all layers that use the
+            matrix are then in one stage.
     """
-    return _build(
-        TransformerOptions(
-            "transformer", num_layers, width, feed_forward, num_heads, source_vocabulary, target_vocabulary, dropout,
-            share_embeddings,
-        )
+    return Transformer(
+        "transformer", num_layers, width, feed_forward, num_heads, source_vocabulary, target_vocabulary, dropout,
+        share_embeddings,
     )  # fmt: skip
 
 
@@ -263,24 +261,8 @@ def transformer_big(
     dropout: float = 0.3,
     share_embeddings: bool = False,
 ) -> Transformer:
-    """Build the paper's big model (table 3); options as for `transformer`."""
-    return _build(
-        TransformerOptions(
-            "transformer_big", num_layers, width, feed_forward, num_heads, source_vocabulary, target_vocabulary,
-            dropout, share_embeddings,
-        )
+    """Build the Transformer, by default the paper's big model (table 3); options as for `transformer`."""
+    return Transformer(
+        "transformer_big", num_layers, width, feed_forward, num_heads, source_vocabulary, target_vocabulary, dropout,
+        share_embeddings,
     )  # fmt: skip
-
-
-def _build(options: TransformerOptions) -> Transformer:
-    """Return the model as tensor2tensor draws it: matrices as Glorot and Bengio, embeddings N(0, 1 / width)."""
-    model = Transformer(options)
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.xavier_uniform_(module.weight)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-    for module in model.modules():  # last: a classifier that shares its matrix has an embedding's
-        if isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, 0, options.width**-0.5)
-    return model

@@ -1,7 +1,7 @@
-"""What all translation data sets share: fields, padding, the label-smoothed loss, token accuracy and BLEU.
+"""The base of translation data sets: fields, padding, the label-smoothed loss, token accuracy and BLEU.
 
-A sentence pair is two lists of token ids. MLPerf's GNMT frames them: a source is begin, tokens, end; the decoder reads
-begin and the target's tokens, and is to say the tokens and end.
+A sentence pair is two lists of token ids, to which begin and end are added as in MLPerf's GNMT. A source is begin,
+tokens, end. The decoder reads begin and the target's tokens, and predicts the tokens and end.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipebench.zoo import bleu
+from pipebench.zoo import bleu, metrics
 from pipebench.zoo.late import torch
 from pipebench.zoo.options import at_least, below_one
 from pipebench.zoo.registry import Dataset
 from pipebench.zoo.text import BOS, EOS, PAD, content, pad_rows
 
 SIDES = ("source", "target")
-_SCORED_TOGETHER = 64  # sentences translated at a time: bounds memory, changes no translation
+_SCORED_TOGETHER = 64  # sentences translated at a time, which bounds memory and changes no translation
 
 
 @dataclass(frozen=True)
 class TranslationOptions:
-    """What is declared of a translation data set, so that plans and simulations need none of its files."""
+    """Declared properties of a translation data set, so that plans and simulations don't need its files."""
 
     name: str  # of the data set, for errors
     num_train: int  # sentence pairs to train on
     num_eval: int  # held-out pairs
     vocabulary: int  # number of token ids, the special ones included; one vocabulary for both languages
-    source_columns: int | None  # width of every `source`, begin and end included; None: that of the longest fetched
-    target_columns: int | None  # width of every `target_in` and `target_out`; None: that of the longest fetched
-    typical_columns: tuple[int, int]  # widths of source and target that stand for all in profiles, where they vary
-    max_written: int  # most tokens that a translation may have
+    source_columns: int | None  # width of `source`, begin and end included; None: that of a minibatch's longest
+    target_columns: int | None  # width of `target_in` and `target_out`; None: that of a minibatch's longest
+    typical_columns: tuple[int, int]  # widths of source and target in profiles, if they vary
+    max_written: int  # most tokens of a translation
     # Share of the probability that is spread evenly over the vocabulary (Szegedy et al., CVPR 2016, section 7).
     label_smoothing: float
     num_scored: int  # held-out sentences that BLEU is computed on, the first ones; 0: all
     tokenize: str = "13a"  # how BLEU splits sentences into tokens
-    lowercase: bool = False  # whether BLEU overlooks case
+    lowercase: bool = False  # whether BLEU ignores case
 
     def __post_init__(self) -> None:
         at_least(1, self.name, num_train=self.num_train, num_eval=self.num_eval)
@@ -53,10 +53,11 @@ class TranslationOptions:
 
 
 class Translation(Dataset):
-    """Sentence pairs; what is left to a subclass is where they come from.
+    """Sentence pairs, which subclasses read.
 
-    Fields: `source` [samples, columns] int64: begin, tokens, end, then padding; `source_length` [samples] int64: how
-    many aren't padding; `target_in` and `target_out` [samples, columns] int64: begin, tokens; and tokens, end.
+    Fields: `source` [samples, columns] int64: begin, tokens, end, padding; `source_length` [samples] int64: the number
+    of columns without padding; `target_in` [samples, columns] int64: begin, tokens, padding; and `target_out` [samples,
+    columns] int64: tokens, end, padding.
     """
 
     inputs: Sequence[str] = ("source", "source_length", "target_in")
@@ -72,7 +73,7 @@ class Translation(Dataset):
     def check(self) -> None:
         """Raise ImportError, with one readable sentence, if the package that computes BLEU is missing.
 
-        What a subclass has to check besides comes after it.
+        Subclasses call it first.
         """
         bleu.signature(tokenize=self.options.tokenize, lowercase=self.options.lowercase)
 
@@ -82,11 +83,11 @@ class Translation(Dataset):
 
     @abstractmethod
     def held_out(self, side: str, indices: Sequence[int]) -> list[str]:
-        """Return held-out sentences as people write them: what is translated, and what BLEU compares with."""
+        """Return held-out sentences as people write them; of the target's side, BLEU's references."""
 
     @abstractmethod
     def text(self, ids: Sequence[int]) -> str:
-        """Return what the tokens of a target sentence say, as people write it."""
+        """Return the target sentence of these tokens, as people write it."""
 
     def target_lengths(self, split: str, indices: Sequence[int]) -> list[int]:
         """Return the number of tokens of target sentences, without begin and end."""
@@ -101,7 +102,7 @@ class Translation(Dataset):
         return {field: torch.empty(shape, dtype=torch.int64, device="meta") for field, shape in shapes.items()}
 
     def of_length(self, columns: int) -> Translation:
-        """Return this data set with examples whose both sides are so wide."""
+        """Return this data set with examples whose sides are both so wide."""
         made = copy.copy(self)
         made.options = replace(self.options, typical_columns=(columns, columns))
         return made
@@ -109,7 +110,7 @@ class Translation(Dataset):
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
-        """Return the fields asked for; a side of the text that none of them needs isn't read."""
+        """Return fields of samples; a side of the pairs that no field needs isn't read."""
         read = {
             side: self.tokens(side, split, indices) for side in SIDES if any(name.startswith(side) for name in fields)
         }
@@ -127,25 +128,16 @@ class Translation(Dataset):
         raise KeyError(field)
 
     def weight(self, split: str, indices: Sequence[int]) -> float:
-        """Return the number of target tokens, ends included, padding not."""
+        """Return the number of target tokens, ends included, padding left out."""
         return float(sum(self.target_lengths(split, indices)) + len(indices))
 
     def loss(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the label-smoothed cross-entropy summed over target tokens; padding counts nothing.
-
-        `output`: logits [samples, columns, vocabulary]; `target_out`: [samples, columns].
-        """
+        """Return the label-smoothed cross-entropy summed over target tokens; output: [samples, columns, vocabulary]."""
         self.check_logits(output, "target_out")
-        return torch.nn.functional.cross_entropy(
-            output.flatten(0, 1),
-            targets["target_out"].flatten(),
-            ignore_index=PAD,
-            label_smoothing=self.options.label_smoothing,
-            reduction="sum",
-        )
+        return metrics.token_cross_entropy(output, targets["target_out"], PAD, self.options.label_smoothing)
 
     def score(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return as `token_accuracy` how many target tokens, given those before them, are the likeliest."""
+        """Return `token_accuracy`: the number of target tokens predicted correctly, given the tokens before them."""
         wanted = targets["target_out"]
         return {"token_accuracy": ((output.argmax(-1) == wanted) & (wanted != PAD)).sum()}
 
@@ -154,16 +146,16 @@ class Translation(Dataset):
         return {"bleu": self.bleu([self.text(ids) for ids in self._translations(model)])}
 
     def bleu(self, hypotheses: Sequence[str]) -> float:
-        """Return BLEU, 0 to 100, of translations of the held-out sentences that are scored, in their order."""
+        """Return BLEU, 0 to 100, of translations of the held-out sentences that are scored, in order."""
         references = self.held_out("target", self._scored())
         settings: dict[str, Any] = {"tokenize": self.options.tokenize, "lowercase": self.options.lowercase}
         return bleu.corpus_bleu(hypotheses, references, **settings)
 
     def notes(self) -> dict[str, str]:
-        """Return how BLEU is computed, in sacrebleu's words, and on how many sentences; nothing without sacrebleu."""
+        """Return sacrebleu's signature of BLEU, and the number of sentences; nothing without sacrebleu."""
         try:
             signature = bleu.signature(tokenize=self.options.tokenize, lowercase=self.options.lowercase)
-        except ImportError:  # a simulated run, which computes no BLEU: any other is stopped by `check`
+        except ImportError:  # only in simulations, which compute no BLEU: otherwise `check` has failed
             return {}
         return {"bleu": f"{signature}, first {len(self._scored())} of {self.num_eval} held-out sentences"}
 
@@ -183,5 +175,5 @@ class Translation(Dataset):
 
 
 def copy_baseline(dataset: Translation) -> float:
-    """Return BLEU, 0 to 100, of leaving every held-out sentence untranslated: what a score is to be seen against."""
+    """Return BLEU, 0 to 100, of held-out sentences that are left untranslated: a baseline for scores."""
     return dataset.bleu(dataset.held_out("source", dataset._scored()))

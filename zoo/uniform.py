@@ -1,4 +1,4 @@
-"""A chain of equal linear layers: the model that the closed formulas of pipelines are about, and nobody trains."""
+"""A chain of equal linear layers, for comparing simulations with closed formulas of pipelines."""
 
 from collections import OrderedDict
 
@@ -9,10 +9,10 @@ from pipebench.zoo.options import at_least
 
 
 class Uniform(nn.Sequential):
-    """Linear layers of one width, without biases: [samples, width] in and out of every one."""
+    """Linear layers of one width, without biases."""
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """Return [samples, width] logits of [samples, width] inputs."""
+        """Map [samples, width] to [samples, width]."""
         for layer in self:
             image = layer(image)
         return image
@@ -23,7 +23,7 @@ def uniform(num_layers: int = 16, width: int = 64) -> Uniform:
 
     Args:
         num_layers: at least 1.
-        width: features between layers, inputs and logits alike, at least 1.
+        width: number of inputs, logits and features between layers, at least 1.
     """
     at_least(1, "uniform", num_layers=num_layers, width=width)
     layers = {f"layer{index}": nn.Linear(width, width, bias=False) for index in range(num_layers)}

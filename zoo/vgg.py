@@ -1,11 +1,30 @@
-"""VGG-16 of Simonyan and Zisserman (2015), torchvision's layers and parameter names, at any width and image size."""
+"""VGG-16 of Simonyan and Zisserman (2015), with torchvision's layers and parameter names, at any width and size."""
 
 from torch import nn
 
 from pipebench.zoo.convnet import ConvNet, scaled
 from pipebench.zoo.options import at_least, below_one, more_than, one_of
 
-_CHANNELS = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)  # 0: pool, halves the image
+_CHANNELS = (
+    64,
+    64,
+    0,
+    128,
+    128,
+    0,
+    256,
+    256,
+    256,
+    0,
+    512,
+    512,
+    512,
+    0,
+    512,
+    512,
+    512,
+    0,
+)  # 0: a pool, which halves the image
 _HIDDEN = 4096
 _IMAGE_OVER_MAP = 32
 _LARGEST_MAP = 7
@@ -28,18 +47,18 @@ def vgg16(
 ) -> VGG:
     """Build VGG-16; with the default options it is torchvision's `vgg16`, or `vgg16_bn` with `batch_norm`.
 
-    The classifier reads a map of min(7, image_size // 32) squared: torchvision's 7 from 224 pixels on, and below that
-    the map the convolutions leave, since averaging a 1x1 map up to 7x7 would multiply parameters but no information.
+    The classifier reads a map of 7x7 from 224 pixels on, as torchvision's, and of smaller images the map that the
+    convolutions leave: a 1x1 map enlarged to 7x7 would add parameters, but no information.
 
     Args:
-        width: multiplies every hidden channel and feature count; at least one of each is kept.
-        batch_norm: BatchNorm after every convolution.
+        width: multiplies the numbers of hidden channels and features; each stays at least 1.
+        batch_norm: whether BatchNorm follows every convolution.
         dropout: probability of dropping a feature of the two hidden linear layers, below 1.
         num_classes: number of logits, at least 1.
         in_channels: channels of the images, at least 1.
         image_size: height and width of the images in pixels, at least 32.
-        init: `torchvision` (Kaiming normal convolutions, linear weights N(0, 0.01)) or `kaiming` (Kaiming normal
-            for both: narrow networks don't start learning from N(0, 0.01)).
+        init: `torchvision` (Kaiming normal for convolutions, N(0, 0.01) for linear layers) or `kaiming` (Kaiming normal
+            for both, since narrow networks don't begin to learn from N(0, 0.01)).
     """
     one_of(INITIALISATIONS, "vgg16", init=init)
     at_least(_IMAGE_OVER_MAP, "vgg16", "five pools halve", image_size=image_size)
@@ -83,7 +102,7 @@ def _classifier(num_features: int, num_hidden: int, dropout: float, num_classes:
 
 
 def _initialise(model: nn.Module, init: str) -> None:
-    for module in model.modules():  # BatchNorm keeps its constructor's ones and zeros
+    for module in model.modules():  # BatchNorm stays as its constructor makes it
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         elif isinstance(module, nn.Linear) and init == "kaiming":

@@ -1,8 +1,8 @@
 """WMT16 English-German as MLPerf's GNMT prepares it: tokenised text in byte pairs, and its vocabulary.
 
 PipeDream (SOSP'19), Table 1, trains GNMT on it to BLEU 21.8, MLPerf v0.5's target. MLPerf's preparation tokenises
-Europarl, Common Crawl and News Commentary as Moses does, leaves out pairs with more than 80 tokens on a side or
-characters that Latin-1 lacks, learns 32,000 merges on both languages, and leaves the files named below.
+Europarl, Common Crawl and News Commentary by Moses' rules, leaves out pairs with more than 80 tokens on a side or with
+characters that aren't in Latin-1, learns 32,000 merges on both languages, and writes the files named below.
 """
 
 import contextlib
@@ -30,16 +30,16 @@ from pipebench.zoo.translation import SIDES, Translation, TranslationOptions
 # 50 tokens, and a vocabulary padded to 32,320 ids. newstest2014 has 3,003 sentences.
 NUM_TRAIN, NUM_EVAL, VOCABULARY = 3_498_161, 3003, 32_320
 MAX_LENGTH, NUM_BUCKETS = 50, 5
-# Mean of the same logs: 61,500 tokens/s in minibatches of 128 pairs and 0.101 s are 24 tokens a side; padding to the
-# top of a bucket that is 10 wide adds about half a bucket.
+# From the same logs: 61,500 tokens/s in minibatches of 128 pairs that take 0.101 s are 24 tokens a side. Padding to the
+# longest of a bucket that is 10 wide adds about half a bucket.
 TYPICAL_LENGTH = 30
 FIXED, DECLARED = "fixed", "declared"
-# The longer side of a pair, in tokens, as a log-normal distribution (assumed, as is usual for sentences), of which
-# 3,498,161 / 4,068,191 of what has at most 80 tokens have at most 50 (the same logs), and with which minibatches are as
-# wide on average as the one that stands for all. A longer side then has 25.5 tokens on average.
+# The length of the longer side of a pair, in tokens, is assumed to be log-normal, as is usual for sentences. Two
+# conditions give its parameters: of the pairs within 80 tokens, 3,498,161 / 4,068,191 are within 50 (the same logs),
+# and minibatches are as wide on average as `TYPICAL_LENGTH`. The mean is then 25.5 tokens.
 _LOG_MEAN, _LOG_DEVIATION = 3.341, 0.654
 _VOCABULARY_MULTIPLE = 8  # as MLPerf pads it
-_FRAME = 2  # begin and end, which MLPerf counts as tokens
+_FRAME = 2  # begin and end, which MLPerf counts in lengths
 _LANGUAGES = {"source": "en", "target": "de"}
 _VOCABULARY_FILE = "vocab.bpe.32000"
 _REFERENCE_FILE = "newstest2014.de"
@@ -54,9 +54,9 @@ class Wmt16(Translation):
     """WMT16 English-German; fields as in `Translation`, a minibatch padded to its longest sentence.
 
     Training pairs with a side of more than `max_length` tokens, begin and end included, are left out, as in MLPerf.
-    Held out is newstest2014. Tokens of the vocabulary file have ids from 4, in its order. Differs: the loss is the mean
-    over tokens, MLPerf's the sum over a sentence's tokens, so that the norms it clips gradients by are some 24 times
-    those here.
+    Held out is newstest2014. Tokens of the vocabulary file have ids from 4 on, in the file's order. Differs: the loss
+    is the mean over tokens; MLPerf sums over a sentence's tokens, so its gradients' norms, which it clips, are some 24
+    times those here.
     """
 
     def __init__(
@@ -77,10 +77,12 @@ class Wmt16(Translation):
         _detokenizer("target")
 
     def check_tokens(self, layout: Sequence[str], options: Mapping[str, str], spare: int = 0) -> None:
-        """Check the files that a training needs which translates nothing; raises as `check`.
+        """Check the files that training needs if nothing is translated; raises as `check` does.
 
-        `options` says, by split, what its declared number of pairs is called where it is to be set; `spare` ids are to
-        be left over by the vocabulary's tokens.
+        Args:
+            layout: names of the files.
+            options: by split, the name of the option that declares its number of pairs.
+            spare: ids that the vocabulary's tokens must leave free.
         """
         folder = data_folder("wmt16", self.root, ", ".join(layout))
         if not folder.is_dir():
@@ -108,7 +110,7 @@ class Wmt16(Translation):
         return [[ids.get(token, UNK) for token in line.split()] for line in self._lines(side, split, indices)]
 
     def held_out(self, side: str, indices: Sequence[int]) -> list[str]:
-        """Return sentences of newstest2014: German as published, English put together from its tokens."""
+        """Return sentences of newstest2014: German as published, English detokenised."""
         if side == "target":
             path = data_folder("wmt16", self.root) / _REFERENCE_FILE
             starts = _index(line_index.fingerprint(path), path).starts
@@ -116,17 +118,17 @@ class Wmt16(Translation):
         return [_detokenised(side, line.decode()) for line in self._lines(side, "eval", indices)]
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return what German tokens say: byte pairs joined, then detokenised as Moses does."""
+        """Return the German sentence of some tokens: byte pairs joined, then detokenised by Moses' rules."""
         words = _words(self._place(_VOCABULARY_FILE))
         return _detokenised("target", " ".join(words[i] for i in ids if i == UNK or NUM_SPECIAL <= i < len(words)))
 
     def target_lengths(self, split: str, indices: Sequence[int]) -> list[int]:
-        """Return the number of tokens of target sentences, without begin and end; known without reading them."""
+        """Return the number of tokens of target sentences, without begin and end, from the index of the file."""
         lengths: list[int] = self._side("target", split)[1].counts[_rows(indices)].tolist()
         return lengths
 
     def buckets(self) -> Sequence[int]:
-        """Return each training pair's bucket of MLPerf's five: its longer side's length over a fifth of the most."""
+        """Return each training pair's bucket, one of MLPerf's five: by its longer side's length."""
         width = _bucket_width(self.max_length)
         longer = numpy.maximum(*(self._side(side, "train")[1].counts for side in SIDES)) + _FRAME
         found: list[int] = numpy.minimum(longer // width, NUM_BUCKETS - 1).tolist()
@@ -141,7 +143,7 @@ class Wmt16(Translation):
         return line_index.read_lines(path, index.starts[_rows(indices)])
 
     def _side(self, side: str, split: str) -> tuple[Path, LineIndex]:
-        """Return the file of one side of a split, and where its sentences are."""
+        """Return the file of one side of a split, and the index of its sentences."""
         check_split("wmt16", split)
         text = "train.tok.clean" if split == "train" else "newstest2014.tok"
         paths = [data_folder("wmt16", self.root) / f"{text}.bpe.32000.{_LANGUAGES[each]}" for each in SIDES]
@@ -169,15 +171,15 @@ def wmt16(
         root: folder of the files; empty: `wmt16` in the folder that PIPEBENCH_DATA names.
         num_train: training pairs within `max_length`.
         num_eval: sentences of newstest2014.
-        vocabulary: token ids, special ones included, rounded up to a multiple of 8.
+        vocabulary: number of token ids, special ones included, rounded up to a multiple of 8.
         max_length: most tokens of a side of a training pair, begin and end included, as MLPerf counts.
-        typical_length: width of a minibatch that stands for all in profiles.
-        max_written: most tokens of a translation, its end included; MLPerf's are 150 with begin.
+        typical_length: width of minibatches in profiles.
+        max_written: most tokens of a translation, its end included; MLPerf has 150 with begin.
         label_smoothing: share of the probability that is spread evenly over the vocabulary, from 0 to below 1.
-        num_scored: sentences of newstest2014 that BLEU is computed on; 0: all, which alone compares with others.
+        num_scored: sentences of newstest2014 that BLEU is computed on; 0: all, as published scores are.
         loader_processes: processes in which an engine reads sentences ahead; 0: in its own.
-        lengths: for simulations: `fixed`: all minibatches are as wide as `typical_length`; `declared`: as their buckets
-            are, which published counts of sentences tell, see `length_classes`.
+        lengths: widths of minibatches in simulations: `fixed`: `typical_length`; `declared`: those of their buckets, by
+            published counts of sentences; see `length_classes`.
     """
     at_least(5, "wmt16", max_length=max_length)
     at_least(1, "wmt16", max_written=max_written)
@@ -192,7 +194,7 @@ def wmt16(
         )
     if vocabulary % _VOCABULARY_MULTIPLE:
         raise ValueError(f"wmt16: vocabulary is {vocabulary}, allowed is a multiple of {_VOCABULARY_MULTIPLE}")
-    # MLPerf's command: case overlooked, mteval's international tokenisation.
+    # As MLPerf's command: case is ignored, with mteval's international tokenisation.
     options = TranslationOptions(
         "wmt16", num_train, num_eval, vocabulary, None, None,
         typical_columns=(typical_length, typical_length), max_written=max_written,
@@ -202,10 +204,10 @@ def wmt16(
 
 
 def length_classes(max_length: int) -> tuple[LengthClass, ...]:
-    """Return how wide minibatches are: each is of one of MLPerf's five buckets, and as wide as its longest sentence.
+    """Return the widths of minibatches, each of which has sentences of one of MLPerf's five buckets.
 
-    Of 64 sentences one is about as long as its bucket allows. A bucket has as large a share of the minibatches as of
-    the sentences: minibatches of all buckets are equally many sentences.
+    A minibatch is as wide as its longest sentence: of 64 sentences, one is about as long as its bucket allows. A bucket
+    has the same share of the minibatches as of the sentences, since minibatches have equally many.
     """
     width = _bucket_width(max_length)
     longest = [*(width * (bucket + 1) - 1 for bucket in range(NUM_BUCKETS - 1)), max_length]
@@ -220,7 +222,7 @@ def _bucket_width(max_length: int) -> int:
 
 
 def _share_within(most: int) -> float:
-    """Return the share of pairs whose longer side has at most so many tokens."""
+    """Return the share of pairs whose longer side has at most `most` tokens."""
     deviations = (math.log(most + 0.5) - _LOG_MEAN) / _LOG_DEVIATION
     return (1 + math.erf(deviations / math.sqrt(2))) / 2
 
@@ -231,18 +233,20 @@ def _rows(indices: Sequence[int]) -> Integers:
 
 @lru_cache(maxsize=4)
 def _pairs(fingerprints: tuple[str, ...], paths: tuple[Path, Path], most: int | None) -> tuple[LineIndex, LineIndex]:
-    """Return the indices of both sides' sentences that have at most so many tokens; in the cache from then on.
+    """Return the indices of both files, of pairs whose sides have at most `most` tokens; stored in the user's cache.
+
+    `fingerprints` are of the files, for the cache.
 
     Raises:
         ValueError: the files don't have equally many lines.
     """
     key = hashlib.sha256("\n".join([*fingerprints, str(most)]).encode()).hexdigest()[:32]
-    kept = cache_folder("wmt16") / f"{key}.npz"
-    found = line_index.from_file(kept, 2)
+    path = cache_folder("wmt16") / f"{key}.npz"
+    found = line_index.from_file(path, 2)
     if found is None:
         found = _scanned_pairs(paths, most)
         with contextlib.suppress(OSError):
-            write_whole(kept, line_index.to_bytes(*found))
+            write_whole(path, line_index.to_bytes(*found))
     return found[0], found[1]
 
 
@@ -266,7 +270,7 @@ def _index(fingerprint: str, path: Path) -> LineIndex:
 
 @lru_cache(maxsize=2)
 def _words(place: tuple[Path, str]) -> list[str]:
-    """Return the tokens by id, the special ones first."""
+    """Return the tokens in order of their ids, the special ones first."""
     return [*SPECIAL_TOKENS, *(line.strip().decode() for line in place[0].read_bytes().splitlines())]
 
 

@@ -1,4 +1,4 @@
-"""BERT's task on the English side of WMT16 English-German, which vPipe trains BERT on."""
+"""BERT's pre-training on the English side of WMT16 English-German, as in vPipe (TPDS'21)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipebench.zoo.wmt16 import MAX_LENGTH, NUM_EVAL, NUM_TRAIN, TOKENS, TYPICAL
 
 
 class Wmt16Segments(Segments):
-    """Sentences in the order of the files; byte pairs as `wmt16` has them."""
+    """Segments of sentences in the order of the files, in the byte pairs of `wmt16`."""
 
     def __init__(self, options: SegmentOptions, source: Wmt16) -> None:
         super().__init__(options)
@@ -39,19 +39,19 @@ def wmt16_segments(
 
     Args:
         root: folder of the files; empty: `wmt16` in the folder that PIPEBENCH_DATA names.
-        columns: width of a sample. BERT was trained on 128 for nine tenths of its updates, on 512 for the rest.
-        sentences: of a segment; two of some 28 byte pairs fill half of 128 columns.
+        columns: width of a sample; BERT was trained with 128 for 90% of its updates, and with 512 for the rest.
+        sentences: of a segment; two sentences of about 28 byte pairs fill half of 128 columns.
         num_eval: held-out samples, of newstest2014, the first ones; 0: all.
         loader_processes: processes in which an engine reads sentences ahead; 0: in its own.
         train_sentences: training pairs of `wmt16` within `max_length`.
         eval_sentences: sentences of newstest2014.
-        vocabulary: token ids, special ones and the mask included, rounded up to a multiple of 8. The mask is the last
-            one: MLPerf's 32,317 ids leave three.
-        max_length: as `wmt16` has it.
+        vocabulary: number of token ids, special ones and the mask included, rounded up to a multiple of 8. The mask is
+            the last id: MLPerf's 32,317 tokens leave three.
+        max_length: see `wmt16`.
     """
     num_sentences = {"train": train_sentences, "eval": eval_sentences}
     options = SegmentOptions("wmt16_segments", num_sentences, vocabulary, vocabulary - 1, columns, sentences, num_eval)
-    typical_length = min(TYPICAL_LENGTH, max_length)  # of translations: it says nothing here
+    typical_length = min(TYPICAL_LENGTH, max_length)  # of translations: unused here
     source = wmt16(
         root, train_sentences, eval_sentences, vocabulary, max_length, typical_length, loader_processes=loader_processes
     )

@@ -1,7 +1,7 @@
-"""`pipebench plan`: build the planner's request from recipe, profile file and options.
+"""`pipebench plan`: builds the planner's request from recipe, profile file and options, and prints the answer.
 
-Without a recipe, plans under the papers' cost models may be cut anywhere in the graph, as in the papers. All others are
-cut along the order of execution, so that an engine can run them.
+Without a recipe, plans under the papers' cost models may be cut anywhere in the graph, as in the papers. Other plans
+are cut along the order of execution, so that an engine can run them.
 """
 
 import os
@@ -41,7 +41,7 @@ from pipebench.train.profile_cache import ToPlan, to_plan
 from pipebench.train.request import choose_slices, plan_request
 from pipebench.zoo.registry import Dataset
 
-_DIFFERS = 1.1  # predictions above this many times the bottleneck are explained
+_DIFFERS = 1.1  # a prediction of more than this times the bottleneck is explained
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,17 @@ class PlanOptions:
 
 
 def with_options(loaded: LoadedRecipe, options: PlanOptions) -> LoadedRecipe:
-    """Return a recipe changed by the options."""
+    """Return a recipe with the options' cluster, profile and cost model."""
     recipe = loaded.recipe
     cluster, engine, parallelism = recipe.cluster, recipe.engine, recipe.parallelism
     if options.cluster is not None:
-        # A relative path on the command line is relative to the working directory, not to the recipe.
+        # A path on the command line is relative to the working directory, not to the recipe.
         is_file = options.cluster.endswith((".yaml", ".yml")) and os.path.exists(options.cluster)
         cluster = replace(cluster, name=os.path.abspath(options.cluster) if is_file else options.cluster)
     if options.servers is not None:
         cluster = replace(cluster, servers=options.servers)
     if options.profile is not None:
-        # With a folder in its path no file is mistaken for a keyword of engine.timing.
+        # With a folder in its path, a file is never taken for a keyword of engine.timing.
         engine = replace(
             engine, timing=options.profile if os.sep in options.profile else os.path.join(".", options.profile)
         )
@@ -89,9 +89,9 @@ def with_options(loaded: LoadedRecipe, options: PlanOptions) -> LoadedRecipe:
 
 
 def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
-    """Plan the requested mode, print and draw it, then plan the other modes.
+    """Plan the requested mode, print and draw the plan, then plan the other modes.
 
-    `loaded` is the recipe from `with_options`, None for a profile file alone.
+    `loaded` is a recipe from `with_options`, or None for a profile file alone.
 
     Raises:
         UserError: profile or cluster is missing, or nothing fits in memory.
@@ -118,7 +118,7 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
 
 
 def findings(loaded: LoadedRecipe, *, others: bool) -> PlanFindings:
-    """Return what `plan` prints of a recipe, with the `others`, the best plans of the other modes, if asked."""
+    """Return what `plan` prints about a recipe; with `others` also the best plans of the other modes."""
     began_s, cache = time.perf_counter(), PlanningCache()
     options = PlanOptions(others=others)
     answer = _with_others(_of_recipe(loaded, options, cache), options, cache)
@@ -166,13 +166,13 @@ def _of_recipe(loaded: LoadedRecipe, options: PlanOptions, cache: PlanningCache)
         loaded = _with_slices(loaded, options, mode)
         recipe, own = loaded.recipe, loaded.cluster
         parallelism = recipe.parallelism
-        # The recipe's own plan is compared with the model's layers if it names them.
+        # If the recipe's own plan names layers, it is compared with the model's.
         names_layers = is_plan_file(parallelism.plan) or parallelism.cuts is not None
         with preparing(recipe.name, _progress(options)) as on_progress:
             known = to_plan(loaded, on_progress, needs_graph=names_layers)
         cluster = own if options.links is None else replace(options.links, device=own.device)
         if parallelism.tensor != 1:
-            cluster = own  # of these links, see `_with_slices`
+            cluster = own  # `_with_slices` has made it of `options.links`
         request = plan_request(recipe, cluster, known.profile, known.dataset)
         if mode != parallelism.mode:
             request = replace(request, row=None)
@@ -183,7 +183,7 @@ def _of_recipe(loaded: LoadedRecipe, options: PlanOptions, cache: PlanningCache)
 
 
 def _with_slices(loaded: LoadedRecipe, options: PlanOptions, mode: str) -> LoadedRecipe:
-    """Return a recipe with as many slices as are fastest, if it leaves that to the planner, on the given links."""
+    """Return a recipe with sliced layers on the given links, and with the fastest number of slices for `auto`."""
     tensor = loaded.recipe.parallelism.tensor
     if tensor == 1:
         return loaded
@@ -200,7 +200,7 @@ def _with_slices(loaded: LoadedRecipe, options: PlanOptions, mode: str) -> Loade
 
 
 def _given(parallelism: ParallelismRecipe, known: ToPlan, request: Request, mode: str) -> PlanEstimate | None:
-    """Return the recipe's own plan, None if it has none or one for another number of workers."""
+    """Return the recipe's own plan; None if it has none, or one for another number of workers."""
     planner, cluster = Planner(request, mode), request.cluster
     if is_plan_file(parallelism.plan):
         from pipebench.train.plan import plan_of_file  # late: imports torch
@@ -214,14 +214,16 @@ def _given(parallelism: ParallelismRecipe, known: ToPlan, request: Request, mode
         replicas = parse_plan(parallelism.plan, planner.mode, cluster.num_workers)
     except PlanError:  # --cluster and --levels may have changed it
         return None
-    one_stage = planner.mode.is_one_stage  # only its cuts and its number of workers can differ from the planner's
-    if one_stage and parallelism.cuts is None and replicas == parse_plan(AUTO, planner.mode, cluster.num_workers):
+    # A plan of one stage can differ from the planner's only in its cuts and its number of workers.
+    is_whole = planner.mode.is_one_stage and parallelism.cuts is None
+    if is_whole and replicas == parse_plan(AUTO, planner.mode, cluster.num_workers):
         return None
     starts = None
     if parallelism.cuts is not None:
         assert known.graph is not None
         starts, chunks = starts_of_cuts(known.graph, parallelism.cuts), planner.mode.chunks
-        make_plan(known.graph, starts, replicas * chunks, chunks=chunks, ties=planner.ties)  # refuses as for a run
+        # Raises if a run would refuse the cuts.
+        make_plan(known.graph, starts, replicas * chunks, chunks=chunks, ties=planner.ties)
     return planner.for_replicas(replicas, starts)
 
 
@@ -255,7 +257,7 @@ def _of_file(options: PlanOptions, cache: PlanningCache) -> PlanFindings:
 def _answer(
     name: str, request: Request, mode: str, options: PlanOptions, cache: PlanningCache, *, says_samples: bool
 ) -> PlanFindings:
-    """Return the plan of the requested mode, without other modes."""
+    """Return the plan of the requested mode alone."""
     if mode == AUTO and not options.others:
         raise UserError("--no-others goes with one mode: auto plans them all, to find the fastest")
     with preparing(name, _progress(options), work="planning") as on_search:
@@ -270,7 +272,7 @@ def _answer(
 
 
 def _one_deeper_s(planner: Planner, best: PlanEstimate) -> float | None:
-    """Return a plan's seconds per minibatch with one more in flight; None if its updates are of too few for that."""
+    """Return a plan's seconds per minibatch with one more minibatch in flight; None if an update has too few."""
     depth = best.plan.depth + 1
     accumulate = planner.accumulated(depth)
     if planner.weights.accumulates and accumulate < depth:
@@ -280,7 +282,7 @@ def _one_deeper_s(planner: Planner, best: PlanEstimate) -> float | None:
 
 
 def _with_others(answer: PlanFindings, options: PlanOptions, cache: PlanningCache) -> PlanFindings:
-    """Add the other modes to an answer, if requested."""
+    """Return an answer with the best plans of the other modes, if they are requested."""
     if not options.others:
         return answer
     with preparing(answer.name, _progress(options), work="planning") as on_search:

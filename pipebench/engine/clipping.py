@@ -24,7 +24,8 @@ def squared_norms(
     `sizes` are the elements of the whole gradients, if these are pieces: the whole's size decides how they are added.
     """
     if any(gradient is not None and gradient.is_complex() for gradient in gradients):
-        sizes = None if sizes is None else [size * _parts(g) for size, g in zip(sizes, gradients, strict=True)]
+        is_complex = [gradient is not None and gradient.is_complex() for gradient in gradients]
+        sizes = None if sizes is None else [size * (1 + two) for size, two in zip(sizes, is_complex, strict=True)]
         gradients = [torch.view_as_real(g.resolve_conj()) if g is not None and g.is_complex() else g for g in gradients]
     if device.type == "cpu":
         wholes = [0 if g is None else g.numel() for g in gradients] if sizes is None else sizes
@@ -71,11 +72,6 @@ def replace_each(
         gradient = gradients[index]
         if gradient is not None:
             gradients[index] = change(gradient)
-
-
-def _parts(gradient: torch.Tensor | None) -> int:
-    """Return how many real numbers an element is: two of a complex gradient."""
-    return 2 if gradient is not None and gradient.is_complex() else 1
 
 
 def _aligned(gradient: torch.Tensor) -> torch.Tensor:

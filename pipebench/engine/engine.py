@@ -268,9 +268,9 @@ class TrainingEngine(Engine):
         """Return this process's counters as JSON values; lists are by worker of this process."""
         return {
             "num_bytes": [[kind, level, count] for (kind, level), count in self.num_bytes.items()],
-            "peak_bytes": [worker.peak_bytes for worker in self.workers],
+            "peak_bytes": [worker.peaks.device_bytes for worker in self.workers],
             "weight_versions_max": [worker.versions_max for worker in self.workers],
-            "host_peak_bytes": [worker.host_peak_bytes for worker in self.workers],
+            "host_peak_bytes": [worker.peaks.host_bytes for worker in self.workers],
             **self._meter_facts(),
             **facts_of(self.extensions),
         }

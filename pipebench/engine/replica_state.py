@@ -59,6 +59,7 @@ def held_by(replica: Replica, share: Share) -> ModelState:
         for path, carried in zip(replica.stage.stateful, state, strict=True)
     }
     buffers = {share.names[name]: replica.exact.get(name, buffer) for name, buffer in replica.module.named_buffers()}
+    mean_change = {} if replica.moved is None else replica.moved.mean_change
     scales = {} if replica.scale is None else {share.names[n]: replica.scale.state() for n in replica.weights.names}
     own = ModelState(
         parameters={share.names[name]: parameter.detach() for name, parameter in _parameters(replica).items()},
@@ -66,7 +67,7 @@ def held_by(replica: Replica, share: Share) -> ModelState:
         buffers=buffers,
         carried=carried,
         loss_scale=scales,
-        mean_change={share.names[name]: change for name, change in _mean_change(replica).items()},
+        mean_change={share.names[name]: change for name, change in mean_change.items()},
         pieces={share.names[name]: place for name, place in replica.weights.places_of_pieces().items()},
     )
     return ModelState.merge([own, replica.idle_state or _as_cut(replica, share)])
@@ -154,10 +155,6 @@ def _parameters(replica: Replica) -> dict[str, torch.Tensor]:
 def _whole(replica: Replica) -> dict[str, torch.Tensor]:
     """Return all parameters, whole, as the stage's module has them; those of shards may have no memory."""
     return {name: replica.exact.get(name, p) for name, p in replica.module.named_parameters()}
-
-
-def _mean_change(replica: Replica) -> dict[str, torch.Tensor]:
-    return {} if replica.moved is None else replica.moved.mean_change
 
 
 def _check_fits(name: str, tensor: torch.Tensor, given: Mapping[str, torch.Tensor]) -> None:

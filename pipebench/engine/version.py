@@ -46,12 +46,13 @@ class ParameterGroup(NamedTuple):
 class Version:
     """The parameters of a stage after some number of updates, initially zeros; those of a group share a buffer."""
 
-    __slots__ = ("__weakref__", "flats", "number", "parameters", "stepped")
+    __slots__ = ("__weakref__", "flats", "num_bytes", "number", "parameters", "stepped")
 
     def __init__(
         self, likes: Sequence[Like], groups: Sequence[ParameterGroup], pieces: Sequence[Piece] | None = None
     ) -> None:
         self.number = 0  # updates since the start of the run
+        self.num_bytes = sum(like.nbytes for like in likes)  # of the parameters, without gaps
         self.flats: list[torch.Tensor] = []  # one-dimensional, one per group
         views: dict[int, torch.Tensor] = {}
         for group in groups:

@@ -173,7 +173,7 @@ class VirtualEngine(TrainingEngine):
     @property
     def peak_bytes(self) -> list[int]:
         """Every worker's peak bytes."""
-        return [worker.peak_bytes for worker in self.workers]
+        return [worker.peaks.device_bytes for worker in self.workers]
 
     @property
     def stop_reason(self) -> str | None:

@@ -11,12 +11,11 @@ In mixed precision, versions are 16-bit copies. The optimizer then steps on one 
 types, the masters, which every update rounds into the newest version.
 """
 
-import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,20 +27,6 @@ from pipebench.engine.version import Like, Version, apart, fill, grouped, places
 from pipebench.model.memory_format import laid_out_as
 from pipebench.model.optimizer import MakeOptimizer, average_in
 from pipebench.schedule.version_ledger import VersionLedger
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _one_at_a_time(method: Callable[Concatenate["Weights", P], R]) -> Callable[Concatenate["Weights", P], R]:
-    """Lock a method: the thread of a parameter server applies pushes while its replica computes."""
-
-    @functools.wraps(method)
-    def locked(self: "Weights", /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._lock:
-            return method(self, *args, **kwargs)
-
-    return locked
 
 
 class Weights:
@@ -77,21 +62,21 @@ class Weights:
         self._likes = [Like.of(p) for p in parameters]
         self._attributes = [dict(vars(p)) for p in parameters]  # a model's own, which its optimizer may read
         self._groups = grouped([order for _, order in self._recurrent], self._likes)
-        self.version_bytes = sum(like.nbytes for like in self._likes)  # of one version
         self.sharding = sharding = None if divide is None else divide(named)
         self._pieces = None if sharding is None else sharding.own
         self.newest = self.new_version()  # the version of the most updates
+        self.version_bytes = self.newest.num_bytes  # of one version
         fill(self.newest, parameters)
         exact = [(masters or {}).get(name, p) for name, p in named.items()]
         self._masters = None if masters is None else self._described(apart(self._own(exact)))
         # This replica's pieces in the parameters' types, where no replica keeps all; the version is freed after use
-        is_sharded = sharding is not None and not sharding.keeps_all
-        self._shard = self._described(apart(self.newest.stepped)) if is_sharded else None
+        keeps_all = sharding is None or sharding.keeps_all
+        self._shard = None if keeps_all else self._described(apart(self.newest.stepped))
         self._alive = [self.newest]
         self._free: list[Version] = []  # buffers for the next versions
         self._averages: Version | None = None  # copy of the optimizer's averages, for evaluations
         self._bound: Version | None = None  # the version that the module computes with
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # the thread of a parameter server applies pushes while its replica computes
         self.versions = VersionLedger(in_place=overwrite or not named)  # says which are alive
         self._optimizer = StageOptimizer(make_optimizer(self._stepped)) if self._stepped else None
         self.bind(self.newest)
@@ -116,16 +101,12 @@ class Weights:
     @property
     def live_bytes(self) -> int:
         """Bytes of all live versions, or of this replica's shard where no replica keeps all."""
-        return self.num_alive * self.version_bytes if self._shard is None else self._shard_bytes
+        return self.num_alive * self.version_bytes if self._shard is None else self._shard.num_bytes
 
-    @functools.cached_property
-    def _shard_bytes(self) -> int:
-        return 0 if self._shard is None else sum(p.nbytes for p in self._shard.parameters)
-
-    @functools.cached_property
+    @property
     def master_bytes(self) -> int:
         """Bytes of the masters, or 0."""
-        return sum(p.nbytes for p in self._masters.parameters) if self._masters else 0
+        return 0 if self._masters is None else self._masters.num_bytes
 
     @property
     def gathered_bytes(self) -> int:
@@ -191,21 +172,20 @@ class Weights:
         """Largest number of live versions so far."""
         return self.versions.most_alive
 
-    @_one_at_a_time
     def retire(self) -> None:
         """Make no more versions, and keep only those of minibatches in flight."""
-        self._optimizer = self._masters = self._averages = None
-        self.master_bytes = 0
-        self.versions.retire()
-        self._collect()
+        with self._lock:
+            self._optimizer = self._masters = self._averages = None
+            self.versions.retire()
+            self._collect()
 
-    @_one_at_a_time
     def use(self, number: int) -> Version:
         """Return a live version by number, for a minibatch in flight."""
-        self.versions.use(number)
-        if self._optimizer is None and self._pieces is None:  # nothing is trained: one version stands for all
-            return self.newest
-        return next(version for version in self._alive if version.number == number)
+        with self._lock:
+            self.versions.use(number)
+            if self._optimizer is None and self._pieces is None:  # nothing is trained: one version stands for all
+                return self.newest
+            return next(version for version in self._alive if version.number == number)
 
     @property
     def evaluated(self) -> Version:
@@ -242,18 +222,18 @@ class Weights:
                 module._flat_weight_refs = [weakref.ref(weight) for weight in weights]
             self._bound = version
 
-    @_one_at_a_time
     def release(self, number: int) -> None:
         """Drop a minibatch's reference to a version."""
-        if self.versions.release(number):
-            self._collect()
+        with self._lock:
+            if self.versions.release(number):
+                self._collect()
 
-    @_one_at_a_time
     def hold(self) -> int:
         """Keep the newest version alive through later updates, in place of the one held before; return its number."""
-        number = self.versions.hold()
-        self._collect()
-        return number
+        with self._lock:
+            number = self.versions.hold()
+            self._collect()
+            return number
 
     def renumber(self, number: int) -> None:
         """Set the number of the only version; nothing may be in flight."""
@@ -266,7 +246,6 @@ class Weights:
         fill(self.newest, parameters)
         self.renumber(number)
 
-    @_one_at_a_time
     def update(self, gradients: Sequence[torch.Tensor | None], lr: float, *, keep_from: int) -> None:
         """Make the next version by an optimizer step from the newest.
 
@@ -275,19 +254,21 @@ class Weights:
             lr: the update's learning rate.
             keep_from: the oldest version that a forward may still request, see `VersionLedger.step`.
         """
-        self._averages = None
-        target = self._next(keep_from)
-        if self._optimizer is None:
-            return
-        stepped = self._stepped
-        if any(like.last for like in self._likes):
-            # Fused optimizers walk through parameters and gradients as they lie in memory.
-            gradients = laid_out_as(gradients, stepped)
-        # In the naive pipeline, graphs in flight use the overwritten weights on purpose: autograd must not refuse them.
-        unnoticed = (*target.flats, *target.parameters) if self._overwrite and self.versions.in_use else ()
-        with _unsafe_preserve_version_counter(unnoticed):
-            self._optimizer.step(stepped, gradients, lr)
-            self._round()
+        with self._lock:
+            self._averages = None
+            target = self._next(keep_from)
+            if self._optimizer is None:
+                return
+            stepped = self._stepped
+            if any(like.last for like in self._likes):
+                # Fused optimizers walk through parameters and gradients as they lie in memory.
+                gradients = laid_out_as(gradients, stepped)
+            # In the naive pipeline, graphs in flight use the overwritten weights on purpose: autograd must not refuse
+            # it.
+            unnoticed = (*target.flats, *target.parameters) if self._overwrite and self.versions.in_use else ()
+            with _unsafe_preserve_version_counter(unnoticed):
+                self._optimizer.step(stepped, gradients, lr)
+                self._round()
 
     def skip(self, *, keep_from: int) -> None:
         """Make a next version equal to the newest: an update without a step, which the schedule counts all the same."""

@@ -65,7 +65,7 @@ class Worker(WorkerReplicas):
             Op.SWAP_IN: self._swap_in,
             Op.WAIT_ALL_REDUCE: self._wait_all_reduce,
             Op.WAIT_SCATTER: self._wait_scatter,
-            **dict.fromkeys((Op.GATHER, Op.WAIT_GATHER, Op.FREE), self._gather_or_free),
+            **dict.fromkeys((Op.GATHER, Op.WAIT_GATHER, Op.FREE), lambda it, _, sums: self.gather_or_free(it, sums)),
             Op.WAIT_TIED: self._wait_tied,
             Op.WAIT_NORM: self._wait_norm,
             Op.UPDATE: self._update,
@@ -196,7 +196,7 @@ class Worker(WorkerReplicas):
             f"{layers[stage.start].name} to {layers[stage.stop - 1].name}) held {num_bytes(sum(held))} ({parts}){most}"
         )
 
-    # One method per instruction.
+    # Handlers, one per operation.
 
     def _load(self, it: Instruction, _: Transport, __: Collectives) -> None:
         names = self.running[it.stage].inputs if self.is_training else self._stages[it.stage].inputs
@@ -298,9 +298,6 @@ class Worker(WorkerReplicas):
             weights.free()
         self.measure_memory()
 
-    def _gather_or_free(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
-        self.gather_or_free(it, collectives)
-
     def _wait_tied(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         self.tied[it.peer].take(collectives.tied(it.peer, it.number))
         self.peaks.change()
@@ -311,7 +308,7 @@ class Worker(WorkerReplicas):
     def _update(self, it: Instruction, _: Transport, __: Collectives) -> None:
         replica = self.running[it.stage]
         gradients = replica.stepped()
-        self.measure_memory()
+        self.measure_memory()  # in mixed precision these are new tensors, of the masters' types
         keep_from = self._drained_versions[it.stage] + it.version
         self.updates.apply(replica, gradients, it.stage, it.number, self._norm, keep_from=keep_from)
         self.measure_memory()
@@ -333,25 +330,15 @@ class Worker(WorkerReplicas):
         """Continue the counters of `before`, this worker under other cuts. Until `before` ends, both hold memory."""
         replicas = (*before.replicas.values(), *self.replicas.values())
         at_once = sum(replica.live_bytes() for replica in replicas)
-        self.recall(max(before.peak_bytes, at_once), before.versions_max, before.host_peak_bytes)
+        self.recall(max(before.peaks.device_bytes, at_once), before.versions_max, before.peaks.host_bytes)
 
     def recall(self, peak_bytes: int, versions_max: int, host_peak_bytes: int) -> None:
         """Restore counters from a checkpoint."""
-        self.peaks.device_bytes = max(self.peak_bytes, peak_bytes)
-        self.peaks.host_bytes = max(self.host_peak_bytes, host_peak_bytes)
+        self.peaks.device_bytes = max(self.peaks.device_bytes, peak_bytes)
+        self.peaks.host_bytes = max(self.peaks.host_bytes, host_peak_bytes)
         for replica in self.replicas.values():
             versions = replica.weights.versions
             versions.most_alive = max(versions.most_alive, versions_max)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes on its device so far."""
-        return self.peaks.device_bytes
-
-    @property
-    def host_peak_bytes(self) -> int:
-        """The most bytes of swapped activations on its host so far."""
-        return self.peaks.host_bytes
 
     def measure_memory(self, recomputed_bytes: int = 0) -> None:
         """Measure memory, at the end of an instruction or within one; see `WorkerPeaks.measure`."""

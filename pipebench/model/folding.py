@@ -21,7 +21,10 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class FoldedRun(nn.Module):
-    """Runs layers whose modules and parameters remain the stage's, under the stage's names; it has none of its own."""
+    """Runs layers whose modules and parameters remain the stage's, under the stage's names; it has none of its own.
+
+    A run includes the nodes that seed its layers' draws, so that it draws the same numbers whenever it runs.
+    """
 
     def __init__(self, run: fx.GraphModule) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ from pipebench.model.in_place import MADE, make_cuttable, memory_owner, overwrit
 from pipebench.model.slice_modules import Slices
 from pipebench.model.tracing import Fed, TracedModule, fed_arguments, record
 
-DRAWS_AS = "pipebench_draws_as"  # in a node's `meta`: see `draw_name`
+DRAWS_AS = "pipebench_draws_as"  # key of a node's `meta`, see `draw_name`
 _RANDOM_MODULES: tuple[type[nn.Module], ...] = (_DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
@@ -114,14 +114,14 @@ def trace(
         named = name in leaves or type(module).__name__ in leaves
         return named or getattr(module, "one_layer", False) or carries_state(module)
 
-    def graph() -> fx.GraphModule:
+    def traced() -> fx.GraphModule:
         module = record(model, is_leaf, fed)
         make_cuttable(module, module.graph)
         rewrite(module)
         module.recompile()
         return module
 
-    return _in_both_modes(model, model, graph)
+    return _in_both_modes(model, model, traced)
 
 
 def as_one_layer(model: nn.Module, fed: Fed = None) -> LayerGraph:
@@ -130,14 +130,14 @@ def as_one_layer(model: nn.Module, fed: Fed = None) -> LayerGraph:
     holder = nn.Module()
     holder.model = model
 
-    def graph() -> fx.GraphModule:
-        made = fx.Graph()
-        values = [made.placeholder(name) for name in (*positional, *by_keyword)]
+    def module_of_one_call() -> fx.GraphModule:
+        graph = fx.Graph()
+        values = [graph.placeholder(name) for name in (*positional, *by_keyword)]
         named: dict[str, Any] = dict(zip(by_keyword, values[len(positional) :], strict=True))
-        made.output(made.call_module("model", tuple(values[: len(positional)]), named))
-        return TracedModule(holder, made)
+        graph.output(graph.call_module("model", tuple(values[: len(positional)]), named))
+        return TracedModule(holder, graph)
 
-    return _in_both_modes(model, holder, graph)
+    return _in_both_modes(model, holder, module_of_one_call)
 
 
 def is_random(root: nn.Module, node: fx.Node) -> bool:
@@ -151,10 +151,12 @@ def is_random(root: nn.Module, node: fx.Node) -> bool:
             return False
         if home.split(".")[0] not in ("torch", "None"):  # a function of a user or a library
             return True
-    packet = getattr(torch.ops.aten, name, None)
-    if packet is None:
+    # torch marks the operators that draw. A torch function without an operator of its name may draw; a method doesn't.
+    operator_forms = getattr(torch.ops.aten, name, None)
+    if operator_forms is None:
         return node.op == "call_function"
-    return any(torch.Tag.nondeterministic_seeded in getattr(packet, form).tags for form in packet.overloads())
+    forms = (getattr(operator_forms, form) for form in operator_forms.overloads())
+    return any(torch.Tag.nondeterministic_seeded in form.tags for form in forms)
 
 
 def carries_state(module: nn.Module) -> bool:
@@ -205,7 +207,7 @@ def copied(part: _Part, memo: dict[int, Any] | None = None) -> _Part:
 def copied_to(module: nn.Module, device: torch.device) -> nn.Module:
     """Return a copy of a module on a device; tensors that its modules share stay shared.
 
-    `Module.to` would give each module a buffer of its own.
+    `Module.to` would give every module a copy of its own of a shared buffer.
     """
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
@@ -278,6 +280,7 @@ def tensors_read(root: nn.Module, node: fx.Node) -> Iterator[tuple[str, torch.Te
 
 
 def _check_leaves(model: nn.Module, leaves: Sequence[str]) -> None:
+    """Raise a GraphError for a leaf that is neither a module's name nor a class of one."""
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
     names |= {type(module).__name__ for module in model.modules()}
     for leaf in leaves:
@@ -310,8 +313,8 @@ def _in_both_modes(model: nn.Module, holder: nn.Module, make: Callable[[], fx.Gr
         for name in model.__dict__.keys() - attributes:  # tensors made in forward, which the graphs hold now
             delattr(model, name)
     (trains, in_training), (evaluates, in_evaluation) = found
-    same = evaluation_map(_computing(trains.graph), _computing(evaluates.graph))
-    evaluation = _layer_graph(model, evaluates, training=in_evaluation, evaluation_map=same)
+    index_in_training = evaluation_map(_computing(trains.graph), _computing(evaluates.graph))
+    evaluation = _layer_graph(model, evaluates, training=in_evaluation, evaluation_map=index_in_training)
     return _layer_graph(model, trains, training=in_training, evaluation=evaluation)
 
 
@@ -325,6 +328,7 @@ def _computing(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _layer_graph(model: nn.Module, module: fx.GraphModule, **rest: Any) -> LayerGraph:
+    """Return the layer graph of a traced module; `rest` are further fields of `LayerGraph`."""
     graph = module.graph
     computing = _computing(graph)
     index = {node: i for i, node in enumerate(computing)}
@@ -354,9 +358,9 @@ def _layer_graph(model: nn.Module, module: fx.GraphModule, **rest: Any) -> Layer
 
 
 def draw_name(module: fx.GraphModule, node: fx.Node) -> str:
-    """Return the name that seeds a layer's draws; each call of a module that is called several times has its own.
+    """Return the name that seeds a layer's draws, "" if it draws none; every call of one module has its own name.
 
-    A rewrite that gives a node another module keeps the name by `DRAWS_AS` in the node's `meta`.
+    A rewrite that lets a node call another module keeps the name as `DRAWS_AS` in the node's `meta`.
     """
     if DRAWS_AS in node.meta:
         return str(node.meta[DRAWS_AS])
@@ -384,6 +388,7 @@ def _names(module: nn.Module, node: fx.Node, first_name: Mapping[int, str], *, t
 
 
 def _buffers(module: nn.Module, node: fx.Node, changed: Collection[str]) -> tuple[str, ...]:
+    """Return `Layer.buffers` of a node; `changed` are the buffers that any node changes in place."""
     if node.op == "call_module":
         path = str(node.target)
         return tuple(name for name, _ in module.get_submodule(path).named_buffers(prefix=path))

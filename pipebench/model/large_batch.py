@@ -80,8 +80,9 @@ class LARS(Adapted):
     def _step(self, parameters: _Tensors, gradients: _Tensors, group: dict[str, Any], *, is_adapted: bool) -> None:
         lr, momentum, decay, eta = (group[name] for name in ("lr", "momentum", "weight_decay", "eta"))
         if is_adapted:
-            own, theirs = self._norms(parameters), self._norms(gradients)
-            ratios = torch.where((own > 0) & (theirs > 0), eta * own / (theirs + decay * own), 1.0)
+            norms, gradient_norms = self._norms(parameters), self._norms(gradients)
+            local_rates = eta * norms / (gradient_norms + decay * norms)
+            ratios = torch.where((norms > 0) & (gradient_norms > 0), local_rates, 1.0)
             moves = [*torch._foreach_add(gradients, parameters, alpha=decay)]
             torch._foreach_mul_(moves, _each(lr * ratios, parameters))
         else:
@@ -134,8 +135,8 @@ class LAMB(Adapted):
         torch._foreach_div_(moves, roots)
         if is_adapted:
             torch._foreach_add_(moves, parameters, alpha=group["weight_decay"])
-            own, theirs = self._norms(parameters), self._norms(moves)
-            ratios = torch.where((own > 0) & (theirs > 0), own / theirs, 1.0)
+            norms, move_norms = self._norms(parameters), self._norms(moves)
+            ratios = torch.where((norms > 0) & (move_norms > 0), norms / move_norms, 1.0)
             torch._foreach_mul_(moves, _each(group["lr"] * ratios, parameters))
         else:
             torch._foreach_mul_(moves, group["lr"])

@@ -316,6 +316,7 @@ def tied_parameters(layers: Sequence[_Layer], plan: Plan) -> dict[tuple[int, ...
 
 
 def _tied(layers: Sequence[_Layer], kind: str, name: str, users: Sequence[int]) -> str:
+    """Return a sentence on the layers that share a tensor, and where copies of it would be allowed."""
     sharing = ", ".join(layers[index].name for index in users)
     # Copies stay equal only if all stages' updates are of the same minibatches; see docs/modes.md.
     where = (

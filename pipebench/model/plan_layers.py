@@ -79,6 +79,7 @@ def layer_problems(form: PlanForm, graph: Cuttable, *, ties: bool = False) -> Pr
 
 
 def _unknown_or_twice(form: PlanForm, place: Mapping[str, int]) -> Problems:
+    """Yield names that the model doesn't have, and names that are in several stages."""
     holder: dict[str, int] = {}
     for index, stage in enumerate(form.stages):
         where = f"stages[{index}].layers"

@@ -27,7 +27,7 @@ Buffers = list[tuple[torch.Tensor, torch.Tensor]]  # each buffer with a copy fro
 Storages = MutableMapping[int, torch.UntypedStorage]  # by address, which no other storage gets while they are held
 
 
-class _SavedInputs:
+class _Recomputation:
     """Computes the tensors that autograd would save of a run of layers again, when the backward asks for them.
 
     torch.utils.checkpoint also does this, but takes 0.6 ms per call, while a small stage's forward takes 1 ms.
@@ -40,7 +40,7 @@ class _SavedInputs:
 
     def __call__(self) -> Any:
         """Run the layers forward."""
-        with _as(FIRST), saved_tensors_hooks(self._leave_out, self._find):
+        with _running_as(FIRST), saved_tensors_hooks(self._leave_out, self._find):
             return self._run(*self._values)
 
     def _leave_out(self, _: torch.Tensor) -> int:
@@ -56,7 +56,7 @@ class _SavedInputs:
                 for buffer, value in self._buffers:
                     buffer.copy_(value)
             hooks = saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _refuse)
-            with self._layers.same_buffers(writes=False), _as(AGAIN), torch.enable_grad(), hooks:
+            with self._layers.same_buffers(writes=False), _running_as(AGAIN), torch.enable_grad(), hooks:
                 self._run(*self._values)
             self._layers.note_again(saved, self._values)
             if len(saved) != self._num_saved:
@@ -70,9 +70,9 @@ class _SavedInputs:
 
 
 @contextmanager
-def _as(time: str) -> Iterator[None]:
+def _running_as(which: str) -> Iterator[None]:
     """Set `running` within the context."""
-    before = running.set(time)
+    before = running.set(which)
     try:
         yield
     finally:
@@ -91,20 +91,22 @@ class Recomputed(FoldedRun):
         self.saved: Storages | None = None  # if set, collects the storages that it keeps
         self.again: Storages | None = None  # if set, collects the storages that a backward computes again
         # Buffers that its layers may read and change; None before the first forward.
-        self._own: list[torch.Tensor] | None = None
+        self._own_buffers: list[torch.Tensor] | None = None
         # Those of them that the first forward has changed, whose values are kept to recompute; None before it.
-        self._changing: list[torch.Tensor] | None = None
+        self._changed_buffers: list[torch.Tensor] | None = None
 
     def forward(self, *values: Any) -> Any:
         """Return the values that later layers read, as a tuple."""
         if not torch.is_grad_enabled():
             return self.run(*values)
-        if self._own is None:
-            self._own = [buffer for part in self._parts() for buffer in part.buffers(recurse=False)]
-        buffers = [(buffer, buffer.clone()) for buffer in (self._own if self._changing is None else self._changing)]
-        saved_inputs, versions = _SavedInputs(self, values, buffers), [buffer._version for buffer in self._own]
+        if self._own_buffers is None:
+            self._own_buffers = [buffer for part in self._parts() for buffer in part.buffers(recurse=False)]
+        needed = self._own_buffers if self._changed_buffers is None else self._changed_buffers
+        buffers = [(buffer, buffer.clone()) for buffer in needed]
+        versions = [buffer._version for buffer in self._own_buffers]
+        recomputation = _Recomputation(self, values, buffers)
         with self.same_buffers():
-            found = saved_inputs()
+            found = recomputation()
         self._note_changes(buffers, versions)
         if self.saved is not None:
             self.saved.update(_storages([*values, *(before for _, before in buffers)]))
@@ -138,12 +140,12 @@ class Recomputed(FoldedRun):
 
         `buffers` and `versions` are from before the forward. Buffers that it didn't change are removed from `buffers`.
         """
-        assert self._own is not None
-        written = {id(b) for b, version in zip(self._own, versions, strict=True) if b._version != version}
-        if self._changing is None:
+        assert self._own_buffers is not None
+        written = {id(b) for b, version in zip(self._own_buffers, versions, strict=True) if b._version != version}
+        if self._changed_buffers is None:
             buffers[:] = [(b, before) for b, before in buffers if id(b) in written or not torch.equal(b, before)]
-            self._changing = [buffer for buffer, _ in buffers]
-        elif written.difference(map(id, self._changing)):
+            self._changed_buffers = [buffer for buffer, _ in buffers]
+        elif written.difference(map(id, self._changed_buffers)):
             raise GraphError(
                 "a layer changes a buffer in some forwards only, whose values a recomputation would miss: let it "
                 "change in all, or give parallelism.recompute=false"

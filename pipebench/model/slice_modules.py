@@ -191,13 +191,13 @@ class EmbeddingSlices(nn.Module):
 
 
 class DropoutSlices(nn.Module):
-    """Dropout of pieces, of one form of a model: drawn for the whole, so that all numbers of devices drop the same."""
+    """Dropout of pieces in one mode of a model, drawn for the whole, so that any number of devices drops the same."""
 
     one_layer = True
 
     def __init__(self, whole: nn.Dropout, dimension: int, group: SliceGroup) -> None:
         super().__init__()
-        # Not `self.training`, which stages set by the names of the model's own modules.
+        # Not `self.training`: stages set the mode of modules by the names that these have in the model itself.
         self.p = whole.p if whole.training else 0.0
         self.dimension, self.group = dimension, group
 

@@ -130,10 +130,10 @@ class ProcessSlicer(Slicer):
         super().__init__(group, in_processes=True)
 
     def _treat_alone(self, module: fx.GraphModule, found: Slicing) -> None:
-        """Give pieces dropout of their own: the model's module may drop whole values elsewhere."""
+        """Give pieces dropout modules of their own, since the model may also use its module for whole values."""
         super()._treat_alone(module, found)
         for node in module.graph.find_nodes(op="call_module"):
-            node.meta[DRAWS_AS] = draw_name(module, node)  # before targets, which it goes by, change
+            node.meta[DRAWS_AS] = draw_name(module, node)  # now, as it is made of targets, which change below
         for node, kind in found.alone.items():
             path = str(node.target)
             if node.op == "call_module" and isinstance(whole := module.get_submodule(path), nn.Dropout):

@@ -52,7 +52,7 @@ class Slicing:
 
     @property
     def roles(self) -> dict[fx.Node, tuple[str, str]]:
-        """The nodes whose matrices are divided, with the field that has them, and what their pieces are of."""
+        """The nodes whose matrices are divided, with the field that has them and the kind of their pieces."""
         by_kind = {node: (name, kind) for name in ("columns", "rows") for node, kind in getattr(self, name).items()}
         return by_kind | {node: (name, "") for name in ("gathered", "embeddings") for node in getattr(self, name)}
 
@@ -77,8 +77,9 @@ def find_slices(module: fx.GraphModule, num_slices: int) -> Slicing:
         )
     found = Slicing()
     for region in regions:
-        for name in ("columns", "alone", "rows"):
-            getattr(found, name).update(getattr(region, name))
+        found.columns |= region.columns
+        found.alone |= region.alone
+        found.rows |= region.rows
         found.gathered += region.gathered
         found.embeddings += region.embeddings
     for node in (each for each in module.graph.nodes if each in found.columns):
@@ -141,7 +142,7 @@ def _ends(module: fx.GraphModule) -> Iterator[Slicing]:
         if node.op != "call_module":
             continue
         called = module.get_submodule(str(node.target))
-        if type(called) is nn.Embedding and called.num_embeddings > called.embedding_dim and _looks_up(called):
+        if type(called) is nn.Embedding and called.num_embeddings > called.embedding_dim and _is_plain_lookup(called):
             yield Slicing(embeddings=[node])
         is_last = [*node.users] == [*module.graph.find_nodes(op="output")]
         is_divided = is_last and isinstance(called, nn.Linear) and _role(module, node, 1) == FEATURES
@@ -175,7 +176,7 @@ def _consistent(module: fx.GraphModule, regions: Sequence[Slicing]) -> list[Slic
         remaining = alike
 
 
-def _looks_up(embedding: nn.Embedding) -> bool:
+def _is_plain_lookup(embedding: nn.Embedding) -> bool:
     """Return whether a row's vector and gradient depend on no other token: no renormalisation, no token counts."""
     return embedding.max_norm is None and not embedding.scale_grad_by_freq
 
@@ -222,6 +223,7 @@ def _pieces_of(node: fx.Node) -> list[fx.Node]:
 
 
 def _check_divides(called: nn.Module, name: str, kind: str, num_slices: int) -> None:
+    """Raise a GraphError unless a matrix's features, or heads, divide among the slices."""
     count: Any = called.out_features if kind == FEATURES else getattr(called, "num_heads", called.out_features)
     if count % num_slices:
         allowed = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)

@@ -1,6 +1,6 @@
 """Stages: consecutive layers of the graph, cut out anywhere, as a module of their own."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -112,18 +112,17 @@ def cut_stage(graph: LayerGraph, plan: Plan, index: int) -> Stage:
 
     Of idle layers the stage has only the tensors.
     """
-    is_last, seeder, copies = index == len(plan.stages) - 1, Seeder(), dict[int, Any]()
+    own, is_last, seeder, copies = plan.stages[index], index == len(plan.stages) - 1, Seeder(), dict[int, Any]()
     evaluated = plan_evaluation(graph, plan)
-    layers = [graph.evaluated.layers[i] for i in evaluated.layers[index]]
-    there = [layer for layer in layers if not layer.idle]
-    evaluation = _StageLayers(index, graph.evaluated, there, None, evaluated.crossings, is_last).stage(seeder, copies)
-    own = plan.stages[index]
-    pairs = zip(graph.layers[own.start : own.stop], own.memory, strict=True)
-    active = [(layer, policy) for layer, policy in pairs if not layer.idle]
-    memory = [policy for _, policy in active]
-    cut = _StageLayers(index, graph, [layer for layer, _ in active], memory, plan.crossings, is_last)
-    idle = idle_tensors(graph, own.start, own.stop)
-    return replace(cut.stage(seeder, copies), idle=idle, evaluation=evaluation)
+    layers = _active(graph.evaluated.layers[i] for i in evaluated.layers[index])
+    evaluation = _StageLayers(index, graph.evaluated, layers, None, evaluated.crossings, is_last).stage(seeder, copies)
+    layers, memory = _active(graph.layers[own.start : own.stop]), dict(enumerate(own.memory, own.start))
+    training = _StageLayers(index, graph, layers, memory, plan.crossings, is_last).stage(seeder, copies)
+    return replace(training, idle=idle_tensors(graph, own.start, own.stop), evaluation=evaluation)
+
+
+def _active(layers: Iterable[Layer]) -> list[Layer]:
+    return [layer for layer in layers if not layer.idle]
 
 
 @dataclass(frozen=True)
@@ -132,8 +131,8 @@ class _StageLayers:
 
     index: int
     graph: LayerGraph  # the model's, in that mode
-    layers: Sequence[Layer]
-    memory: Sequence[str] | None  # policy of each layer; None in evaluation, which has no backward
+    layers: Sequence[Layer]  # without idle ones
+    memory: Mapping[int, str] | None  # layer to its policy; None in evaluation, which has no backward
     crossings: Mapping[tuple[int, int], tuple[int, ...]]  # see `Plan`
     is_last: bool  # whether the model ends here
 
@@ -194,7 +193,8 @@ class _StageLayers:
             return env[node]
 
         mark = {POLICY: KEEP}
-        for layer, policy in zip(self.layers, self.memory or [KEEP] * len(self.layers), strict=True):
+        for layer in self.layers:
+            policy = KEEP if self.memory is None else self.memory[layer.index]
             mark = {POLICY: KEEP if policy == RECOMPUTE and layer.runs_once else policy}
             if layer.draws_as:
                 new.call_module(_SEEDER, (layer.draws_as,)).meta.update(mark)
@@ -220,6 +220,7 @@ class _StageLayers:
         return output
 
     def _stateful(self, module: nn.Module) -> tuple[str, ...]:
+        """Return the qualified names of the layers' modules that carry a state."""
         called = [str(layer.node.target) for layer in self.layers if layer.node.op == "call_module"]
         return tuple(
             f"{path}.{inner}" if inner else path

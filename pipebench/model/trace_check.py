@@ -70,6 +70,7 @@ def check_traced(graph: LayerGraph, dataset: Dataset, sizes: Sequence[int] = ())
 
 
 def _compare(graph: LayerGraph, dataset: Dataset, num_samples: int) -> None:
+    """Compare in both modes on so many samples."""
     fetched = dataset.fetch("train", range(num_samples), [*dataset.inputs, *dataset.targets])
     for training, form in ((True, graph), (False, graph.evaluated)):
         trial = _Trial(form, dataset, fetched, training=training)
@@ -112,6 +113,7 @@ class _Trial:
         return {id(parameter): _like(parameter) for parameter in self.graph.model.parameters() if self.training}
 
     def _run(self, forward: Callable[[Mapping[str, torch.Tensor]], Any], weights: _Weights = _OWN) -> _Found:
+        """Run a forward, and in training the loss and its backward; return all results."""
         model, dataset = self.graph.model, self.dataset
         with _as_it_was(model, training=self.training):
             output = forward({name: self.fetched[name].clone() for name in dataset.inputs})
@@ -268,6 +270,7 @@ def _left_behind(model: nn.Module, output: Any, loss: Callable[[], torch.Tensor]
 
 
 def _first_difference(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> str | None:
+    """Return the name of the first result that differs or that only one of the two has; None if all agree."""
     gradients = [_largest(tensor) for name, tensor in expected.items() if name.startswith(_GRADIENT)]
     least = _NOISE * max(gradients, default=0.0)
     for name in {**expected, **found}:

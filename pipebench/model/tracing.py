@@ -346,6 +346,7 @@ def _why_not_traced(model: nn.Module, error: Exception) -> str:
 
 
 def _way_out(model: nn.Module, holder: nn.Module | None) -> str:
+    """Return what the user can do about a line that can't be traced; `holder` is the module that holds it."""
     name = next((name for name, module in model.named_modules() if module is holder), "")
     if name:
         return f"name the module that holds this line, {name}, in model.leaves to make it one layer"

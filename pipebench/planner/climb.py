@@ -57,19 +57,20 @@ _OUTLINE_COST = 6
 _PLACEMENT_COST = 4
 
 
-def climbs(of: Estimator, found: Sequence[PlanEstimate]) -> bool:
+def climbs(estimator: Estimator, found: Sequence[PlanEstimate]) -> bool:
     """Return whether local search applies: to pipelines that `floor` bounds, if all plans found were simulated."""
-    mode, policy = of.mode, WEIGHT_POLICIES[of.mode.weights]
+    mode, policy = estimator.mode, WEIGHT_POLICIES[estimator.mode.weights]
     rings = mode.sync == ALL_REDUCE and (not mode.is_sharded or mode.sums != ORDERED)  # the bounds assume rings
     plain = rings and mode.order == ONE_F_ONE_B and mode.backward == WHOLE and not policy.accumulates
     pipelined = mode.shape == "any" and mode.chunks == 1 and mode.depth is None
     whole = not mode.flush and not mode.microbatches
-    return plain and pipelined and whole and of.request.model.has_ports and all(each.is_simulated for each in found)
+    simulated = estimator.request.model.has_ports and all(each.is_simulated for each in found)
+    return plain and pipelined and whole and simulated
 
 
-def climb(of: Estimator, found: Sequence[PlanEstimate]) -> PlanEstimate:
+def climb(estimator: Estimator, found: Sequence[PlanEstimate]) -> PlanEstimate:
     """Return the best plan of those found, which are simulated, and of those around them."""
-    before, search = min(found, key=lambda each: each.minibatch_s), _Climb(of)
+    before, search = min(found, key=lambda each: each.minibatch_s), _Climb(estimator)
     best = search.best(found)
     if best.minibatch_s >= (1 - _WORTH_A_CHANGE) * before.minibatch_s:  # equal if no plan takes any time
         best = before
@@ -91,16 +92,16 @@ class _Waiting(NamedTuple):
 class _Climb:
     """One local search."""
 
-    def __init__(self, of: Estimator) -> None:
-        self._of = of
-        self._cluster = of.cluster
-        self._floors = Floors.of(of)
-        self._limit_bytes = of.memory_limit_bytes
-        self._rule = of.memory(self._limit_bytes)
+    def __init__(self, estimator: Estimator) -> None:
+        self._estimator = estimator
+        self._cluster = estimator.cluster
+        self._floors = Floors.of(estimator)
+        self._limit_bytes = estimator.memory_limit_bytes
+        self._rule = estimator.memory(self._limit_bytes)
         self._placements = cache(self._listed_placements)
         self._depth = cache(self._rule.depth)
         self._num_bytes = cache(
-            lambda start, stop, m, depth: self._rule.num_bytes(of.work.states, start, stop, depth, m)
+            lambda start, stop, m, depth: self._rule.num_bytes(estimator.work.states, start, stop, depth, m)
         )
         self._found: dict[Sketch, PlanEstimate] = {}  # simulated or estimated
         self._queue: list[_Waiting] = []
@@ -115,7 +116,7 @@ class _Climb:
         """Return the best plan around those found; an unusual placement or depth must be clearly faster."""
         self._found = {self._sketch(each): each for each in found}
         self._best_s = min(each.minibatch_s for each in found)
-        initial = [*self._found, *_shapes(self._of)]
+        initial = [*self._found, *_shapes(self._estimator)]
         for sketch in initial:
             self._add(sketch, 1.0)
         self._run()
@@ -131,13 +132,15 @@ class _Climb:
         """Lower bound on seconds per minibatch: of plans up to NOAM + 1 if `tried_all`, else of any plan."""
         if self.tried_all:
             return (1 - _PRECISION) * min(self._unseen_s, *(each.minibatch_s for each in self._found.values()))
-        fastest = max(self._of.request.cluster.at_best.levels, key=lambda level: level.sum_bytes_per_s)
-        work = self._of.work if not self._of.mode.is_sharded else replace(self._of.work, update_s_per_byte=0.0)
+        fastest = max(self._estimator.request.cluster.at_best.levels, key=lambda level: level.sum_bytes_per_s)
+        work = self._estimator.work
+        if self._estimator.mode.is_sharded:  # replicas share an update, which the bound prices as a whole
+            work = replace(work, update_s_per_byte=0.0)
         return flat_bound_s(FlatProblem(work, ALONE, fastest, self._cluster.num_workers))
 
     def _tries_all(self) -> bool:
         """Try all plans that may beat the best if they are few; return whether all were tried."""
-        last, count = len(self._of.work.states) - 1, self._cluster.num_workers
+        last, count = len(self._estimator.work.states) - 1, self._cluster.num_workers
         # This has a budget of its own; the rest of the first is for `_place`, if there are too many plans.
         before, self._left = self._left, BUDGET - _ALONE_COST * last * (last + 1) / 2 * count
         if self._left > 0:
@@ -210,7 +213,7 @@ class _Climb:
 
     def _add(self, sketch: Sketch, excess: float) -> None:
         """Queue a plan at every allowed depth if it may beat the best; `excess` is its parent's."""
-        if streams_problem(sketch.replicas, self._of.request.streams) is not None:
+        if streams_problem(sketch.replicas, self._estimator.request.streams) is not None:
             return
         for depth in self._depths(sketch):
             each = sketch._replace(depth=depth)
@@ -224,11 +227,11 @@ class _Climb:
 
     def _estimated_rate(self, sketch: Sketch, floor_s: float) -> PlanEstimate | None:
         """Return the plan with its estimated seconds per minibatch, or None if it doesn't fit in memory."""
-        found = self._of.estimate("climbing", sketch.stages, sketch.devices, depth=sketch.depth)
+        found = self._estimator.estimate("climbing", sketch.stages, sketch.devices, depth=sketch.depth)
         self._left -= len(self._floors.rows) / 5 + 20
         if found.memory_bytes > self._limit_bytes:
             return None
-        minibatch_s, taken = self._of.estimate_rate(found, _ESTIMATED)
+        minibatch_s, taken = self._estimator.estimate_rate(found, _ESTIMATED)
         self._left -= taken
         if math.isinf(minibatch_s):
             self._unseen_s = min(self._unseen_s, floor_s)
@@ -240,7 +243,7 @@ class _Climb:
         best = min((each for each in estimated if self._found[each].is_simulated), key=self._seconds)
         for sketch in sorted(estimated, key=self._seconds)[:_FINALISTS]:
             if self._seconds(sketch) < self._seconds(best):
-                self._found[sketch] = self._of.with_prediction(self._found[sketch])
+                self._found[sketch] = self._estimator.with_prediction(self._found[sketch])
                 best = min(best, sketch, key=self._seconds)
         return self._found[best]
 
@@ -259,25 +262,25 @@ class _Climb:
 
     def _depths(self, sketch: Sketch) -> Sequence[int]:
         """Return the allowed depths of a plan, with repetitions."""
-        asked, usual = self._of.request.depth, noam(sketch.replicas)
+        asked, usual = self._estimator.request.depth, noam(sketch.replicas)
         if asked is not None or len(sketch.stages) == 1:
             return (asked or 1,)
         return (min(sketch.depth, usual), usual, usual + MOST_BEYOND_NOAM)
 
     def _is_usual(self, sketch: Sketch) -> bool:
         """Return whether a plan is at most NOAM deep and in order along the devices."""
-        usual = self._of.request.depth or noam(sketch.replicas)
+        usual = self._estimator.request.depth or noam(sketch.replicas)
         return sketch.depth <= usual and sketch == along_devices(sketch.stages, sketch.depth)
 
     def _sketch(self, found: PlanEstimate) -> Sketch:
-        after = self._of.work.states.after
+        after = self._estimator.work.states.after
         stages = (SearchStage(after[stage.start], after[stage.stop], stage.replicas) for stage in found.plan.stages)
         return Sketch(tuple(stages), tuple(stage.devices for stage in found.plan.stages), found.plan.depth)
 
 
-def _shapes(of: Estimator) -> Iterator[Sketch]:
+def _shapes(estimator: Estimator) -> Iterator[Sketch]:
     """Yield initial plans in order along the devices, cut for the smallest bottleneck, until a budget is spent."""
-    work, cluster = of.work, of.cluster
+    work, cluster = estimator.work, estimator.cluster
     last = len(work.states) - 1
     left = _SHAPES_COST
     for replicas in dict.fromkeys(_widths(cluster.num_workers)):
@@ -286,7 +289,7 @@ def _shapes(of: Estimator) -> Iterator[Sketch]:
             return
         if len(replicas) <= last:
             try:
-                yield along_devices(plan_fixed(work, of.request.model, cluster, replicas), noam(replicas))
+                yield along_devices(plan_fixed(work, estimator.request.model, cluster, replicas), noam(replicas))
             except PlanError:
                 continue
 

@@ -55,6 +55,12 @@ class FlatProblem:
         return replace(self, work=replace(self.work, states=states))
 
 
+def stages_between(bounds: Sequence[int], replicas: Sequence[int]) -> tuple[SearchStage, ...]:
+    """Return the stages between successive states, with these replicas."""
+    pairs = zip(itertools.pairwise(bounds), replicas, strict=True)
+    return tuple(SearchStage(start, stop, m) for (start, stop), m in pairs)
+
+
 def renumbered(stages: Sequence[SearchStage], chosen: Sequence[int]) -> tuple[SearchStage, ...]:
     """Return stages between `chosen` states of a model, numbered among these, as stages between all states."""
     return tuple(SearchStage(chosen[start], chosen[stop], m) for start, stop, m in stages)

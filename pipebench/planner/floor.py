@@ -51,16 +51,16 @@ _NOTHING = _Crossing(0, 0, 0)
 class Floors:
     """Lower bounds for plans under 1F1B without flushes, whose cuts follow the order of execution."""
 
-    def __init__(self, of: Estimator) -> None:
-        states = of.work.states
-        self._cluster = of.request.cluster
-        self._size = of.unit_size
-        if of.mode.is_sharded:  # reduce-scatter and all-gather always use one ring
+    def __init__(self, estimator: Estimator) -> None:
+        states = estimator.work.states
+        self._cluster = estimator.request.cluster
+        self._size = estimator.unit_size
+        if estimator.mode.is_sharded:  # reduce-scatter and all-gather always use one ring
             self._cluster = replace(self._cluster, all_reduce=RING)
         order = states.layers(0, len(states) - 1)
-        self._profile = arranged(of.sizes, order)
-        self._memory = tuple(of.memory_policies[layer] for layer in order)
-        self._relay, self._sharded = of.request.relay, of.mode.is_sharded
+        self._profile = arranged(estimator.sizes, order)
+        self._memory = tuple(estimator.memory_policies[layer] for layer in order)
+        self._relay, self._sharded = estimator.request.relay, estimator.mode.is_sharded
         self._limited = any(
             level.host_copy_bytes_per_s or level.connection_cap_bytes_per_s < math.inf for level in self._cluster.levels
         )
@@ -77,15 +77,15 @@ class Floors:
         self.alone_s = cache(self._alone_s)
 
     @classmethod
-    def of(cls, of: Estimator) -> Self:
+    def of(cls, estimator: Estimator) -> Self:
         """Return the bounds for the plans of a mode, shared with modes for which they are the same."""
         key = (
-            of.unit_size, of.work.states.members, of.memory_policies, of.mode.is_sharded, of.request.relay,
-            of.request.cluster,
+            estimator.unit_size, estimator.work.states.members, estimator.memory_policies, estimator.mode.is_sharded,
+            estimator.request.relay, estimator.request.cluster,
         )  # fmt: skip
-        if key not in of.cache.floors:
-            of.cache.floors[key] = cls(of)
-        found: Self = of.cache.floors[key]
+        if key not in estimator.cache.floors:
+            estimator.cache.floors[key] = cls(estimator)
+        found: Self = estimator.cache.floors[key]
         return found
 
     def floor_s(self, sketch: Sketch) -> float:

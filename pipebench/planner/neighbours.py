@@ -5,13 +5,13 @@ stage rule out most outlines, and memory some more. The rest are counted before 
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import numpy as np
 
 from pipebench.planner.activations import Floats
-from pipebench.planner.flat import SearchStage
+from pipebench.planner.flat import SearchStage, stages_between
 from pipebench.planner.placement_costs import Sketch, along
 
 _SPLITS = 8  # places at which a stage is split, at most
@@ -32,23 +32,19 @@ def neighbours(sketch: Sketch, num_workers: int) -> Iterator[Sketch]:
             for place in (bounds[index] - step, bounds[index] + step):
                 if bounds[index - 1] < place < bounds[index + 1]:
                     moved = [*bounds[:index], place, *bounds[index + 1 :]]
-                    yield Sketch(_stages(moved, replicas), sketch.devices, sketch.depth)
+                    yield Sketch(stages_between(moved, replicas), sketch.devices, sketch.depth)
             step *= 2
     for changed, widths in itertools.chain(
         ((bounds, each) for each in _moved_workers(replicas, idle)),
         _merged(bounds, replicas, idle),
         _split(bounds, replicas, idle),
     ):
-        yield along_devices(_stages(changed, widths), sketch.depth)
+        yield along_devices(stages_between(changed, widths), sketch.depth)
 
 
 def along_devices(stages: tuple[SearchStage, ...], depth: int) -> Sketch:
     """Return a plan with its workers in order along the devices."""
     return Sketch(stages, tuple(map(tuple, along([stage.replicas for stage in stages]))), depth)
-
-
-def _stages(bounds: Sequence[int], replicas: Sequence[int]) -> tuple[SearchStage, ...]:
-    return tuple(SearchStage(a, b, m) for (a, b), m in zip(itertools.pairwise(bounds), replicas, strict=True))
 
 
 def _moved_workers(replicas: list[int], idle: int) -> Iterator[list[int]]:

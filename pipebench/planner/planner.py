@@ -18,7 +18,7 @@ from pipebench.planner.choices import best_choice, why_nothing_fits
 from pipebench.planner.climb import climb, climbs
 from pipebench.planner.estimates import LONGEST_BLOCK, MOST_SIMULATED, Estimator
 from pipebench.planner.fixed import plan_fixed
-from pipebench.planner.flat import SearchStage
+from pipebench.planner.flat import SearchStage, renumbered, stages_between
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.placements import placements
 from pipebench.planner.plans import PlanEstimate, Request, StageTime
@@ -230,7 +230,7 @@ class Planner(Estimator):
         if not {*starts} <= {*states.after}:
             raise PlanError(f"the model can't be cut before layers {sorted({*starts} - {*states.after})}")
         bounds = [0, *(states.after[start] for start in starts), len(states) - 1]
-        return tuple(SearchStage(a, b, r) for (a, b), r in zip(itertools.pairwise(bounds), replicas, strict=True))
+        return stages_between(bounds, replicas)
 
     def _cut_best(self, replicas: Sequence[int]) -> tuple[SearchStage, ...]:
         """Return the fastest cuts in the simulator: any, or those that keep tied parameters in one stage.
@@ -246,7 +246,7 @@ class Planner(Estimator):
             return best
         place = {members: i for i, members in enumerate(self.states.members)}
         own = [place[members] for members in self._keeping_ties.states.members]
-        whole = tuple(SearchStage(own[start], own[stop], m) for start, stop, m in stages)
+        whole = renumbered(stages, own)
         best_s, whole_s = (
             self.with_prediction(self.estimate("the recipe", each)).minibatch_s for each in (best, whole)
         )
@@ -297,28 +297,28 @@ class Planner(Estimator):
         return is_checked or found.memory_bytes <= self.memory_limit_bytes
 
 
-def _cut_fastest(of: Estimator, replicas: Sequence[int]) -> tuple[SearchStage, ...]:
+def _cut_fastest(estimator: Estimator, replicas: Sequence[int]) -> tuple[SearchStage, ...]:
     """Return the cuts by the first of `cutting_models`, unless those by another are clearly faster."""
-    widths = replicas[: len(replicas) // of.mode.chunks]
-    devices, cluster = places(of.mode.order, replicas, of.mode.chunks), of.request.cluster
+    widths = replicas[: len(replicas) // estimator.mode.chunks]
+    devices, cluster = places(estimator.mode.order, replicas, estimator.mode.chunks), estimator.request.cluster
     cut = partial(plan_fixed, cluster=cluster.for_stages(len(widths)), replicas=replicas, devices=devices)
-    best, *others = (cut(of.searched_at(widths), model) for model in of.cutting_models)
+    best, *others = (cut(estimator.searched_at(widths), model) for model in estimator.cutting_models)
     for other in others:
-        if other != best and _is_better(of, other, best):
+        if other != best and _is_better(estimator, other, best):
             best = other
     return best
 
 
-def _is_better(of: Estimator, stages: Sequence[SearchStage], than: Sequence[SearchStage]) -> bool:
+def _is_better(estimator: Estimator, stages: Sequence[SearchStage], than: Sequence[SearchStage]) -> bool:
     """Return whether a plan along the devices is clearly faster in the simulator, and fits if the other does."""
-    found, other = (of.estimate("the recipe", each) for each in (stages, than))
-    if found.memory_bytes > max(of.memory_limit_bytes, other.memory_bytes):
+    found, other = (estimator.estimate("the recipe", each) for each in (stages, than))
+    if found.memory_bytes > max(estimator.memory_limit_bytes, other.memory_bytes):
         return False
-    return of.with_prediction(found).minibatch_s < _CLEARLY_FASTER * of.with_prediction(other).minibatch_s
+    return estimator.with_prediction(found).minibatch_s < _CLEARLY_FASTER * estimator.with_prediction(other).minibatch_s
 
 
 def _simulated_of(
-    of: Estimator,
+    estimator: Estimator,
     allowed: Sequence[PlanEstimate],
     found: Sequence[PlanEstimate],
     others: Sequence[Sequence[PlanEstimate]],
@@ -329,14 +329,14 @@ def _simulated_of(
     request's must be clearly faster.
     """
     tried, later = [each.plan for each in found], [*itertools.chain(*others)]
-    simulated = [*_simulated(of, [each for each in allowed if each.plan in tried or each not in later])]
+    simulated = [*_simulated(estimator, [each for each in allowed if each.plan in tried or each not in later])]
     for those, required in zip(others, (1.0, _CLEARLY_FASTER), strict=False):
         best_s = min((each.minibatch_s for each in simulated), default=math.inf)
-        simulated += _faster(of, [each for each in those if each in allowed], required * best_s, tried)
+        simulated += _faster(estimator, [each for each in those if each in allowed], required * best_s, tried)
     return simulated
 
 
-def _simulated(of: Estimator, found: Sequence[PlanEstimate]) -> Iterator[PlanEstimate]:
+def _simulated(estimator: Estimator, found: Sequence[PlanEstimate]) -> Iterator[PlanEstimate]:
     """Yield plans with predictions, in order of their bottlenecks, except those far slower than one before.
 
     A plan that several searches have found is yielded once, as the first search's.
@@ -347,32 +347,34 @@ def _simulated(of: Estimator, found: Sequence[PlanEstimate]) -> Iterator[PlanEst
         if (each.plan, each.order) in seen:
             continue
         seen.append((each.plan, each.order))
-        simulated = of.with_prediction(each, _HOPELESS * best_s)
+        simulated = estimator.with_prediction(each, _HOPELESS * best_s)
         if simulated.minibatch_s < math.inf or best_s == math.inf:
             best_s = min(best_s, simulated.minibatch_s)
             yield simulated
 
 
-def _faster(of: Estimator, found: Sequence[PlanEstimate], best_s: float, tried: list[Plan]) -> Iterator[PlanEstimate]:
+def _faster(
+    estimator: Estimator, found: Sequence[PlanEstimate], best_s: float, tried: list[Plan]
+) -> Iterator[PlanEstimate]:
     """Yield plans faster than `best_s`, simulating the most promising ones until a budget is spent.
 
     Skips plans that are in `tried`, and adds those that it simulates.
     """
     left = float(_MOST_TRIED_UNITS)
-    for each in sorted((each for each in found if each.plan not in tried), key=of.filled_s):
+    for each in sorted((each for each in found if each.plan not in tried), key=estimator.filled_s):
         if left <= 0:
             return
         tried.append(each.plan)
         hopeless_s = best_s
-        if of.simulates(each) and of.mode.flush:  # every flush is like the first
+        if estimator.simulates(each) and estimator.mode.flush:  # every flush is like the first
             left -= each.accumulate * math.lcm(*each.plan.replicas) * each.microbatches * len(each.stages)
-        elif of.simulates(each):
-            glimpsed_s, taken = of.estimate_rate(each, _GLIMPSED)
+        elif estimator.simulates(each):
+            glimpsed_s, taken = estimator.estimate_rate(each, _GLIMPSED)
             left -= taken / _INSTRUCTIONS_OF_A_UNIT
             if glimpsed_s >= _WORTH_SIMULATING * best_s:
                 continue
             hopeless_s = _HOPELESS * best_s
-        simulated = of.with_prediction(each, hopeless_s)
+        simulated = estimator.with_prediction(each, hopeless_s)
         if simulated.minibatch_s < best_s:
             best_s = simulated.minibatch_s
             yield simulated

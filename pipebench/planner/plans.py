@@ -46,7 +46,7 @@ class MemoryChoice:
 
     shard: str  # what replicas shard, a name in `syncs.SHARDS`
     recompute: bool  # whether all layers are recomputed
-    minibatch_s: float | None  # predicted seconds per minibatch; None: no plan fits
+    minibatch_s: float | None = None  # predicted seconds per minibatch; None: no plan fits
 
     def __str__(self) -> str:
         """Return the columns of a recipe that ask for it."""

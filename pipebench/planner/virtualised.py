@@ -8,7 +8,6 @@ A stage's memory is first a closed form and then simulated. If a stage exceeds i
 queue, it chooses again with that much less memory.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,7 +16,7 @@ from dataclasses import replace
 from pipebench.errors import PlanError
 from pipebench.formats import a_or_an, num_bytes
 from pipebench.planner.estimates import Estimator
-from pipebench.planner.flat import FlatProblem, SearchStage, bottleneck_s, plan_flat
+from pipebench.planner.flat import FlatProblem, SearchStage, bottleneck_s, plan_flat, stages_between
 from pipebench.planner.partition import LayerChain, best_consecutive, repartition, timed_graph
 from pipebench.planner.plans import PlanEstimate
 from pipebench.planner.stage_problem import StageProblem
@@ -34,21 +33,21 @@ class UnfitError(PlanError):
     """A stage doesn't fit with any policies."""
 
 
-def virtualised(of: Estimator, stages: Sequence[SearchStage], found_by: str) -> PlanEstimate:
+def virtualised(estimator: Estimator, stages: Sequence[SearchStage], found_by: str) -> PlanEstimate:
     """Return a plan whose stages choose their layers' policies, without a prediction.
 
     Raises:
         UnfitError: a stage doesn't fit; says which, and by how much.
     """
-    limit = of.memory_limit_bytes
-    problems = _problems(of, stages)
+    limit = estimator.memory_limit_bytes
+    problems = _problems(estimator, stages)
     outcomes = [best_policies(problem) for problem in problems]
     for _ in range(_MOST_TRIALS):
         memory = tuple(policy for outcome in outcomes for policy in outcome.memory)
-        found = of.under(memory=memory).estimate(found_by, stages)
+        found = estimator.under(memory=memory).estimate(found_by, stages)
         if math.isinf(limit):
             return found
-        over = [most - limit for most in _most_bytes(of, found)]
+        over = [most - limit for most in _most_bytes(estimator, found)]
         late = [index for index, excess in enumerate(over) if excess > 0]
         if not late:
             return found
@@ -61,13 +60,13 @@ def virtualised(of: Estimator, stages: Sequence[SearchStage], found_by: str) -> 
     weights = problems[index].constant_bytes + problems[index].in_flight * problems[index].each_bytes
     smaller = ", or a smaller minibatch" if weights <= limit else ""
     raise UnfitError(
-        f"stage {index} of mode {of.name} doesn't fit whatever its layers do: they take {num_bytes(over[index])} more "
-        f"than the {num_bytes(limit)} of {a_or_an(of.request.cluster.device)}; what would help: more workers, for more "
-        f"stages{smaller}"
+        f"stage {index} of mode {estimator.name} doesn't fit whatever its layers do: they take "
+        f"{num_bytes(over[index])} more than the {num_bytes(limit)} of {a_or_an(estimator.request.cluster.device)}; "
+        f"what would help: more workers, for more stages{smaller}"
     )
 
 
-def best_virtualised(of: Estimator) -> PlanEstimate:
+def best_virtualised(estimator: Estimator) -> PlanEstimate:
     """Return the best straight plan found whose stages choose their layers' policies, without a prediction.
 
     Starts from the best cuts for the layers' times or, if these can't fit, the best that can. Then, as in vPipe's
@@ -77,17 +76,17 @@ def best_virtualised(of: Estimator) -> PlanEstimate:
     Raises:
         UnfitError: no plan was found that fits.
     """
-    stages = _fastest(of)
+    stages = _fastest(estimator)
     try:
-        best = virtualised(of, stages, "flat, straight, policies chosen per stage")
+        best = virtualised(estimator, stages, "flat, straight, policies chosen per stage")
     except UnfitError as unfit:
-        stages, best = _best_that_fit(of, len(stages), unfit)
+        stages, best = _best_that_fit(estimator, len(stages), unfit)
     for _ in range(_MOST_REPARTITIONS):
-        before, stages = stages, _repartitioned(of, best)
+        before, stages = stages, _repartitioned(estimator, best)
         if stages == before:
             break
         try:
-            found = virtualised(of, stages, f"{best.found_by.removesuffix(_AGAIN)}{_AGAIN}")
+            found = virtualised(estimator, stages, f"{best.found_by.removesuffix(_AGAIN)}{_AGAIN}")
         except UnfitError:
             break
         if found.bottleneck_s >= best.bottleneck_s * _GAINS:
@@ -96,9 +95,9 @@ def best_virtualised(of: Estimator) -> PlanEstimate:
     return best
 
 
-def _repartitioned(of: Estimator, found: PlanEstimate) -> tuple[SearchStage, ...]:
+def _repartitioned(estimator: Estimator, found: PlanEstimate) -> tuple[SearchStage, ...]:
     """Return Algorithm 3's stages for layers scaled to their stages' times."""
-    states, rows = of.work.states, of.request.profile.layers[of.unit_size]
+    states, rows = estimator.work.states, estimator.request.profile.layers[estimator.unit_size]
     own_s = timed_graph(rows).seconds
     scaled_s = [0.0] * len(rows)  # `timed_graph` adds the loss to the last layer
     for place, stage in zip(found.plan.stages, found.stages, strict=True):
@@ -108,61 +107,65 @@ def _repartitioned(of: Estimator, found: PlanEstimate) -> tuple[SearchStage, ...
             scaled_s[layer] = own_s[layer] * (stage.stage_s / found.microbatches / whole_s if whole_s else 1.0)
     line = LayerChain(timed_graph(rows, scaled_s), sorted(states.after)[1:-1])
     ends = line.ends(repartition(line, found.plan.starts))
-    return tuple(SearchStage(states.after[a], states.after[b], 1) for a, b in itertools.pairwise(ends))
+    return stages_between([states.after[end] for end in ends], [1] * (len(ends) - 1))
 
 
-def predicted(of: Estimator, found: PlanEstimate) -> PlanEstimate:
+def predicted(estimator: Estimator, found: PlanEstimate) -> PlanEstimate:
     """Return a plan with policies per layer and the simulator's prediction."""
-    return of.under(memory=found.plan.memory).with_prediction(found)
+    return estimator.under(memory=found.plan.memory).with_prediction(found)
 
 
-def _problems(of: Estimator, stages: Sequence[SearchStage]) -> list[StageProblem]:
+def _problems(estimator: Estimator, stages: Sequence[SearchStage]) -> list[StageProblem]:
     replicas = [stage.replicas for stage in stages]
-    depth = of.depth_of(replicas)
-    rules = of.stage_rules(of.memory_limit_bytes, replicas, depth)
+    depth = estimator.depth_of(replicas)
+    rules = estimator.stage_rules(estimator.memory_limit_bytes, replicas, depth)
     return [
-        of.stage_problem(rule, stage, of.in_flight(replicas, index, depth))
+        estimator.stage_problem(rule, stage, estimator.in_flight(replicas, index, depth))
         for index, (rule, stage) in enumerate(zip(rules, stages, strict=True))
     ]
 
 
-def _most_bytes(of: Estimator, found: PlanEstimate) -> list[float]:
+def _most_bytes(estimator: Estimator, found: PlanEstimate) -> list[float]:
     """Return every stage's peak bytes: simulated or, if that would take long, by the closed form."""
-    peaks = of.simulated_peaks(found)
+    peaks = estimator.simulated_peaks(found)
     return [stage.memory_bytes for stage in found.stages] if peaks is None else [*map(float, peaks)]
 
 
-def _fastest(of: Estimator) -> tuple[SearchStage, ...]:
+def _fastest(estimator: Estimator) -> tuple[SearchStage, ...]:
     """Return the straight plan with the smallest bottleneck at any level's links, without memory limits."""
-    cluster, work, model = of.request.cluster, of.work, of.request.model
+    cluster, work, model = estimator.request.cluster, estimator.work, estimator.request.model
     problems = [FlatProblem(work, model, level, cluster.num_workers, None, 1) for level in cluster.levels]
     found = [(problem, stages) for problem in problems if (stages := plan_flat(problem)) is not None]
     return min(found, key=lambda each: bottleneck_s(*each))[1]
 
 
-def _best_that_fit(of: Estimator, num_stages: int, unfit: UnfitError) -> tuple[tuple[SearchStage, ...], PlanEstimate]:
+def _best_that_fit(
+    estimator: Estimator, num_stages: int, unfit: UnfitError
+) -> tuple[tuple[SearchStage, ...], PlanEstimate]:
     """Return the fastest stages that fit with some policies by the closed form and in simulation, and their plan."""
     for share in _SHARES:
-        stages = _that_fit(of, num_stages, share)
+        stages = _that_fit(estimator, num_stages, share)
         if stages is not None:
             with suppress(UnfitError):
-                return stages, virtualised(of, stages, "straight, cut for what can fit, policies chosen per stage")
+                return stages, virtualised(
+                    estimator, stages, "straight, cut for what can fit, policies chosen per stage"
+                )
     raise unfit
 
 
-def _that_fit(of: Estimator, num_stages: int, share: float) -> tuple[SearchStage, ...] | None:
+def _that_fit(estimator: Estimator, num_stages: int, share: float) -> tuple[SearchStage, ...] | None:
     """Return the fastest straight stages that each fit in a share of a device's memory with one policy, or None."""
-    state_of = of.work.states.after
+    state_of = estimator.work.states.after
 
     def fits(part: int, start: int, stop: int) -> bool:
         stages = [SearchStage(state_of[start], state_of[stop], 1)] * num_stages
-        problem = _problems(of, stages)[part]
+        problem = _problems(estimator, stages)[part]
         least = min(problem.outcome((policy,) * problem.num_layers).num_bytes for policy in problem.choices)
         return least <= share * problem.limit_bytes
 
-    line = LayerChain(timed_graph(of.request.profile.layers[of.unit_size]), sorted(state_of)[1:-1], fits)
+    line = LayerChain(timed_graph(estimator.request.profile.layers[estimator.unit_size]), sorted(state_of)[1:-1], fits)
     try:
         ends = [state_of[end] for end in line.ends(best_consecutive(line, num_stages))]
     except PlanError:
         return None
-    return tuple(SearchStage(start, stop, 1) for start, stop in itertools.pairwise(ends))
+    return stages_between(ends, [1] * num_stages)

@@ -88,6 +88,7 @@ class _Walks:
         return found
 
     def _rows(self, dataset: Dataset, num_samples: int) -> tuple[LayerProfile, ...]:
+        """Price all layers; without data if possible, else on the first samples, noting the layer that needs them."""
         without = None
         if not self.needs_data:
             example = dataset.example(num_samples)
@@ -165,6 +166,8 @@ def mean_layers(lengths: Sequence[LengthProfile]) -> dict[int, tuple[LayerProfil
 
 
 def _mean(shares: Sequence[float], rows: Sequence[LayerProfile]) -> LayerProfile:
+    """Return a layer's row with the means, weighted by `shares`, of its rows at all lengths."""
+
     def mean(values: Sequence[float]) -> float:
         return sum(share * value for share, value in zip(shares, values, strict=True))
 

@@ -17,6 +17,7 @@ def work_of(profile: Profile) -> Profile:
 
 
 def _working(rows: Sequence[LayerProfile]) -> tuple[LayerProfile, ...]:
+    """Return the rows that are work, with the indices that they have among each other."""
     read = {index for row in rows for index in row.reads}
     working = [
         index

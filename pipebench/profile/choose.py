@@ -77,12 +77,13 @@ def profile_for(
 
 
 def _used_here(recipe: Recipe, device: torch.device, found: Profile) -> Profile:
-    """Return a profile with what a file or the cache doesn't know: the recipe's precision, and the GPUs here."""
+    """Return a profile with what files and the cache don't store: the recipe's precision, and the GPUs here."""
     num_devices = torch.cuda.device_count() if device.type == "cuda" else 0
     return replace(found, precision=recipe.train.precision, num_devices=num_devices)
 
 
 def _check_measurable(recipe: Recipe, cluster: Cluster, dataset: Dataset) -> None:
+    """Refuse to measure samples of several lengths, and to measure here for another cluster's device."""
     if dataset.lengths:
         raise ProfileError(
             f"dataset.lengths: {recipe.dataset.get('lengths')} needs times at every length, and only the data has "
@@ -120,9 +121,7 @@ def _machine(recipe: Recipe, device: torch.device) -> dict[str, object]:
 
 def _read_for(recipe: Recipe, path: str, request: ProfileRequest) -> Profile:
     """Read the profile file that `engine.timing` names; check that it is of this model, precision and lengths."""
-    found = fitting(load_profile(path, recipe.train.minibatch_size), path, request.graph, request.sizes)
-    _check_precision(found, path, recipe.train.precision)
-    _check_lengths(found, path, request.dataset)
+    found = fitting(_loaded(recipe, path, request.dataset), path, request.graph, request.sizes)
     if _says_samples(found):
         return found
     # Any device of the catalogue will do: only the bytes are used, which are the same on all.
@@ -136,9 +135,7 @@ def profile_of_file(recipe: Recipe, dataset: Dataset) -> Profile:
         ProfileError: it can't be read, or has another precision than the recipe, or other lengths than `dataset`.
     """
     path = str(recipe.model["profile"])
-    found = load_profile(path, recipe.train.minibatch_size)
-    _check_precision(found, path, recipe.train.precision)
-    _check_lengths(found, path, dataset)
+    found = _loaded(recipe, path, dataset)
     if not _says_samples(found):
         found = replace(found, state_bytes_per_byte=state_bytes_per_byte(recipe.train.optimizer))
     return replace(found, precision=recipe.train.precision)
@@ -162,9 +159,13 @@ def check_sizes(profile: Profile, path: str, sizes: Sequence[int]) -> None:
         )
 
 
-def _check_precision(profile: Profile, path: str, precision: str) -> None:
-    if _says_samples(profile) and profile.precision != precision:
-        raise ProfileError(f"profile {path} is of precision {profile.precision}, train.precision is {precision}")
+def _loaded(recipe: Recipe, path: str, dataset: Dataset) -> Profile:
+    """Return the profile of a file, after checking that it is of the recipe's precision and the data set's lengths."""
+    found, precision = load_profile(path, recipe.train.minibatch_size), recipe.train.precision
+    if _says_samples(found) and found.precision != precision:
+        raise ProfileError(f"profile {path} is of precision {found.precision}, train.precision is {precision}")
+    _check_lengths(found, path, dataset)
+    return found
 
 
 def is_measured(recipe: Recipe, cluster: Cluster) -> bool:

@@ -182,6 +182,7 @@ class _Lines:
         return ends[0], ends[1]
 
     def _join(self, nodes: dict[str, _Node], first: str, second: str) -> None:
+        """Add an edge to the nodes."""
         for name in (first, second):
             if name not in nodes:
                 raise self._fault(f"there is no node {_shown(name)}")
@@ -217,6 +218,7 @@ class _Lines:
         return value_s + 0.0  # not -0.0
 
     def _sizes(self, text: str) -> tuple[int, ...]:
+        """Return the bytes of every tensor of an output."""
         inner = text.strip()
         if inner.startswith("[") and inner.endswith("]"):
             sizes = tuple(self._bytes("activation_size", part) for part in inner[1:-1].split(";"))
@@ -263,6 +265,7 @@ def _cycle(nodes: dict[str, _Node], around: list[str], source: str) -> ProfileEr
 
 
 def _row(node: _Node, nodes: dict[str, _Node]) -> LayerProfile:
+    """Return a node's row, in which parameters have the node's name."""
     sources = sorted((nodes[name] for name in node.sources), key=lambda each: each.index)
     output_bytes = sum(node.sizes)
     row = LayerProfile(

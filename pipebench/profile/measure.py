@@ -101,6 +101,7 @@ def _has_filled_device(error: BaseException) -> bool:
 
 
 def _measured(passes: "_Passes") -> Profile:
+    """Return the profile of one number of pieces; the passes come first, so that the allocator has memory to reuse."""
     device, (_, dataset, sizes, optimizer, model) = passes.device, passes.request
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         found = passes.at(sizes)
@@ -327,10 +328,10 @@ class _Passes:
     def _fetch(self, size: int, k: int, fields: Sequence[str]) -> _Samples:
         """Return the k-th minibatch of the training samples, on the device."""
         fetched = Source(self.dataset, "train", fields, self.device).fetch((self._indices(size, k), 0))
-        there = {name: onto_device(value, self.device) for name, value in fetched.items()}
+        samples = {name: onto_device(value, self.device) for name, value in fetched.items()}
         if self.engine.channels_last:
-            there |= {name: channels_last(there[name]) for name in self.dataset.inputs if name in there}
-        return there
+            samples |= {name: channels_last(samples[name]) for name in self.dataset.inputs if name in samples}
+        return samples
 
     def _whole_step(self, samples: _Samples) -> Reading:
         """Time one forward and backward of the whole model, written as a user would."""
@@ -405,6 +406,7 @@ def _update_s(
 def _step_s(
     trained: list[torch.Tensor], masters: list[torch.Tensor], recipe: OptimizerRecipe, passes: _Passes
 ) -> float:
+    """Return the seconds of one optimizer step, in mixed precision with the conversions before and after it."""
     is_mixed, device = masters is not trained, trained[0].device
     stepped = [torch.zeros_like(each, device=device).requires_grad_() for each in masters] if is_mixed else trained
     given = [torch.full_like(parameter, 1e-3) for parameter in trained]

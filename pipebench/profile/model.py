@@ -39,8 +39,8 @@ class LayerProfile:
     inputs: tuple[str, ...] = ()  # names of the model inputs it reads
     # Qualified name to bytes of the parameters that it trains; a name that two layers have is a tied parameter
     parameter_sizes: Mapping[str, Count] = field(default_factory=dict)
-    # Qualified name to bytes of the floating-point buffers that replicas average (BatchNorm's running statistics), and
-    # to 0 of other buffers that the layer shares with others
+    # Qualified name to bytes of buffers that keep layers in one stage if they share one: of those that replicas average
+    # (BatchNorm's running statistics), 0 for others
     buffer_sizes: Mapping[str, Count] = field(default_factory=dict)
     saved_bytes: Count = 0  # saved for its backward, without parameters, buffers and what earlier layers save
     output_parts: tuple[Count, ...] = ()  # bytes of each tensor of its output if it has several, else empty

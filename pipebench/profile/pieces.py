@@ -54,6 +54,7 @@ class Pieces:
                 tensor.data = data
 
     def _place(self, tensors: list[torch.Tensor], modules: list[nn.Module]) -> None:
+        """Copy tensors to the device, and repack the weights of recurrent layers there."""
         for tensor in tensors:
             tensor.data = tensor.data.to(self._device, copy=True)
         for part in (part for module in modules for part in module.modules()):

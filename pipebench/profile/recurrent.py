@@ -144,6 +144,7 @@ def _product(rows: float, inner: float, columns: float, itemsize: int, count: in
 
 
 def _shape(x: torch.Tensor, mode: int, *args: Any) -> _Shape:
+    """Return the sizes of a call; `args` are those of `aten._cudnn_rnn` after `mode`."""
     hidden_size, projected_size, num_layers, batch_first, _, _, bidirectional, batch_sizes, *_ = args
     return _Shape(
         gates=_GATES[mode],

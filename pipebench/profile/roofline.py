@@ -119,7 +119,7 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count = _flop_counters().get(func.overloadpacket)
         flops = int(count(*args, **kwargs, out_val=out)) if count else 0
         self._dtype = _type_of(out)
-        launches, seconds = 1, self._product_s(flops / self._used_by(func.overloadpacket, args), num_bytes, name)
+        launches, seconds = 1, self._operation_s(flops / self._occupied_by(func.overloadpacket, args), num_bytes, name)
         if func.overloadpacket is aten.convolution:
             seconds = self._convolution_s(flops, num_bytes, out, args)
         elif func.overloadpacket is aten.convolution_backward:
@@ -136,27 +136,30 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _add_library_kernels(self, kernels: recurrent.Kernels) -> None:
         """Add kernels that a library launches one after the other, without Python and a pause between them."""
         flops = 2 * math.prod(kernels.product) if kernels.product else 0
-        used = self._used(kernels.product[0], kernels.product[2]) if kernels.product else 1.0
-        each_s = max(self._product_s(flops / used, kernels.num_bytes), self._efficiencies.library_launch_s)
+        used = self._occupied(kernels.product[0], kernels.product[2]) if kernels.product else 1.0
+        each_s = max(self._operation_s(flops / used, kernels.num_bytes), self._efficiencies.library_launch_s)
         count = kernels.count
         self._add(flops * count, kernels.num_bytes * count, count, each_s * count)
 
-    def _product_s(self, flops: float, num_bytes: float, name: str = "") -> float:
+    def _operation_s(self, flops: float, num_bytes: float, name: str = "") -> float:
+        """Return the seconds of an operation's arithmetic, at the rate of products, or of its bytes, if longer."""
         known = self._efficiencies
         efficiency = known.tensor_product if self._device.tensor_flops_per_s(self._dtype) else known.product
-        streamed = known.normalisation if name in _NORMALISATIONS else known.pooling_backward
-        of_kind = name in _NORMALISATIONS or ("pool" in name and "backward" in name)
-        return max(self._arithmetic_s(flops, efficiency), self._memory_s(num_bytes, streamed if of_kind else None))
+        fraction = known.normalisation if name in _NORMALISATIONS else None
+        if "pool" in name and "backward" in name:
+            fraction = known.pooling_backward
+        return max(self._arithmetic_s(flops, efficiency), self._memory_s(num_bytes, fraction))
 
-    def _used_by(self, packet: Any, args: Sequence[Any]) -> float:
+    def _occupied_by(self, packet: Any, args: Sequence[Any]) -> float:
+        """Return the fraction of the device that an operation's matrix products use; 1 of other operations."""
         if packet not in _PRODUCTS:
             return 1.0
         first, second = args[-2:]
-        return self._used(first.shape[-2], second.shape[-1], math.prod(first.shape[:-2]))
+        return self._occupied(first.shape[-2], second.shape[-1], math.prod(first.shape[:-2]))
 
-    def _used(self, rows: float, columns: float, num_products: int = 1) -> float:
-        """Return the fraction of the device that a matrix product uses with the best tiling."""
-        width = self._device.num_multiprocessors
+    def _occupied(self, rows: float, columns: float, num_products: int = 1) -> float:
+        """Return the fraction of the device that matrix products use with the best tiling."""
+        width = self._device.num_multiprocessors  # tiles that it computes at a time
         best = 0.0
         for (tile_rows, tile_columns), split in itertools.product(TILES, SPLITS):
             num_tiles = math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns) * num_products * split

@@ -24,8 +24,7 @@ def output_bytes(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[
         ProfileError: a layer can't be run without data; names it.
     """
     values = _values(graph, dataset, num_samples)
-    there = (layer for layer in graph.layers if not layer.idle)
-    return {layer.index: bytes_in(values[layer.node]) for layer in there}
+    return {layer.index: bytes_in(values[layer.node]) for layer in graph.layers if not layer.idle}
 
 
 def output_forms(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[str, tuple[str, ...]]:

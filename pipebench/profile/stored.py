@@ -85,6 +85,7 @@ def check_profile(profile: Profile) -> None:
 
 
 def _by_columns(profile: Profile) -> dict[int, LengthProfile]:
+    """Return the lengths by `columns`, after checking that each is there once and that shares add up to 1."""
     found = {each.columns: each for each in profile.lengths}
     if len(found) < len(profile.lengths):
         raise ProfileError(f"has lengths {[each.columns for each in profile.lengths]}, allowed is each once")
@@ -102,6 +103,7 @@ def _layers(layers: Mapping[int, Sequence[LayerProfile]], load_s: Mapping[int, f
 
 
 def _rows(rows: Sequence[LayerProfile], where: str) -> None:
+    """Check the rows of one size; `where` says which, for errors."""
     if all(row.is_input for row in rows):
         raise ProfileError(f"has no layer that computes: {where}")
     if not any(row.forward_s or row.backward_s for row in rows if not row.is_input):
@@ -123,6 +125,7 @@ def _rows(rows: Sequence[LayerProfile], where: str) -> None:
 
 
 def _problem(row: LayerProfile, index: int, rows: Sequence[LayerProfile], index_of: Mapping[str, int]) -> str | None:
+    """Return what is wrong with one row, given the rows before it by name, or None."""
     if not row.name or not row.name.isprintable() or not row.kind.isprintable():
         return "name and kind must be printable, and the name not empty"
     if row.name in index_of:

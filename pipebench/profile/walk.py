@@ -102,8 +102,9 @@ def walk(
 def _in_turn(walked: "_Walk", pieces: Pieces, clock: Clock) -> None:
     """Let pieces take turns: forwards alone from the first to the last, then both, timed, from the last to the first.
 
-    Values that a later piece reads wait on the host, so that the device holds those of one piece only. The first
-    forwards, in order of execution, count what is saved: a storage counts in the last layer that saves it.
+    Values that other pieces read, and sums of tied gradients, wait on the host, so that the device holds those of one
+    piece only. The first forwards, in order of execution, count what is saved: of several layers that save a storage,
+    `saved_with` of each but the first names the one before.
     """
     on_host: dict[fx.Node, Any] = {}
     for piece in pieces.ranges:
@@ -117,7 +118,9 @@ def _in_turn(walked: "_Walk", pieces: Pieces, clock: Clock) -> None:
         with pieces.on_device(piece):
             walked.begin_with(on_host, piece, pieces.to_device)
             walked.forwards(piece, piece.stop, clock)
+            walked.move_sums(piece, pieces.to_device)
             walked.backwards(piece, clock)
+            walked.move_sums(piece, pieces.to_host)
 
 
 def _untimed(work: Callable[[], Any]) -> tuple[Any, Reading]:
@@ -226,6 +229,11 @@ class _Walk:
         self._env = {}
         return copies
 
+    def move_sums(self, piece: range, copy: Callable[[Any], Any]) -> None:
+        """Replace the sums of tied gradients to which a piece adds by copies."""
+        names = {name for index in piece for name in self.steps[index].parameters}
+        self._sums |= {name: copy(total) for name, total in self._sums.items() if name in names}
+
     def _copies(self, values: Mapping[fx.Node, Any], copy: Callable[[Any], Any]) -> dict[fx.Node, Any]:
         """Return copies of some nodes' values, whose storages count as those of the values."""
         made = {node: copy(value) for node, value in values.items()}
@@ -257,6 +265,7 @@ class _Walk:
 
 
 def _steps(graph: LayerGraph, root: nn.Module) -> list[WalkStep]:
+    """Return a step per layer, with the tensors of `root` that it uses."""
     parameters = dict(root.named_parameters())
     exact = dict(graph.root.named_parameters()) if graph.rounding else {}
     can_be_split, averaged = {*splittable(root, graph.graph)}, averaged_buffers(graph)

@@ -56,9 +56,10 @@ def find(reference: str, names: Callable[[], Iterable[str]], beside: Path | None
         if os.path.isfile(candidate) or os.path.isdir(candidate):
             return Path(candidate)
     exists = os.path.exists(reference)
-    known, own = [*names(), *map(str, Path(os.path.dirname(reference)).glob("*.yaml"))], Path(reference).stem
+    known = [*names(), *map(str, Path(os.path.dirname(reference)).glob("*.yaml"))]
     # Two file names aren't similar only because both end in `.yaml`.
-    near = [name for name in known if not name.endswith(".yaml") or nearest(own, [Path(name).stem])]
+    stem = Path(reference).stem
+    near = [name for name in known if not name.endswith(".yaml") or nearest(stem, [Path(name).stem])]
     problem = "is not a file" if exists else f"no such file, folder or short name{nearest(reference, near)}"
     raise RecipeError([Fault(_short(reference), "", problem)])
 

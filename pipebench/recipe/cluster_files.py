@@ -1,6 +1,6 @@
 """Reads cluster files, which may extend each other key by key and level by level. Each value keeps its file's name."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,47 +58,56 @@ def cluster_files(path: Path) -> ClusterFiles:
         RecipeError: a file can't be read, has unknown keys, or levels that the extended file hasn't.
     """
     faults: list[Fault] = []
-    keys, levels = Keys(display(path)), dict[str, Keys]()
-    files = chain(path, "cluster", find_cluster)
-    for place, (each, data) in enumerate(files):
+    keys = Keys(display(path))
+    levels: dict[str, Keys] = {}
+    for index, (each, data) in enumerate(chain(path, "cluster", find_cluster)):
+        is_base = index == 0  # which has all levels; the others change some
         file = display(each)
         faults += _unknown(data, "", KEYS, file)
-        own = data.pop(LEVELS, None if place == 0 else [])
+        own = data.pop(LEVELS, None if is_base else [])
         keys.add(data, file, "")
-        if not isinstance(own, list) or (not own and place == 0) or not all(isinstance(level, dict) for level in own):
+        if not isinstance(own, list) or (is_base and not own) or not all(isinstance(level, dict) for level in own):
             problem = f"got {shown(own)}, allowed is a list of levels, innermost first"
             raise RecipeError([*faults, Fault(file, LEVELS, problem)])
-        named = set[str]()
-        for index, level in enumerate(own):
-            prefix, name = f"{LEVELS}.{index}.", level.get("name")
-            faults += _unknown(level, prefix, LEVEL_KEYS, file)
-            problem = _problem(name, named, None if place == 0 else levels)
-            if problem:
-                faults.append(Fault(file, f"{prefix}name", problem))
-                continue
-            named.add(str(name))
-            levels.setdefault(str(name), Keys(file)).add(level, file, prefix)
+        faults += _add_levels(own, levels, None if is_base else [*levels], file)
     if faults:
         raise RecipeError(faults)
     return ClusterFiles(keys, tuple(levels.values()))
 
 
-def _problem(name: object, named: set[str], extended: Mapping[str, Keys] | None) -> str:
+def _add_levels(
+    own: list[dict[Any, Any]], levels: dict[str, Keys], extended: Sequence[str] | None, file: str
+) -> list[Fault]:
+    """Merge a file's own levels over `levels`; return the faults. `extended` is as in `_problem`."""
+    faults: list[Fault] = []
+    named: set[str] = set()
+    for index, level in enumerate(own):
+        prefix = f"{LEVELS}.{index}."
+        name = level.get("name")
+        faults += _unknown(level, prefix, LEVEL_KEYS, file)
+        if problem := _problem(name, named, extended):
+            faults.append(Fault(file, f"{prefix}name", problem))
+            continue
+        named.add(str(name))
+        levels.setdefault(str(name), Keys(file)).add(level, file, prefix)
+    return faults
+
+
+def _problem(name: object, named: set[str], extended: Sequence[str] | None) -> str:
     """Return what is wrong with a level's name, or "".
 
     Args:
         name: as written.
         named: names of the levels before it in the same file.
-        extended: the levels of the extended files by name; None in a file that extends none.
+        extended: names of the levels of the extended files; None in a file that extends none.
     """
     if not isinstance(name, str) or not name:
         return f"got {shown(name)}, allowed is a word such as server"
     if name in named:
         return f"got {shown(name)}, which is the name of a level before it; every level has one of its own"
     if extended is not None and name not in extended:
-        return f"got {shown(name)}, allowed are the levels that are extended: {', '.join(extended)}" + nearest(
-            name[:60], extended
-        )
+        hint = nearest(name[:60], extended)
+        return f"got {shown(name)}, allowed are the levels that are extended: {', '.join(extended)}{hint}"
     return ""
 
 

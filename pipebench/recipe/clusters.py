@@ -92,7 +92,8 @@ def load_cluster(
             (the keys of such faults begin with CHANGED).
     """
     path = find_cluster(name, beside)
-    files, faults = cluster_files(path), list[Fault]()
+    files = cluster_files(path)
+    faults: list[Fault] = []
     made = _values(files.keys, _CLUSTER, faults)
     for given in (files.keys.at("launch"), files.keys.at("pause")):
         if given.value is not None and made["device"] == LOCAL:
@@ -109,12 +110,21 @@ def load_cluster(
         found[0][1]["count"] = own["count"]
     levels = tuple(Level(name, **values) for name, values in found)
     _check_servers(servers, most if isinstance(most, int) else None, levels, display(path))
+    if "memory" in own:
+        made["memory_bytes"] = own["memory"]
+    return Cluster(path.stem, levels=_grown(levels, servers, own), **made)
+
+
+def _grown(levels: Sequence[Level], servers: int, own: Mapping[str, Any]) -> tuple[Level, ...]:
+    """Return levels with `servers` times the count of the outermost one, and with a recipe's own rates.
+
+    These are the rates of the outermost level that joins several components.
+    """
     grown = [*levels[:-1], replace(levels[-1], count=levels[-1].count * servers)]
     joining = max((index for index, level in enumerate(grown) if level.count > 1), default=0)
     rates = {_LEVEL[key][0]: own[key] for key in ("bandwidth", "latency") if key in own}
     grown[joining] = replace(grown[joining], **rates)
-    made |= {_CLUSTER[key][0]: own[key] for key in ("memory",) if key in own}
-    return Cluster(path.stem, levels=tuple(grown), **made)
+    return tuple(grown)
 
 
 def _parsed(key: str, value: Any, faults: list[Fault]) -> Any:

@@ -63,7 +63,7 @@ class _Modules:
                 continue
             package = name.rpartition(".")[0]
             if package and package not in self._places:
-                waiting += [name, package]
+                waiting += [name, package]  # the package first, whose folders say where the module is
                 continue
             self._places[name] = place = self._found(name, package)
             if place is not None and place.file is not None:

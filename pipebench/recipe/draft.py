@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pipebench.errors import choice, shown
 from pipebench.hooks import EXTENSIONS, hooks, keys_of
@@ -17,6 +17,7 @@ from pipebench.recipe.ranges import CHOICES, RANGES
 from pipebench.schedule.modes import MODES
 from pipebench.schedule.syncs import SYNCS
 
+_Row = TypeVar("_Row")
 UNUSABLE: Final = object()  # in place of a value that is faulty, or not known yet
 Problems = Iterator[tuple[str, str]]
 _KEYS = tuple(full_keys())
@@ -69,6 +70,7 @@ class Draft:
         written = self.leaves.found.get((*path[:-1], ARGUMENTS, *path[-1:]))  # an argument of a class or target
         if written is not None:
             return written.file
+        # The last file that gave the key, else the last one that gave anything in the innermost section around it.
         for length in range(len(path), 0, -1):
             for key, leaf in reversed(self.leaves.found.items()):
                 if key[:length] == path[:length] and (length > 1 or len(path) == 1):
@@ -84,6 +86,11 @@ def rule(function: Callable[..., Problems]) -> Callable[..., Problems]:
     """
     RULES.append((tuple(map(_key_of, inspect.signature(function).parameters)), function))
     return function
+
+
+def either(table: Mapping[str, _Row], fits: Callable[[_Row], object]) -> str:
+    """Return the names of a table's fitting rows, joined by `or`, to say what is allowed."""
+    return " or ".join(name for name, row in table.items() if fits(row))
 
 
 def _key_of(parameter: str) -> str:

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pipebench.errors import Fault, nearest, shown
 from pipebench.hooks import hooks, with_section
 from pipebench.recipe.schema import Recipe
-from pipebench.recipe.sweep import Several, elements, problem_with_elements, several
+from pipebench.recipe.sweep import SweptList, as_sweep, elements, problem_with_elements
 from pipebench.recipe.typecheck import in_words, problem_with
 from pipebench.recipe.yaml_file import MAX_DEPTH, parse
 
@@ -131,15 +131,20 @@ class Leaves:
     def add_overrides(self, overrides: Sequence[str]) -> None:
         """Merge `key=value` words of the command line over the leaves; the last value of a key wins."""
         for text in overrides:
-            data = self._override(text)
-            if data is not None:
+            name, _, written = text.partition("=")
+            key: Key = tuple(name.strip().split("."))
+            try:
+                data = self._nested(key, _override(text, key, written))
+            except ValueError as error:
+                self.fault(key if len(key) <= MAX_DEPTH else key[:2], str(error), COMMAND_LINE)
+            else:
                 self.add(data, COMMAND_LINE, Path.cwd())
 
     def chosen(self, values: Mapping[str, Any]) -> "Leaves":
         """Return the leaves of one run of a sweep, with the run's elements in place of lists."""
         leaves = Leaves()
         leaves.found = {
-            key: replace(leaf, value=values[dotted(key)]) if isinstance(leaf.value, Several) else leaf
+            key: replace(leaf, value=values[dotted(key)]) if isinstance(leaf.value, SweptList) else leaf
             for key, leaf in self.found.items()
         }
         leaves.faults, leaves.faulty = [*self.faults], {*self.faulty}
@@ -165,7 +170,7 @@ class Leaves:
         """Remove the leaves that new ones replace: sections they are in, keys inside them, and excluded keys."""
         given = [key for key, leaf in new.items() if leaf.value is not None]  # null replaces no other key
         groups = {group for group in TOGETHER for key in given if key[: len(group)] == group}
-        for old in list(self.found):
+        for old in list(self.found):  # a section replaces its keys, and a key the section that was given as a whole
             replaced = any(old[: len(key)] == key or key[: len(old)] == old for key in new)
             if (replaced and old not in new) or any(old[: len(group)] == group for group in groups):
                 del self.found[old]
@@ -191,14 +196,14 @@ class Leaves:
             yield from self._flatten(value, section, key, file)
         elif isinstance(value, dict) and get_origin(expected) is dict:
             yield from self._options(key, value, file)
-        elif section is None and (swept := several(value, expected, is_option=is_option)) is not None:
-            yield from self._each(key, swept, expected, file)
+        elif section is None and (swept := as_sweep(value, expected, is_option=is_option)) is not None:
+            yield from self._sweep(key, swept, expected, file)
         elif value != MISSING and (problem := _problem(value, expected)) is not None:
-            self.fault(key, problem + _key_of_word(key, value, expected), file)
+            self.fault(key, problem + _hint(key, value, expected), file)
         else:
             yield key, value
 
-    def _each(self, key: Key, swept: Several, expected: Any, file: str) -> Iterator[tuple[Key, Any]]:
+    def _sweep(self, key: Key, swept: SweptList, expected: Any, file: str) -> Iterator[tuple[Key, Any]]:
         """Yield the leaf of a sweep's list, or add the faults of its elements."""
         count = len(swept.values)
         problems = [
@@ -229,36 +234,34 @@ class Leaves:
             else:
                 self.fault((*key, str(name)), "is not a name an option can have (letters, digits and _)", file)
 
-    def _override(self, text: str) -> dict[str, Any] | None:
-        """Return a word `key=value` as nested data, or add a fault and return None."""
-        name, _, written = text.partition("=")
-        key: Key = tuple(name.strip().split("."))
-        if len(key) > MAX_DEPTH:
-            self.fault(key[:2], f"got {text[:60]!r}, keys are nested at most {MAX_DEPTH} deep", COMMAND_LINE)
-            return None
-        listed = elements(written)
-        parts = [written] if listed is None else listed
-        try:
-            values = [_as_text(part, parse(part), key) for part in parts]
-        except ValueError as error:
-            self.fault(key, str(error), COMMAND_LINE)
-            return None
-        if not all(key):
-            self.fault(key, f"got {text[:60]!r}, allowed is key=value", COMMAND_LINE)
-            return None
-        if not all(part.strip() for part in parts):
-            given = "no value after =" if listed is None else f"{shown(written)}, a list with an empty element"
-            self.fault(key, f"got {given}; null takes a value away", COMMAND_LINE)
-            return None
-        if key == ("extends",):
-            self.fault(key, "is for files: name another recipe instead", COMMAND_LINE)
-            return None
+    def _nested(self, key: Key, value: Any) -> dict[str, Any]:
+        """Return a key's value as nested data.
+
+        A leaf may be a mapping, such as an option's value. If the key is inside one, the data has its other keys, too.
+        """
         found = next((key[:count] for count in range(1, len(key)) if key[:count] in self.found), ())
         before = self.found[found].value if found else None
-        nested = _with(before, key[len(found) :], values[0] if listed is None else Several(tuple(values)))
+        nested = _with(before, key[len(found) :], value)
         for part in reversed(found):
             nested = {part: nested}
         return dict(nested)
+
+
+def _override(text: str, key: Key, written: str) -> Any:
+    """Return the value of a word `key=value`; raises a ValueError, the end of a sentence, if it isn't one."""
+    if len(key) > MAX_DEPTH:
+        raise ValueError(f"got {text[:60]!r}, keys are nested at most {MAX_DEPTH} deep")
+    listed = elements(written)
+    parts = [written] if listed is None else listed
+    values = [_as_text(part, parse(part), key) for part in parts]
+    if not all(key):
+        raise ValueError(f"got {text[:60]!r}, allowed is key=value")
+    if not all(part.strip() for part in parts):
+        given = "no value after =" if listed is None else f"{shown(written)}, a list with an empty element"
+        raise ValueError(f"got {given}; null takes a value away")
+    if key == ("extends",):
+        raise ValueError("is for files: name another recipe instead")
+    return values[0] if listed is None else SweptList(tuple(values))
 
 
 def _with(mapping: object, key: Key, value: Any) -> Any:
@@ -304,7 +307,7 @@ def _problem(value: object, expected: Any) -> str | None:
     return None
 
 
-def _key_of_word(key: Key, value: object, expected: Any) -> str:
+def _hint(key: Key, value: object, expected: Any) -> str:
     """Return a hint where a list or a section is expected: the word in a list, or the section's key that takes it."""
     if isinstance(value, str) and _problem([value], expected) is None:
         return _as_list(key, value)

@@ -4,6 +4,7 @@ All faults of a recipe are reported together, each with its file and full key.
 """
 
 import copy
+import itertools
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -49,7 +50,7 @@ from pipebench.recipe.named import fill
 from pipebench.recipe.options import option_type
 from pipebench.recipe.plain import flattened, typed
 from pipebench.recipe.schema import Recipe
-from pipebench.recipe.sweep import Several, Varied, combinations, problem_with_elements, several
+from pipebench.recipe.sweep import SweepRun, SweptList, as_sweep, combinations, problem_with_elements
 from pipebench.recipe.targets import targets_of
 from pipebench.recipe.typecheck import UNQUOTE, problem_with
 from pipebench.recipe.yaml_file import EXTENDS, chain
@@ -210,7 +211,7 @@ def _load_each(
         leaves.add(data, name, folder)
     leaves.add_overrides(overrides)
     _sweep_options(leaves)
-    found = {dotted(key): leaf.value for key, leaf in leaves.found.items() if isinstance(leaf.value, Several)}
+    found = {dotted(key): leaf.value for key, leaf in leaves.found.items() if isinstance(leaf.value, SweptList)}
     if not found:
         return [_finish(leaves, path, builds=builds)]
     # The last list of the command line varies fastest.
@@ -221,7 +222,7 @@ def _load_each(
     except ValueError as error:
         raise RecipeError([*leaves.faults, Fault(display(path), "", str(error))]) from error
     loaded: list[LoadedRecipe] = []
-    faults: dict[Fault, list[Varied]] = {}
+    faults: dict[Fault, list[SweepRun]] = {}
     for run in runs:
         try:
             loaded.append(_varied(_finish(leaves.chosen(run.values), path, builds=builds), run))
@@ -237,9 +238,9 @@ def _sweep_options(leaves: Leaves) -> None:
     """Turn lists into sweeps where an option of the zoo's models and data sets takes no list."""
     for key, leaf in leaves.found.items():
         if isinstance(leaf.value, list) and len(key) == 2 and key[0] in ("model", "dataset"):
-            name = leaves.found.get((key[0], "name"))
-            hint = str if key[1] == "name" else option_type(key[0], name.value if name else None, key[1])
-            swept = None if hint is Any else several(leaf.value, hint, is_option=False)
+            name = leaves.found.get((key[0], "name"), leaf).value
+            hint = str if key[1] == "name" else option_type(key[0], name, key[1])
+            swept = None if hint is Any else as_sweep(leaf.value, hint, is_option=False)
             problem = problem_with_elements(swept.values) if swept else None
             if problem is not None:
                 leaves.fault(key, problem, leaf.file)
@@ -247,7 +248,7 @@ def _sweep_options(leaves: Leaves) -> None:
                 leaves.found[key] = replace(leaf, value=swept)
 
 
-def _varied(loaded: LoadedRecipe, run: Varied) -> LoadedRecipe:
+def _varied(loaded: LoadedRecipe, run: SweepRun) -> LoadedRecipe:
     """Return a recipe with what varies in its run of a sweep, interpolations resolved."""
     lacking = {fault.key for fault in loaded.pending}  # values from the environment are shown as expressions
     config, given = loaded.config, run.values
@@ -262,7 +263,7 @@ def _varied(loaded: LoadedRecipe, run: Varied) -> LoadedRecipe:
     )
 
 
-def _blamed(fault: Fault, having: Sequence[Varied], num_runs: int, lists: Mapping[str, Several]) -> Fault:
+def _blamed(fault: Fault, having: Sequence[SweepRun], num_runs: int, lists: Mapping[str, SweptList]) -> Fault:
     """Return a fault; if only some runs of a sweep have it, with the name of the first of these."""
     if len(having) == num_runs or fault.key in lists:
         return fault
@@ -359,7 +360,8 @@ def _missing(data: Mapping[str, Any], prefix: Key) -> Iterator[Key]:
 
 def _resolve(given: dict[str, Any], leaves: Leaves) -> tuple[dict[str, Any], list[Fault]]:
     """Return the data with interpolations resolved, and the faults of those whose environment variable isn't set."""
-    resolved, pending = copy.deepcopy(given), list[Fault]()
+    resolved = copy.deepcopy(given)
+    pending: list[Fault] = []
     expressions = {key: leaf for key, leaf in leaves.found.items() if is_expression(leaf.value)}
     config = OmegaConf.create(given if expressions else {})
     secret = of_environment(expressions)
@@ -386,13 +388,19 @@ def _resolve(given: dict[str, Any], leaves: Leaves) -> tuple[dict[str, Any], lis
     return resolved, pending
 
 
+# Keys that may name a file beside the recipe.
+_PATHS: tuple[Key, ...] = (
+    ("cluster", "name"), ("engine", "timing"), ("model", "profile"), ("parallelism", "plan"), ("parallelism", "order"),
+    ("parallelism", "push_order"), ("parallelism", "vpipe", "moves"),
+)  # fmt: skip
+
+
 def _anchor_paths(resolved: dict[str, Any], found: Mapping[Key, Leaf]) -> None:
     """Make paths absolute that are relative to the file that gave them, so that they hold in any working directory."""
-    named = [("parallelism", *name) for name in (("plan",), ("order",), ("push_order",), ("vpipe", "moves"))]
     extended = hooks("paths", [name for name in with_section() if resolved[name] is not None])
-    named += (path for paths in extended.values() for path in paths)
-    for key in (("cluster", "name"), ("engine", "timing"), ("model", "profile"), *named):
-        leaf, section = found.get(key), resolved
+    for key in itertools.chain(_PATHS, *extended.values()):
+        leaf = found.get(key)
+        section = resolved
         for part in key[:-1]:
             inner = section.get(part)
             section = inner if isinstance(inner, dict) else {}  # another type is a fault already

@@ -53,7 +53,7 @@ def _plain(value: Any, key: tuple[str, ...]) -> Any:
         return [_plain(each, key) for each in value]
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         return value.item()  # NumPy's or torch's number
-    target = f"{__name__}:{_name(value, key)}"
+    target = f"{__name__}:{_stored(value, key)}"
     return {"target": target} if key in {(section,) for section in _SECTIONS} else target
 
 
@@ -64,7 +64,7 @@ def _is_data(value: Sequence[Any], key: tuple[str, ...]) -> bool:
     )
 
 
-def _name(value: Any, key: tuple[str, ...]) -> str:
+def _stored(value: Any, key: tuple[str, ...]) -> str:
     """Store an object, unless it is stored already; return its name."""
     for name, (known, _) in _objects.items():
         if known is value:
@@ -76,7 +76,7 @@ def _name(value: Any, key: tuple[str, ...]) -> str:
         make = value if isinstance(value, type) or hasattr(value, "__name__") else partial(value)
     else:
         allowed = "plain data, a function, a torch.nn.Module for model, or two torch data sets for dataset"
-        raise UserError(f"{'.'.join(key)}: got a {type(value).__name__}, allowed is {allowed}")
+        raise UserError(f"{'.'.join(key)}: got an object of type {type(value).__name__}, allowed is {allowed}")
     word = re.sub(r"\W", "_", getattr(value, "__name__", type(value).__name__), flags=re.ASCII)
     name = f"{word}_{sum(each.rpartition('_')[0] == word for each in _objects) + 1}"
     _objects[name] = (value, make)

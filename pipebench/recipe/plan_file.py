@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipebench.errors import PlanError, RecipeError, choice
-from pipebench.files import read_text
+from pipebench.files import read_text, start_of
 from pipebench.recipe.schema import ParallelismRecipe
 from pipebench.schedule.csv_form import is_csv
 from pipebench.schedule.modes import AUTO, KEEP, MEMORY_POLICIES, MODES, RECOMPUTE, SWAP, Mode
@@ -74,11 +74,7 @@ def is_plan_file(given: object) -> bool:
 
 def is_our_plan(path: Path) -> bool:
     """Return whether a file is a plan file, valid or not, by its beginning."""
-    try:
-        with path.open("rb") as file:
-            return f'"{_KEY}"'.encode() in file.read(200)
-    except OSError:
-        return False
+    return f'"{_KEY}"'.encode() in start_of(path, 200)
 
 
 def load_plan(path: str) -> PlanForm:
@@ -136,8 +132,8 @@ def form_problems(form: PlanForm, asked: ParallelismRecipe, num_workers: int) ->
         yield "shard", choice(form.shard, dict.fromkeys((mode.shard, *open_to)))
     yield from _stage_problems(form, asked.recompute, mode.backward)
     if not form.stages or len(form.stages) % form.chunks:
-        given, allowed = len(form.stages), f"a multiple of {form.chunks}, the stages per worker"
-        yield "stages", f"got {given} stages, allowed is {allowed if form.chunks > 1 else 'at least one'}"
+        allowed = f"a multiple of {form.chunks}, the stages per worker" if form.chunks > 1 else "at least one"
+        yield "stages", f"got {len(form.stages)} stages, allowed is {allowed}"
         return
     try:
         parse_plan("-".join(map(str, form.replicas)), mode, num_workers)

@@ -112,9 +112,7 @@ def _dataset(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
 
 
 def _device(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
-    if loaded.recipe.engine.device != "cuda":
-        return
-    if not torch.cuda.is_available():
+    if loaded.recipe.engine.device == "cuda" and not torch.cuda.is_available():
         yield "engine.device", "got cuda, but torch finds no CUDA device here; allowed are cpu and auto"
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from pipebench.cluster import RING, coarser
 from pipebench.errors import PlanError, RecipeError, choice, shown
 from pipebench.recipe.clusters import CHANGED, SERVERS, load_cluster
-from pipebench.recipe.draft import UNUSABLE, Draft, Problems, rule
+from pipebench.recipe.draft import UNUSABLE, Draft, Problems, either, rule
 from pipebench.recipe.engines import ENGINES
 from pipebench.recipe.ranges import MEASURED, TIMINGS
 from pipebench.recipe.schema import COLUMNS, ClusterRecipe, ParallelismRecipe
@@ -62,14 +62,14 @@ def _row(draft: Draft, mode: str) -> Problems:
 def _all_reduce(kind: str, cluster: Any) -> Problems:
     if ENGINES[kind].in_processes and cluster.all_reduce != RING:
         why = f"whose all_reduce is {cluster.all_reduce}: in processes torch's process groups choose their own way"
-        others = " or ".join(name for name, each in ENGINES.items() if not each.in_processes)
+        others = either(ENGINES, lambda engine: not engine.in_processes)
         yield "engine.kind", f"got {kind} with cluster {cluster.name}, {why}: allowed is {others}"
 
 
 @rule
 def _relay(kind: str, relay: bool) -> Problems:
     if relay and ENGINES[kind].trains:
-        others = " or ".join(name for name, each in ENGINES.items() if not each.trains)
+        others = either(ENGINES, lambda engine: not engine.trains)
         why = f"got true with engine {kind}, which hands values to the stages that read them"
         yield "parallelism.relay", f"{why}: allowed is false, or engine.kind: {others}"
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipebench.errors import PlanError, shown
-from pipebench.recipe.draft import Draft, Problems, rule
+from pipebench.recipe.draft import Draft, Problems, either, rule
 from pipebench.recipe.plan_file import asked_replicas, is_plan_file
 from pipebench.recipe.ranges import TIMINGS
 from pipebench.recipe.schema import LARGEST, VpipeRecipe
@@ -26,19 +26,19 @@ def _shards(mode: str, row: Mode, shard: str | None, sync: str | None) -> Proble
                 f"got {row.shard} with mode {mode}, which is dp with shards: allowed is null, or mode: dp",
             )
         return
-    key, given_shard = "parallelism.shard" if shard is not None else "parallelism.mode", f"got shard {row.shard}"
+    key = "parallelism.mode" if shard is None else "parallelism.shard"
+    given_shard = f"got shard {row.shard}"
     if row.shard != OPTIMIZER and row.shape != "one-stage":
         why = f"{given_shard} with mode {mode}, and only data parallelism of one stage shares out more than state"
         yield key, f"{why}: allowed is none or optimizer, or mode dp"
     elif not WEIGHT_POLICIES[row.weights].stashed:
-        stashed = " or ".join(name for name, policy in WEIGHT_POLICIES.items() if policy.stashed and policy.waits)
         why = f"{given_shard} with weights {row.weights}, whose backwards use weights that aren't gathered"
+        stashed = either(WEIGHT_POLICIES, lambda policy: policy.stashed and policy.waits)
         yield key, f"{why}: allowed is none, or weights {stashed}"
     if SYNCS[row.sync].way != ALL_REDUCE or not SYNCS[row.sync].waits:
-        names = " or ".join(name for name, each in SYNCS.items() if each.way == ALL_REDUCE)
         if sync is not None:
             why = f"got sync {row.sync} with shard {row.shard}, whose replicas scatter sums"
-            yield "parallelism.sync", f"{why}: allowed is {names}"
+            yield "parallelism.sync", f"{why}: allowed is {either(SYNCS, lambda each: each.way == ALL_REDUCE)}"
         else:
             why = f"{given_shard} with mode {mode}, whose replicas sum nothing together"
             yield key, f"{why}: allowed is none, or mode dp"
@@ -104,8 +104,8 @@ def _largest(cluster: Any, row: Mode, accumulate: Any) -> Problems:
     if accumulate != LARGEST:
         return
     if not order_of(row.order).keeps_all:
-        orders = " or ".join(name for name, each in ORDERS.items() if each.keeps_all)
         why = f"got {LARGEST} with order {row.order}, in which more minibatches take no more memory"
+        orders = either(ORDERS, lambda order: order.keeps_all)
         yield "parallelism.accumulate", f"{why}: allowed is a whole number, or order: {orders}"
     elif cluster.memory_bytes is None:
         why = f"got {LARGEST} on cluster {cluster.name}, whose file gives no memory size"
@@ -160,8 +160,8 @@ def _choosing(cluster: Any, vpipe: Mapping[str, Any] | None, mode: str, row: Mod
         return
     chosen = [name for name in ("swap", "recompute") if getattr(given, name)]
     if chosen and not row.chooses_memory:
-        names = [name for name, each in MODES.items() if each.chooses_memory]
-        allowed = f"chunks: 1 and backward: {WHOLE}" if MODES[mode].chooses_memory else f"mode {' or '.join(names)}"
+        others = f"mode {either(MODES, lambda each: each.chooses_memory)}"
+        allowed = f"chunks: 1 and backward: {WHOLE}" if MODES[mode].chooses_memory else others
         why = f"got true in mode {mode}, and is for stages that have a worker each and run backwards whole"
         yield f"parallelism.vpipe.{chosen[0]}", f"{why}: allowed is false, or {allowed}"
     elif given.swap and cluster.pcie_bytes_per_s is None:

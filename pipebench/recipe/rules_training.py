@@ -6,7 +6,7 @@ from typing import Any
 
 from pipebench.errors import Fault, PlanError, RecipeError, nearest, shown
 from pipebench.lines import LinedFile
-from pipebench.recipe.draft import Draft, Problems, rule
+from pipebench.recipe.draft import Draft, Problems, either, rule
 from pipebench.recipe.named import KINDS, OPTIMIZER
 from pipebench.recipe.plan_file import asked_replicas, form_problems, is_plan_file, load_plan
 from pipebench.recipe.schema import COLUMNS, LARGEST, OptimizerRecipe, ParallelismRecipe
@@ -151,7 +151,7 @@ def _swap(row: Mode, swap_layers: list[str] | None) -> Problems:
 def _push_order(mode: str, sync: str | None, push_order: str | None) -> Problems:
     """Check that an order of pushes goes with a sync that leaves this order open."""
     if push_order is not None and (mode == AUTO or SYNCS[sync or MODES[mode].sync].waits):
-        syncs = " or ".join(name for name, each in SYNCS.items() if not each.waits)
+        syncs = either(SYNCS, lambda each: not each.waits)
         yield "parallelism.push_order", f"got {shown(push_order)}, which only sync {syncs} takes: allowed is null"
 
 
@@ -179,17 +179,15 @@ def _work(draft: Draft, row: Mode) -> Problems:
     """Check what an order of work needs: a flush, a number of stages per worker, or backwards in two parts."""
     work, order, given = order_of(row.order), row.order, draft.given("parallelism", *COLUMNS)
     if work.needs_flush and not row.flush:
-        others = [name for name, each in ORDERS.items() if not each.needs_flush]
-        allowed = f"flush: true, or order: {' or '.join(others)}"
+        allowed = f"flush: true, or order: {either(ORDERS, lambda each: not each.needs_flush)}"
         given_text = f"got order {order} without a flush, which it ends in"
         yield _blamed(given, "order", "flush"), f"{given_text}: allowed is {allowed}"
     if work.chunks not in (None, row.chunks):
-        others = [name for name, each in ORDERS.items() if each.chunks in (None, row.chunks)]
-        allowed = f"chunks: {work.chunks}, or order: {' or '.join(others)}"
+        orders = either(ORDERS, lambda each: each.chunks in (None, row.chunks))
+        allowed = f"chunks: {work.chunks}, or order: {orders}"
         yield _blamed(given, "chunks", "order"), f"got {row.chunks} chunks with order {order}: allowed is {allowed}"
     if work.splits and row.backward != SPLIT:
-        others = [name for name, each in ORDERS.items() if not each.splits]
-        allowed = f"backward: {SPLIT}, or order: {' or '.join(others)}"
+        allowed = f"backward: {SPLIT}, or order: {either(ORDERS, lambda each: not each.splits)}"
         given_with = f"got order {order} with backward {row.backward}, whose parts it runs apart"
         yield _blamed(given, "backward", "order"), f"{given_with}: allowed is {allowed}"
 
@@ -200,18 +198,17 @@ def _weights_and_sync(draft: Draft, mode: str, row: Mode) -> Problems:
     weights, sync, flush, waits = row.weights, row.sync, row.flush, SYNCS[row.sync].waits
     given = draft.given("parallelism", *COLUMNS)
     if WEIGHT_POLICIES[weights].needs_flush != flush:
-        others = [name for name, each in WEIGHT_POLICIES.items() if each.needs_flush == flush]
-        allowed = f"flush: {str(not flush).lower()}, or weights: {' or '.join(others)}"
+        policies = either(WEIGHT_POLICIES, lambda policy: policy.needs_flush == flush)
+        allowed = f"flush: {str(not flush).lower()}, or weights: {policies}"
         given_text = f"got weights {weights} with {'a flush' if flush else 'no flush'}"
         yield _blamed(given, "weights", "flush"), f"{given_text}: allowed is {allowed}"
     if WEIGHT_POLICIES[weights].waits != waits:
-        policies = [name for name, each in WEIGHT_POLICIES.items() if each.waits == waits]
-        syncs = [name for name, each in SYNCS.items() if each.waits != waits]
-        allowed = f"weights: {' or '.join(policies)}, or sync: {' or '.join(syncs)}"
+        policies = either(WEIGHT_POLICIES, lambda policy: policy.waits == waits)
+        allowed = f"weights: {policies}, or sync: {either(SYNCS, lambda each: each.waits != waits)}"
         yield _blamed(given, "sync", "weights"), f"got sync {sync} with weights {weights}: allowed is {allowed}"
     elif not waits and row.shape != "one-stage":
-        modes = " or ".join(name for name, each in MODES.items() if each.shape == "one-stage")
         given_text = f"got sync {sync} with mode {mode}, which is for data parallelism only"
+        modes = either(MODES, lambda each: each.shape == "one-stage")
         yield "parallelism.sync", f"{given_text}: allowed is mode {modes}"
     if not waits and row.backward == SPLIT:
         given_text = f"got backward {SPLIT} with sync {sync}, whose pushes end a backward"
@@ -220,14 +217,13 @@ def _weights_and_sync(draft: Draft, mode: str, row: Mode) -> Problems:
 
 @rule
 def _microbatches(mode: str, row: Mode, microbatches: int, accumulate: int | None) -> Problems:
-    takers = [name for name, each in MODES.items() if each.microbatches]
     if microbatches > 1 and not row.takes_microbatches(row.flush, row.weights):
         why = f"mode {mode} doesn't cut minibatches" if row.flush else f"mode {mode} has no flush here"
-        yield "parallelism.microbatches", f"got {microbatches}, {why}: allowed is 1, or mode {' or '.join(takers)}"
+        modes = either(MODES, lambda each: each.microbatches)
+        yield "parallelism.microbatches", f"got {microbatches}, {why}: allowed is 1, or mode {modes}"
     accumulates = row.flush or WEIGHT_POLICIES[row.weights].accumulates
     if (row.accumulate if accumulate is None else accumulate) != 1 and not accumulates:
-        others = [name for name, each in WEIGHT_POLICIES.items() if each.accumulates]
-        allowed = f"1, flush: true, or weights: {' or '.join(others)}"
+        allowed = f"1, flush: true, or weights: {either(WEIGHT_POLICIES, lambda policy: policy.accumulates)}"
         given = "null, as many minibatches as are in flight" if accumulate is None else accumulate
         yield "parallelism.accumulate", f"got {given}, mode {mode} has no flush here: allowed is {allowed}"
 
@@ -269,7 +265,7 @@ def _correction(draft: Draft, mode: str, weights: str | None) -> Problems:
     policy = None if mode == AUTO else weights or MODES[mode].weights
     if policy is not None and WEIGHT_POLICIES[policy].corrects:
         return
-    takers = " or ".join(name for name, each in WEIGHT_POLICIES.items() if each.corrects)
+    takers = either(WEIGHT_POLICIES, lambda each: each.corrects)
     why = f"which only weights {takers} take; {'mode auto' if policy is None else f'weights {policy}'} needs null"
     for key, value in draft.given("parallelism", "annealing_epochs", "correction_decay").items():
         yield f"parallelism.{key}", f"got {value:g}, {why}"

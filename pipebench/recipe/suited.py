@@ -29,7 +29,8 @@ def sends_weights(sync: str) -> str | None:
 
 def unsuited_modes(train: TrainRecipe, engine: EngineRecipe) -> dict[str, str]:
     """Return the modes that can't be used, with the reason for each."""
-    found, whole = {}, _needs_whole(train, engine)
+    found: dict[str, str] = {}
+    whole = _needs_whole(train, engine)
     for name, row in MODES.items():
         rounded = None if train.precision == "fp32" else moves_little(row.weights) or sends_weights(row.sync)
         if rounded is not None:

@@ -25,15 +25,15 @@ _LEAST = 7  # characters that are left of a value in a name that is too long
 
 
 @dataclass(frozen=True)
-class Several:
-    """The elements of a list, one per run."""
+class SweptList:
+    """A list given for a key that takes one value: an element per run."""
 
     values: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Varied:
-    """The elements of one run of a sweep."""
+class SweepRun:
+    """One run of a sweep: an element of each list."""
 
     values: Mapping[str, Any]  # full key to the run's element
     places: Mapping[str, tuple[int, int]]  # full key to the element's place in its list from 1, and the list's length
@@ -98,7 +98,7 @@ def elements(written: str) -> list[str] | None:
     return parts[:-1] if not parts[-1].strip() else parts
 
 
-def several(value: object, expected: Any, *, is_option: bool) -> Several | None:
+def as_sweep(value: object, expected: Any, *, is_option: bool) -> SweptList | None:
     """Return a list as the elements of a sweep, unless its key takes such a list as a value; None for other values.
 
     Args:
@@ -106,14 +106,14 @@ def several(value: object, expected: Any, *, is_option: bool) -> Several | None:
         expected: the key's type.
         is_option: whether the key may take a list although its type is `Any`.
     """
-    if isinstance(value, Several):
+    if isinstance(value, SweptList):
         return value
     if not isinstance(value, list) or (expected is Any and is_option):
         return None
     takes_list = any(get_origin(part) in (list, tuple) for part in (expected, *get_args(expected)))
     if takes_list and not (value and all(isinstance(item, list) for item in value)):
         return None
-    return Several(tuple(value))
+    return SweptList(tuple(value))
 
 
 def problem_with_elements(values: Sequence[Any]) -> str | None:
@@ -126,7 +126,7 @@ def problem_with_elements(values: Sequence[Any]) -> str | None:
     return None
 
 
-def combinations(lists: Mapping[str, Several], *, zipped: bool) -> Iterator[Varied]:
+def combinations(lists: Mapping[str, SweptList], *, zipped: bool) -> Iterator[SweepRun]:
     """Yield the elements of each run: all combinations or, `zipped`, those at the same position.
 
     Raises:
@@ -142,7 +142,7 @@ def combinations(lists: Mapping[str, Several], *, zipped: bool) -> Iterator[Vari
     places = [range(length) for length in lengths]
     for chosen in zip(*places, strict=True) if zipped else itertools.product(*places):
         pairs = list(zip(lists.items(), chosen, strict=True))
-        yield Varied(
+        yield SweepRun(
             {key: each.values[index] for (key, each), index in pairs},
             {key: (index + 1, len(each.values)) for (key, each), index in pairs},
         )

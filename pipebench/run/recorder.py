@@ -119,10 +119,15 @@ class EndedRunInterrupt(KeyboardInterrupt):
 
 
 class RunRecorder:
-    """The record of a run, opened with all inputs; `record` does the rest.
+    """The record of a run. Making it opens the record and records all inputs; `record` does the rest.
 
-    `collected` is the process's log; `folder` is None for a temporary record, removed once MLflow has everything.
-    Training goes on after `samples_done`, with a later process.
+    Args:
+        request: the run.
+        job: its prepared recipe.
+        tracking: where it is recorded.
+        collected: the process's log.
+        folder: the record's; None for a temporary one, which is removed once MLflow has everything.
+        samples_done: samples that earlier processes of a resumed run have trained on.
     """
 
     def __init__(
@@ -162,8 +167,9 @@ class RunRecorder:
     def record(self, train: Train, forecast: MemoryForecast | None = None) -> Run:
         """Train, record the result and print it.
 
-        `train` gets the progress display and the receiver of points; it fills `forecast` with memory over time, None to
-        simulate that afterwards.
+        Args:
+            train: the training; it gets the progress display and the receiver of points.
+            forecast: memory over time, which `train` fills; None to simulate it afterwards.
 
         Raises:
             EndedRunInterrupt: Ctrl-C came while pictures were drawn, or the record was closed.
@@ -185,7 +191,7 @@ class RunRecorder:
             result, timeline = self._train(train)
             shown_work.enter_context(self._showing("drawing pictures and recording the run"))
             result = self._named(result)
-            # Late: matplotlib, which a worker that records nothing needs not at all and none before it trains.
+            # Late imports: matplotlib, which takes time that no worker should spend before it trains.
             from pipebench.run import drawings
             from pipebench.show.pictures import text_picture
 
@@ -197,7 +203,7 @@ class RunRecorder:
         except KeyboardInterrupt:
             if result is None:
                 status = "KILLED"
-            elif not log.has_result:  # what was trained isn't lost, nor a failure
+            elif not log.has_result:  # an interrupted drawing must not lose the result, nor is it a failure
                 log.result(result)
                 self._recorded = result
             raise
@@ -214,11 +220,11 @@ class RunRecorder:
         return made
 
     def _showing(self, work: str) -> AbstractContextManager[object]:
-        """Show what the run is at once that lasts, if progress is printed."""
+        """Show what the run does, if that lasts and progress is printed."""
         return nullcontext() if self._request.suite.is_quiet else preparing(self._request.name, work=work)
 
     def _print(self, made: Run) -> None:
-        # A worker must end normally even if its output's reader is gone; rich raises SystemExit for a broken pipe.
+        # A worker must end normally even if nothing reads its output. rich raises SystemExit for a broken pipe.
         with contextlib.suppress(OSError, SystemExit) if self._kind.in_processes else nullcontext():
             if self._request.is_one_of_many:
                 console.print_outcome(made.result)
@@ -286,11 +292,11 @@ class RunRecorder:
             return None
 
     def _with_prediction(self, result: RunResult) -> RunResult:
-        """Return a result with the simulator's prediction, if that is about the device and the stages it ran on."""
+        """Return a result with the simulator's prediction, if that is for the device and the stages of the run."""
         job, note = self._job, result.notes.get(PREDICTION, "")
         unpredicted = replace(result, notes={fact: text for fact, text in result.notes.items() if fact != PREDICTION})
         is_measured_here = job.profile.source == "measured" or job.cluster.device in self._device
-        keeps_first_stages = not result.moves and result.search is None  # of which the predicted epoch is
+        keeps_first_stages = not result.moves and result.search is None  # the prediction is for these
         if not (is_measured_here and keeps_first_stages):
             return unpredicted
         periods = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch)
@@ -298,7 +304,7 @@ class RunRecorder:
         try:
             metrics |= compare(metrics, predicted_metrics(job.setup, periods))
             self.log.text("prediction.md", prediction_markdown(metrics, note))
-        except Exception as error:  # likewise
+        except Exception as error:  # a failed prediction must not lose the training's result
             _LOG.warning("the run could not be predicted: %s", error)
             return unpredicted
         return replace(result, metrics=metrics)

@@ -38,16 +38,16 @@ from pipebench.train.job import Decision
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.result import INTERRUPTED, RunResult
 
-# What runs a recipe, records and prints it, by kind of engine.
+# Functions that run a recipe, and record and print the result, by kind of engine.
 RUNS: dict[str, Callable[[RunRequest, Tracking], Run]] = {
     "virtual": run_virtual,
     "simulated": run_simulated,
     "distributed": run_distributed,
 }
 _MOST_NAMED = 6  # runs in a comparison's name
-_MOST_DRAWN = 16  # simulated runs that have pictures of their own: these take a second of a run, the rest half of one
-_MOST_BLOCKS = 2  # of a picture too wide for a terminal; then columns stand for longer
-# MLflow's, or the folder of its record if it has none, by name and seed (None for a group of seeds)
+_MOST_DRAWN = 16  # simulated runs with pictures, which take one second of a run; the rest of it takes half a second
+_MOST_BLOCKS = 2  # of a picture too wide for a terminal; if it has more, columns stand for longer times
+# A run's id in MLflow or, if it has none, its record's folder, by name and seed (None for a group of seeds)
 _Ids = dict[tuple[str, int | None], str | Path | None]
 
 
@@ -102,7 +102,7 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
 
 
 def _drawing_few(suite: Suite, num_simulated: int) -> Suite:
-    """Return a suite with no pictures of so many simulated runs if they are too many, and print that."""
+    """Return a suite without pictures of simulated runs if these are too many, and print that."""
     if num_simulated <= _MOST_DRAWN:
         return suite
     if suite.prints:
@@ -111,10 +111,10 @@ def _drawing_few(suite: Suite, num_simulated: int) -> Suite:
 
 
 def decide(loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decision | None:
-    """Decide a run for all its processes and seeds; None if one process runs it.
+    """Decide plan and profile of a run for all its processes and seeds; None if one process runs it.
 
-    Also refuses, before any recipe runs, faults visible only in the traced model; skipped if the recipe is `alone`, as
-    nothing is lost by finding them later.
+    It also refuses faults that are visible only in the traced model, before any recipe runs. If the recipe is `alone`,
+    this is skipped, as nothing is lost by finding them later.
     """
     if engine_kind(loaded.recipe).in_processes:
         stored = stored_decision(suite.resumed, suite.overrides)
@@ -125,9 +125,14 @@ def decide(loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decision | Non
 
 
 def draw(loaded: LoadedRecipe, *, versions: bool = False, cut: bool = True) -> str:
-    """Return the start of a recipe's pipeline as text, in units of a fast stage's forward time, with free links.
+    """Return the start of a recipe's pipeline as text, in units of a fast stage's forward time.
 
-    `versions` adds the weight version of every forward and backward; `cut` limits lines to the terminal's width.
+    Transfers take no time.
+
+    Args:
+        loaded: the recipe.
+        versions: whether to show the weight version of every forward and backward.
+        cut: whether lines are limited to the terminal's width.
     """
     job = prepare_job(loaded, trains=False)
     setup = job.setup
@@ -173,7 +178,15 @@ def _run_with_seeds(
     begin: Callable[[str], None],
     made: tuple[list[Run], _Ids],
 ) -> None:
-    """Run a recipe once per seed, grouped if several; add each to `made` as it ends, lest a later failure lose it."""
+    """Run a recipe once per seed, as a group if there are several.
+
+    Args:
+        given: the run, without a seed.
+        seeds: None for the recipe's own.
+        tracking: where runs are recorded.
+        begin: called with every run's name before it starts.
+        made: gets every run and its id as it ends, so that a later failure doesn't lose them.
+    """
     loaded, name, (runs, ids) = given.loaded, given.name, made
     if seeds is None or len(seeds) == 1:
         begin(name)
@@ -239,7 +252,7 @@ _TABLES_TAG = "mlflow.loggedArtifacts"
 def start_parent(
     tracking: Tracking, title: str, kind: str, loaded: Sequence[LoadedRecipe], parent: RunLog | str | None = None
 ) -> RunLog:
-    """Begin the record of runs of these recipes: params are the keys that they share, tags list those they don't."""
+    """Begin the record of several runs: params are the keys that all recipes share, tags list modes and engines."""
     shared = {
         key: value for key, value in loaded[0].flat.items() if all(each.flat.get(key) == value for each in loaded)
     }

@@ -52,8 +52,8 @@ class CsvSchedule:
     @cached_property
     def placement(self) -> tuple[int, ...]:
         """The position of every stage."""
-        of = {cell.stage: position for position, row in enumerate(self.rows) for cell in row}
-        return tuple(of[stage] for stage in sorted(of))
+        positions = {cell.stage: position for position, row in enumerate(self.rows) for cell in row}
+        return tuple(positions[stage] for stage in sorted(positions))
 
     @property
     def chunks(self) -> int:
@@ -102,6 +102,7 @@ def write_csv(rows: Iterable[Iterable[tuple[int, Op, int]]]) -> str:
 
 @cache
 def _read(path: str, text: str) -> CsvSchedule:
+    """Parse and check a file's text."""
     try:
         rows = [row for row in csv.reader(io.StringIO(text, newline="")) if any(cell.strip() for cell in row)]
     except csv.Error as error:
@@ -116,6 +117,7 @@ def _read(path: str, text: str) -> CsvSchedule:
 
 
 def _cells(path: str, row: int, given: Sequence[str]) -> Iterator[ScheduleCell]:
+    """Yield the passes of a row; raises a CsvError for a cell that is none."""
     for number, text in enumerate(given, 1):
         together = _TOGETHER.fullmatch(text.strip())
         for part in (together[1] if together else text).split(";"):
@@ -171,7 +173,7 @@ def _circle(schedule: CsvSchedule) -> str | None:
     All rows are executed side by side; passes that are left over wait in a circle.
     """
     done: set[tuple[int, Op, int]] = set()
-    at = [0] * len(schedule.rows)  # each row's next cell
+    next_cell = [0] * len(schedule.rows)  # index, per row
     last = len(schedule.placement) - 1
 
     def is_ready(cell: ScheduleCell) -> bool:
@@ -187,11 +189,11 @@ def _circle(schedule: CsvSchedule) -> str | None:
     while moved:
         moved = False
         for row, cells in enumerate(schedule.rows):
-            while at[row] < len(cells) and is_ready(cells[at[row]]):
-                done.add(cells[at[row]][1:])
-                at[row] += 1
+            while next_cell[row] < len(cells) and is_ready(cells[next_cell[row]]):
+                done.add(cells[next_cell[row]][1:])
+                next_cell[row] += 1
                 moved = True
-    stuck = [(row, cells[at[row]]) for row, cells in enumerate(schedule.rows) if at[row] < len(cells)]
+    stuck = [(row, cells[next_cell[row]]) for row, cells in enumerate(schedule.rows) if next_cell[row] < len(cells)]
     if not stuck:
         return None
     waiting = "; ".join(f"row {row + 1} waits in cell {cell.number}, {cell}" for row, cell in stuck)

@@ -73,8 +73,8 @@ class Mode:
     def ties(self) -> bool:
         """Whether stages whose layers share a weight may hold a copy each, and sum its gradients.
 
-        Their updates must average the same minibatches, and no stage's may be due before the input stage can make its
-        own. Sharded replicas are excluded: they sum shards, not copies.
+        Their updates must average the same minibatches, and none may be due before the first of these stages can make
+        its own. Sharded replicas are excluded: they sum shards, not copies.
         """
         return (
             not self.is_sharded

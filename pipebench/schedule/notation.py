@@ -62,6 +62,7 @@ def streams_problem(replicas: Sequence[int], streams: int | None) -> str | None:
 
 
 def _replicas(given: object, mode: Mode, num_workers: int) -> tuple[int, ...]:
+    """Return the replicas of a plan as given, before checks against mode and cluster."""
     text = str(given).strip()
     if text == AUTO and mode.is_one_stage:
         return (1,) if mode.shape == "one" else (num_workers,)
@@ -80,6 +81,7 @@ def _shown(given: object) -> str:
 
 
 def _has_shape(replicas: Sequence[int], shape: str) -> bool:
+    """Return whether a plan has one of the `SHAPES`."""
     if shape == "one":
         return tuple(replicas) == (1,)
     if shape == "one-stage":

@@ -34,9 +34,9 @@ def sequential(p: Pipeline, worker: int, units: Sequence[int]) -> Iterator[Pass]
 
 def all_forwards(p: Pipeline, worker: int, units: Sequence[int]) -> Iterator[Pass]:
     """GPipe's order: all forwards, then all backwards in reverse. Paper: GPipe (2019), figure 2c."""
-    there = list(forwards(p, worker, units))
-    yield from there
-    for stage, _, unit in reversed(there):
+    first = list(forwards(p, worker, units))
+    yield from first
+    for stage, _, unit in reversed(first):
         yield Pass(stage, Op.BACKWARD, unit)
 
 
@@ -153,8 +153,10 @@ def zbv(p: Pipeline, worker: int, units: Sequence[int]) -> Iterator[Pass]:
     ScheduleZBVZeroBubble.
     """
     down, up = p.stages_of(worker)
-    own, after = p.own_units(down, worker, units), p.num_positions - 1 - down
-    steady = max(0, len(own) - 2 * p.num_positions + 1)  # with fewer units the last ones are left out
+    own = p.own_units(down, worker, units)
+    after = p.num_positions - 1 - down  # positions behind this one
+    # Units beyond those that fill the pipeline. If there are fewer, `numbered` leaves the last ones out.
+    steady = max(0, len(own) - 2 * p.num_positions + 1)
     forward, backward, inputs, weights = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT
     steps = [
         *[(down, forward)] * (2 * after + 1),

@@ -37,4 +37,4 @@ def places(order: str, replicas: Sequence[int], chunks: int) -> tuple[tuple[int,
     widths = [replicas[positions.index(position)] for position in range(num_positions)]
     workers = [tuple(range(a, b)) for a, b in itertools.pairwise([0, *itertools.accumulate(widths)])]
     mirrored = range(num_positions, count) if order in _TWO_WAYS and chunks == 2 else ()
-    return tuple(workers[at][:: -1 if stage in mirrored else 1] for stage, at in enumerate(positions))
+    return tuple(workers[position][:: -1 if stage in mirrored else 1] for stage, position in enumerate(positions))

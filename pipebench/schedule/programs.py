@@ -224,11 +224,9 @@ class StageProgram:
         stage, made = self.stage, self.gathered()
         if self._loads:
             made.append(_instruction((Op.LOAD_INPUT, stage, unit, -1, -1, -1, 0)))
-        for source in self._sources:
-            made.append(_instruction((Op.RECEIVE_ACTIVATION, stage, unit, source, -1, -1, 0)))
+        made += [_instruction((Op.RECEIVE_ACTIVATION, stage, unit, each, -1, -1, 0)) for each in self._sources]
         made.append(_instruction((Op.FORWARD, stage, unit, -1, -1, version, ahead)))
-        for target in self._targets:
-            made.append(_instruction((Op.SEND_ACTIVATION, stage, unit, target, -1, -1, 0)))
+        made += [_instruction((Op.SEND_ACTIVATION, stage, unit, each, -1, -1, 0)) for each in self._targets]
         return made
 
     def backward(self, op: Op, unit: int) -> list[Instruction]:
@@ -238,23 +236,21 @@ class StageProgram:
         """
         if op is Op.BACKWARD and self._pipeline.backward == SPLIT:
             return self.backward(Op.BACKWARD_INPUT, unit) + self.backward(Op.BACKWARD_WEIGHT, unit)
-        stage, ends, reduce, made = self.stage, op in ENDS, -1, []
+        stage, reduce = self.stage, -1
         if unit not in self._used:
             raise self._wrong(f"runs {self._pipeline.label(unit)} backward before its forward, or twice")
         version, ahead = self._read_again(self._used[unit])
-        if ends:
+        if op in ENDS:
             del self._used[unit]
             self.left -= 1
             self._ended += 1
             reduce = self.updates if self.left == 0 and self._replicas > 1 else -1
-        if op is not Op.BACKWARD_WEIGHT:
-            for target in self._answering:
-                made.append(_instruction((Op.RECEIVE_GRADIENT, stage, unit, target, -1, -1, 0)))
-        made.append(_instruction((op, stage, unit, -1, reduce, version, ahead)))
-        if op is not Op.BACKWARD_WEIGHT:
-            for source in self._answered:
-                made.append(_instruction((Op.SEND_GRADIENT, stage, unit, source, -1, -1, 0)))
-        return made
+        made = [_instruction((op, stage, unit, -1, reduce, version, ahead))]
+        if op is Op.BACKWARD_WEIGHT:
+            return made
+        received = [_instruction((Op.RECEIVE_GRADIENT, stage, unit, each, -1, -1, 0)) for each in self._answering]
+        sent = [_instruction((Op.SEND_GRADIENT, stage, unit, each, -1, -1, 0)) for each in self._answered]
+        return received + made + sent
 
     def check_whole(self, num_minibatches: int | None = None) -> None:
         """Check that each unit ran forward and backward once: of this round, or of all `num_minibatches` if given.

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from pipebench.files import start_of
 from pipebench.show.comparison import markdown_table
 from pipebench.show.sweep_lines import sweeps_of
 from pipebench.show.verdict import comparison_markdown
@@ -52,8 +53,7 @@ def markdown(results: Sequence[RunResult], picture: str | None) -> str:
 
 def is_our_page(path: Path) -> bool:
     """Return whether a file is a page made by `markdown`."""
-    with path.open("rb") as file:
-        return file.read(len(_FIRST_LINE)) == _FIRST_LINE.encode()
+    return start_of(path, len(_FIRST_LINE)) == _FIRST_LINE.encode()
 
 
 def curves_of(results: Sequence[RunResult]) -> list[str]:

@@ -49,6 +49,13 @@ def test_a_mistake_is_one_sentence(words: str, told: str, tmp_path: Path, monkey
     assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"], "nothing has run"
 
 
+def test_the_program_alone_prints_its_help() -> None:
+    """Every line of it was told as an error."""
+    done = CliRunner().invoke(cli, [])
+    assert done.exit_code == 2
+    assert done.output == CliRunner().invoke(cli, ["--help"]).output
+
+
 @pytest.mark.parametrize(
     ("size", "expected"), [("four", True), ("0", True), ("2", True), ("1", False), ("", False)], ids=repr
 )

@@ -216,7 +216,7 @@ def in_processes(
     replicas = engine.worker.replicas.values()
     tensors = [{name: tensor.detach().cpu().clone() for name, tensor in r.tensors().items()} for r in replicas]
     bytes_sent, versions = dict(engine.num_bytes), [engine.worker.versions_max]
-    peaks = [engine.worker.peak_bytes]
+    peaks = [engine.worker.peaks.device_bytes]
     pushes = unpacked(engine.facts()["pushes"])
     engine.close()
     return Outcome(engine.worker.index, tensors, losses, scores, bytes_sent, versions, done, pushes, peaks)

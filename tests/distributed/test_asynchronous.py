@@ -42,7 +42,7 @@ def pushes_of(outcomes: list[Outcome]) -> list[Pushes]:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_the_virtual_engine_repeats_what_processes_did(request: pytest.FixtureRequest, name: str) -> None:
-    """Their order is the wall clock's; given it, one process computes the same weights, to the bit."""
+    """Their order depends on the wall clock; given that order, one process computes the same weights, to the bit."""
     case = CASES[name]
     processes: Processes = request.getfixturevalue(name.split(",")[0])
     found = run(processes, case)
@@ -56,7 +56,7 @@ def test_the_virtual_engine_repeats_what_processes_did(request: pytest.FixtureRe
 
 
 def test_the_first_replica_notes_its_memory_when_its_turn_comes() -> None:
-    """Not only before: while it waits, pushes of others make a set of weights beside the one that it keeps."""
+    """While it waits for its turn, other replicas' pushes make new weights beside the version that it holds."""
     done: list[str] = []
 
     class Server:
@@ -76,7 +76,7 @@ def test_the_first_replica_notes_its_memory_when_its_turn_comes() -> None:
 
 @pytest.mark.parametrize("name", ["two", "three"])
 def test_processes_repeat_an_order(request: pytest.FixtureRequest, name: str) -> None:
-    """One that no clock would come up with: the last replica's pushes are in long before the first's."""
+    """An order that doesn't occur by itself: all of the last replica's pushes come long before the first's."""
     case = CASES[name]
     processes: Processes = request.getfixturevalue(name)
     r = case.replicas[0]

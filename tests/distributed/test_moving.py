@@ -22,7 +22,7 @@ from tests.processes import Processes
 def test_stages_balance_themselves_and_the_weights_are_the_virtual_engine_s(
     request: pytest.FixtureRequest, size: int, live: bool
 ) -> None:
-    """Times are the wall clock's, so what is decided is known only afterwards; done again, it gives the same bits."""
+    """Measured times and so decisions differ from run to run; repeated with the same moves, a run has the same bits."""
     processes: Processes = request.getfixturevalue({2: "two", 3: "three"}[size])
     starts = [1, 2][: size - 1]
     found = processes.run("tests.distributed.scenarios:balanced", starts, live, f"balanced {size} {live}")
@@ -55,7 +55,7 @@ def test_stages_balance_themselves_and_the_weights_are_the_virtual_engine_s(
 def test_what_is_decided_as_late_as_can_be_is_known_to_all_in_time(
     request: pytest.FixtureRequest, case: Case, courses: Sequence[Sequence[int]], shares_memory: bool, seed: int
 ) -> None:
-    """One move after the other, to and fro, with values that skip a stage: all take the same, and the same bits."""
+    """Moves back and forth, with values that skip a stage: all processes make the same ones, with the same bits."""
     processes: Processes = request.getfixturevalue({2: "two", 3: "three"}[len(case.replicas)])
     case = replace(case, shares_memory=shares_memory)
     found = processes.run("tests.distributed.scenarios:decided_late", case, courses, seed)
@@ -76,7 +76,7 @@ def test_what_is_decided_as_late_as_can_be_is_known_to_all_in_time(
 
 
 def virtually_again(starts: list[int], made: list[tuple[int, list[int]]], *, live: bool) -> VirtualEngine:
-    """Return a virtual engine that was told what processes have decided."""
+    """Return a virtual engine that has made the moves that processes decided."""
     setup = balanced_setup(starts, live=live, balances=False)
     engine = VirtualEngine(replace(setup), Network(setup.cluster, setup.devices))
     done = 0

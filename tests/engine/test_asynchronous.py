@@ -1,4 +1,4 @@
-"""Asynchronous data parallelism on the virtual clock, against a plain loop over the order that it logs."""
+"""Asynchronous data parallelism on the virtual clock, against a plain loop over the recorded order of pushes."""
 
 import json
 from collections import Counter
@@ -77,7 +77,7 @@ def replayed(setup: Setup, pushes: Sequence[Pushes], optimizer: str) -> asynchro
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
 def test_a_plain_loop_over_the_logged_order_ends_with_the_same_weights(num_workers: int, optimizer: str) -> None:
-    """Over a short minibatch, drains, a segment with fewer minibatches than workers, and another epoch."""
+    """With a short minibatch, drains, a segment of fewer minibatches than workers, and a second epoch."""
     setup = asp(num_workers=num_workers, make_optimizer=OPTIMIZERS[optimizer][0])
     engine = trained(setup, [12, 2, 9])
     pushes = pushes_of(engine)
@@ -98,14 +98,14 @@ def test_gradients_are_clipped_by_their_own_norm() -> None:
 
 
 def test_equal_workers_are_as_stale_as_there_are_others() -> None:
-    """Once all are on their way: N - 1 updates of the others between a pull and a push."""
+    """After the start, the N - 1 other workers each make an update between a pull and a push."""
     (pushes,) = pushes_of(trained(asp(num_workers=4), [20]))
     assert pushes.staleness == [0, 1, 2, 3] + [3] * 16
     assert histogram([pushes]) == {0: 1, 1: 1, 2: 1, 3: 17}
 
 
 def test_a_worker_far_away_is_staler() -> None:
-    """Two servers of two workers: those that share the parameter server's push more often meanwhile."""
+    """Two servers with two workers each: those beside the parameter server push more often."""
     levels = (Level("server", 2, 1e9, 0.0), Level("cluster", 2, 2000.0, 0.0))
     setup = asp(cluster=Cluster("two", "unit", None, levels), sizes=None, dataset=Blobs(num_train=400))
     (pushes,) = pushes_of(trained(setup, [80]))
@@ -148,7 +148,7 @@ def test_two_times_the_weights_per_minibatch_of_every_worker_but_the_server_s(nu
 
 
 def test_the_server_applies_one_at_a_time_and_its_port_carries_all() -> None:
-    """Slow links: pushes of three workers, 100 s each alone, share the server's port, and so do pulls."""
+    """On slow links, the pushes of three workers, 100 s each if alone, share the server's port, and so do pulls."""
     setup = asp(num_workers=4, sizes=None)
     weights = sum(bucket.num_bytes for bucket in setup.costs.stages[0].buckets)
     cluster = Cluster("slow", "unit", None, (Level("server", 4, weights / 100.0, 0.0),))
@@ -203,7 +203,7 @@ def test_a_run_that_is_asked_to_stop_ends_at_a_drain_with_the_same_weights_every
 
 
 def test_the_log_goes_on_after_a_checkpoint() -> None:
-    """What of the rest goes on is looked at with the other weight policies."""
+    """Other state is tested with the other weight policies."""
     whole, first = trained(asp(), [12, 9]), trained(asp(), [12])
     again = restored(asp(), captured(first))
     facts = read(Facts, json.loads(json.dumps(first.facts())))
@@ -213,7 +213,7 @@ def test_the_log_goes_on_after_a_checkpoint() -> None:
 
 
 def test_a_long_order_of_pushes_takes_little_in_a_checkpoint_and_early_ones_are_read() -> None:
-    """It had two numbers per minibatch since the run's begin, copied at every checkpoint: 48 MB after 1.8 million."""
+    """Every checkpoint had two numbers per minibatch of the run: 48 MB after 1.8 million."""
     turns = [3 * (k // 3) + (1, 0, 2)[k % 3] for k in range(30_000)]
     pushes = Pushes(12, turns, [max(0, k - 2) for k in range(30_000)])
     packed = PackedPushes.of(pushes)
@@ -313,7 +313,7 @@ def test_a_segment_longer_than_the_given_order_goes_on_as_pushes_come() -> None:
 
 
 def test_one_worker_is_single() -> None:
-    """Nobody else updates: no gradient is late."""
+    """There are no other updates, so no gradient is stale."""
     engine = trained(asp(num_workers=1), [12])
     alone = make_engine(make_setup(Mlp(), ([], [1]), weights="one", depth=1, dataset=Blobs(num_train=46)))
     alone.train(0, 12)

@@ -43,7 +43,7 @@ def balancing(starts: list[int], *, live: bool, model: Any = Mlp, **columns: Any
 
 
 def with_momentum(setup: Setup) -> Setup:
-    """Return a setup whose profile knows what the optimizer keeps, and what real layers save."""
+    """Return a setup whose profile has the optimizer's state and the activations that the layers save."""
     saved = profile_of(setup).layers
     rows = {
         size: tuple(
@@ -64,7 +64,7 @@ def slowest_s(setup: Setup) -> float:
 
 
 def played(setup: Setup, total: int) -> tuple[Any, list[tuple[int, tuple[int, ...]]]]:
-    """Train so many minibatches; return the engine and what was decided, minibatches counted from the start."""
+    """Train so many minibatches; return the engine and the decisions, with minibatches counted from the start."""
     engine, done, made = make_engine(setup), 0, []
     while done < total:
         first = done
@@ -112,7 +112,7 @@ def test_what_was_decided_can_be_done_again_by_hand(live: bool) -> None:
 
 
 def test_nothing_is_decided_where_a_stage_waits_for_no_gradients() -> None:
-    """The second stage picks features of the data: it may be anywhere, and hears of nothing."""
+    """The second stage selects features of the data. It gets no gradients, and so no decisions."""
     setup = balancing([1, 2], live=True, model=SkipNet)
     assert not any(edge.has_gradient for edge in setup.pipeline.edges if edge.source == 1)
     assert played(setup, 60)[1] == []
@@ -153,7 +153,7 @@ def test_stages_are_balanced_within_the_memory_of_their_devices(starts: tuple[in
 
 
 def choosing(starts: list[int], limit: int, *, live: bool = True, **columns: Any) -> Setup:
-    """Return stages that choose what their layers do; the profile knows what layers save, and no more is kept."""
+    """Return a setup whose layers choose policies; its profile has what layers save, and no optimizer state."""
     free = balancing(starts, live=live, **columns)
     rows = {
         size: tuple(replace(row, saved_bytes=row.output_bytes) for row in layers)
@@ -169,7 +169,7 @@ def choosing(starts: list[int], limit: int, *, live: bool = True, **columns: Any
 
 @pytest.mark.parametrize("live", [True, False])
 def test_layers_that_move_do_what_their_new_stages_have_room_for(live: bool) -> None:
-    """The weights are those of the same moves with everything kept."""
+    """The weights are those of the same moves if all layers keep their activations."""
     setup = choosing([4, 5, 6], 3400, live=live)
     engine, done, moves = make_engine(setup), 0, []
     while done < 120:
@@ -205,7 +205,7 @@ def simulated_peaks(setup: Setup) -> list[int]:
 
 @pytest.mark.parametrize(("starts", "limit"), [([1, 2, 3], 2800), ([4, 5, 6], 3400)])
 def test_what_is_decided_fits_with_the_messages_that_wait(starts: list[int], limit: int) -> None:
-    """The closed form, which knows no messages, says of other cuts that they fit."""
+    """By the closed form, which ignores messages, other cuts would fit."""
     setup = choosing(starts, limit)
     engine, made = played(setup, 120)
     assert made
@@ -224,14 +224,14 @@ def test_stages_have_room_while_layers_move(
 ) -> None:
     engine, found = played(choosing(starts, limit), 160)
     assert [where for _, where in found] == made
-    assert max(worker.peak_bytes for worker in engine.workers) <= limit
+    assert max(worker.peaks.device_bytes for worker in engine.workers) <= limit
     monkeypatch.setattr(FeasibilityCheck, "excess_on_the_way", lambda *_: [0.0] * 4)
     careless, _ = played(choosing(starts, limit), 160)
-    assert max(worker.peak_bytes for worker in careless.workers) > limit
+    assert max(worker.peaks.device_bytes for worker in careless.workers) > limit
 
 
 def test_layers_stay_where_stages_that_keep_all_have_no_room_for_them_to_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last stage would hold some of what it gives away twice."""
+    """The last stage would hold two versions of some layers that it gives away."""
     setup, limit = balancing([1, 2], live=True), 4600
     setup = replace(setup, profile=replace(profile_of(setup), state_bytes_per_byte=1)).under(setup.plan)
     setup = replace(setup, cluster=replace(setup.cluster, memory_bytes=limit))
@@ -248,7 +248,7 @@ def test_layers_stay_where_stages_that_keep_all_have_no_room_for_them_to_move(mo
 
 
 def test_layers_stay_where_a_stage_has_no_room_as_it_was_and_as_it_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a drain. The optimizer keeps so much that the last stage has room for itself alone."""
+    """Moves are at drains. With the optimizer's state, the last stage alone fills its device."""
     setup, limit = balancing([1, 2], live=False), 26_000
     setup = replace(setup, profile=replace(profile_of(setup), state_bytes_per_byte=20)).under(setup.plan)
     setup = replace(setup, cluster=replace(setup.cluster, memory_bytes=limit))
@@ -263,7 +263,7 @@ def test_layers_stay_where_a_stage_has_no_room_as_it_was_and_as_it_would_be(monk
     assert played(setup, 60)[1]
 
 
-def test_where_nothing_better_was_found_nobody_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_better_was_found_no_search_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages are unbalanced, and no cuts on the way to better ones fit."""
     looked, best = [], RepartitionSearch.best
 
@@ -278,14 +278,14 @@ def test_where_nothing_better_was_found_nobody_looks_again(monkeypatch: pytest.M
 
 
 def test_what_stages_hold_is_reported_with_what_they_take() -> None:
-    """From the first backward on that counts; a stage that has just begun says nothing."""
+    """Memory counts from the first measured backward on; until then a stage reports none."""
     setup = balancing([2, 4], live=True)
     engine = make_engine(replace(setup, cluster=replace(setup.cluster, memory_bytes=10**9)))
     engine.train(0, 20)
     monitors = [moving_worker(worker).monitor for worker in engine.workers]
     reports = [monitor.reports[-1] for monitor in monitors if monitor is not None]
     assert [report.stage for report in reports] == [0, 1, 2]
-    assert [report.peak_bytes for report in reports] == [worker.peak_bytes for worker in engine.workers]
+    assert [report.peak_bytes for report in reports] == [worker.peaks.device_bytes for worker in engine.workers]
     monitor = StageMonitor(setup, 0, None, lambda move: None)
     monitor.hold(100)
     assert monitor.reports[-1].peak_bytes == 0
@@ -298,7 +298,7 @@ def test_what_stages_hold_is_reported_with_what_they_take() -> None:
 
 
 def test_a_unit_whose_gradients_go_to_two_stages_carries_one_decision() -> None:
-    """The last stage decides once per unit, and sends the same to everyone."""
+    """The last stage decides once per unit, and sends the same decision to both."""
     decided = []
 
     def decide(minibatch: int, reports: Sequence[StageReport]) -> Repartition:
@@ -315,7 +315,7 @@ def test_a_unit_whose_gradients_go_to_two_stages_carries_one_decision() -> None:
 
 
 def test_a_stage_that_holds_too_much_makes_room_though_all_are_balanced() -> None:
-    """By measurement: what is predicted would fit."""
+    """It holds too much by measurement; by prediction it would fit."""
     setup = choosing([2, 4], 10**9)
     problem_of = problems_of(setup.profile, setup.pipeline, 4, math.inf, None, ())
     ends = itertools.pairwise(layout_of(setup.plan).ends)

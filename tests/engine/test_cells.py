@@ -1,4 +1,4 @@
-"""Cells that are left out and put back at a drain: what is idle is untouched to the bit, what is active trains on."""
+"""Cells that are left out and put back at a drain: the state of idle cells keeps its bits, active ones are trained."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -62,7 +62,7 @@ def idle_rows(setup: Setup, graph: Any) -> Any:
 
 
 def of_cells(state: ModelState, names: str) -> dict[str, bytes]:
-    """Return the bits of everything that a state holds of some cells: weights, buffers, what the optimizer keeps."""
+    """Return the bits of a state's tensors of some cells: weights, buffers and the optimizer's state."""
     chosen = tuple(f"cells.{name}." for name in names)
     return {key: value for key, value in bits(state).items() if any(name in str(key) for name in chosen)}
 
@@ -171,7 +171,7 @@ def test_unit_profiles_of_these_tests_are_those_of_the_model_without_the_cells()
 
 
 def test_cells_without_momentum_step_beside_others_that_have_some() -> None:
-    """Torch 2.14's fused SGD fails with a TypeError where only some parameters have a momentum buffer."""
+    """Torch 2.14's fused SGD raises a TypeError if only some parameters have a momentum buffer."""
     setup = whole(cuts=(), weights="one", make_optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True))
     engine = make_engine(leaving_out(setup, "b"))
     engine.train(0, 3)

@@ -1,4 +1,4 @@
-"""What it costs that layers move while training goes on: seconds on the virtual clock, bytes on the links."""
+"""The costs of layers that move during training: seconds on the virtual clock, bytes on the links."""
 
 import itertools
 from collections import Counter
@@ -40,7 +40,7 @@ def timed(
     model: Any = None,
     **more: Any,
 ) -> tuple[VirtualEngine, list[TimelineEvent], Meter]:
-    """Train with a forward of 1 s and a backward of 2 s per layer; return what happened when."""
+    """Train with a forward of 1 s and a backward of 2 s per layer; return the timeline."""
     p = len(starts) + 1
     cluster = Cluster("flat", "unit", None, (Level("server", p, bytes_per_s, 0.0),))
     setup = make_setup(
@@ -60,14 +60,14 @@ def timed(
 
 
 def done_s(events: Sequence[TimelineEvent]) -> list[float]:
-    """Return when minibatches were through: when their backward on the input stage ended."""
+    """Return the times at which minibatches were finished: the ends of their backwards on the input stage."""
     return [e.end_s for e in events if e.instruction.op is Op.BACKWARD and e.instruction.stage == 0]
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("before", "after"), SEVERAL)
 def test_bytes_are_those_that_the_shapes_foretell(before: Starts, after: Starts) -> None:
-    """And a third statement of what moves: with each unit a version and what layers read, then all there is of them."""
+    """Counted independently: with each unit a version and the layers' inputs, then the layers' whole state."""
     at, d = 9, len(before) + 1
     engine, events, _ = timed(before, [Repartition(at, after)], 20)
     assert engine.num_bytes == Counter({key: n for key, n in engine.network.num_bytes.items() if n})
@@ -93,7 +93,7 @@ def test_buffers_move_too() -> None:
 
 
 class HalfTrained(nn.Module):
-    """Seven layers: two of the linear ones aren't trained, and three sums read constants."""
+    """Seven layers, of which two linear ones aren't trained, and three sums read constants."""
 
     table: torch.Tensor
 
@@ -115,7 +115,7 @@ class HalfTrained(nn.Module):
 @pytest.mark.parametrize("live", [True, False])
 @pytest.mark.parametrize("after", [(1, 3), (3, 6)])
 def test_what_is_not_trained_moves_too(after: Starts, live: bool) -> None:
-    """Links had no time for parameters that aren't trained, nor for constants: only the engine's count had them."""
+    """Simulated transfers lacked parameters that aren't trained, and constants; only the engine's bytes had them."""
     setup = timed((2, 4), [], 0, model=HalfTrained(), dataset=Blobs(num_train=80))[0].setup
     trained, simulated = VirtualEngine(setup, Network(setup.cluster)), SimulatedEngine(setup)
     for engine in (trained, simulated):
@@ -129,7 +129,7 @@ def test_what_is_not_trained_moves_too(after: Starts, live: bool) -> None:
 
 
 def test_throughput_before_and_after() -> None:
-    """Of 7 layers, 5 stand on the first worker: a minibatch takes 15 s; then 4, 12 s; then 3, 9 s."""
+    """The first worker has 5 of 7 layers: a minibatch takes 15 s; then 4 layers: 12 s; then 3: 9 s."""
     _, events, _ = timed((5, 6), [Repartition(15, (4, 6))], 60)
     _, more, _ = timed((5, 6), [Repartition(15, (4, 6)), Repartition(30, (3, 5))], 60)
     once, twice = done_s(events), done_s(more)
@@ -142,7 +142,7 @@ def test_throughput_before_and_after() -> None:
 
 @pytest.mark.parametrize(("before", "after"), [((5, 6), (4, 6)), ((1, 4), (2, 4)), ((3, 6), (3, 5)), ((2, 3), (2, 4))])
 def test_nothing_waits_but_for_what_runs_again(before: Starts, after: Starts) -> None:
-    """Where links are fast, no worker does worse than the worse plan and its forwards that are made again."""
+    """With fast links, no worker takes longer than under the slower plan, plus its recomputed forwards."""
     at, count = 15, 40
     _, events, meter = timed(before, [Repartition(at, after)], count)
     stayed = max(done_s(timed(cuts, [], count)[1])[-1] for cuts in (before, after))
@@ -166,7 +166,7 @@ def test_a_slow_link_is_waited_for_where_layers_are_taken_only() -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("before", "after"), SEVERAL)
 def test_what_is_only_simulated_takes_as_long(before: Starts, after: Starts) -> None:
-    """The same clock, bytes and busy time as of what trains; from any minibatch of the run on."""
+    """The clock, bytes and busy time are those of training, from any minibatch of the run on."""
     moves = [Repartition(9, after), Repartition(17, before)]
     engine, _, meter = timed(before, moves, 25, bytes_per_s=1000.0)
     setup = replace(engine.setup.under(recut(engine.setup.graph, engine.setup.plan, before)))
@@ -190,7 +190,7 @@ def test_throughput_over_time() -> None:
 
 
 def test_updates_take_as_long_as_what_is_updated() -> None:
-    """1 s per byte: from the first update that its backward leads to, a layer counts where it is now."""
+    """1 s per byte: a layer counts for its new stage from the first update after a backward there."""
     engine, events, _ = timed((2, 6), [Repartition(15, (3, 4))], 30, update_s_per_byte=1.0)
     rows = engine.setup.profile.layers[4]
     for stage, (before, after, first) in enumerate((((0, 2), (0, 3), 13), ((2, 6), (3, 4), 13), ((6, 7), (4, 7), 14))):

@@ -1,4 +1,4 @@
-"""Layers that move while training goes on, of models that keep, draw, carry and skip: against the oracle."""
+"""Layers that move in models with buffers, random layers, carried states and skips, against the oracle."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +38,7 @@ def seeded(model: nn.Module, k: Callable[[], int]) -> nn.Module:
     ("before", "after"), [((3, 6), (2, 8)), ((2, 5), (4, 7)), ((4, 7), (2, 6)), ((4,), (6,)), ((6,), (4,))]
 )
 def test_running_statistics_and_draws(before: tuple[int, ...], after: tuple[int, ...], policy: str) -> None:
-    """Statistics are those of a plain loop: no forward that is made again touches them."""
+    """Statistics are those of a plain loop: recomputed forwards don't change them."""
     model = ConvNet(dropout=0.4)
     graph = trace(model)
     memory = [policy if index % 3 else "keep" for index in range(len(graph.layers))]
@@ -52,7 +52,7 @@ def test_running_statistics_and_draws(before: tuple[int, ...], after: tuple[int,
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", range(12))
 def test_values_that_skip_stages(number: int) -> None:
-    """Gradients that meet from more than two readers are added in the order of the cuts: float tolerance."""
+    """Gradients of more than two readers are added in an order that depends on the cuts, so they differ in rounding."""
     draw = torch.Generator().manual_seed(number)
 
     def some(low: int, high: int, count: int) -> list[int]:

@@ -54,7 +54,7 @@ def run(
 ) -> tuple[VirtualEngine, dict[tuple[str, int], torch.Tensor]]:
     """Train while layers move; return the engine, and every parameter after every update by (name, minibatch).
 
-    Moves are announced before, or when minibatch `told_at` begins.
+    Moves are announced before the segment, or when minibatch `told_at` begins.
     """
     setup = make_setup(
         model or Mlp(), plan or (starts, [1] * (len(starts) + 1)), dataset=dataset or Blobs(num_train=4 * count),
@@ -162,7 +162,7 @@ def test_several_boundaries_move_at_once(before: Starts, after: Starts, at: int)
 
 
 def test_moves_follow_each_other() -> None:
-    """There and back again, as close as they may."""
+    """There and back again, as soon after each other as is allowed."""
     check((2, 4), [Repartition(6, (3, 5)), Repartition(12, (2, 4)), Repartition(18, (1, 3))])
     check((1, 3, 5), [Repartition(8, (2, 4, 6)), Repartition(16, (1, 3, 5))], optimizer="adam")
 
@@ -206,7 +206,7 @@ def test_a_stop_in_mid_move_ends_it_first(after: Starts, at: int) -> None:
 
 @pytest.mark.parametrize("after", [(3, 5), (1, 3), (1, 5)])
 def test_a_move_at_a_drain_is_a_run_that_is_planned_anew(after: Starts) -> None:
-    """Both then train on and evaluate alike."""
+    """Both then train and evaluate with the same results."""
     made = []
     for live in (True, False):
         setup = make_setup(Mlp(), ((2, 4), [1] * 3), make_optimizer=OPTIMIZERS["adam"], dataset=Blobs(num_train=80))
@@ -229,7 +229,7 @@ def test_a_move_at_a_drain_is_a_run_that_is_planned_anew(after: Starts) -> None:
 )
 @pytest.mark.parametrize("after", [(3, 5), (1, 3), (1, 5), (3, 4)])
 def test_with_a_flush_layers_move_between_two_updates(after: Starts, columns: dict[str, Any]) -> None:
-    """Nothing is in flight there: the weights are those of a run without moves."""
+    """Nothing is in flight between updates, so the weights are those of a run without moves."""
     starts = (2, 5) if after == (3, 4) else (2, 4)
     columns |= {"weights": "one", "microbatches": 2, "make_optimizer": OPTIMIZERS["adam"]}
     found = []
@@ -247,7 +247,7 @@ def test_with_a_flush_layers_move_between_two_updates(after: Starts, columns: di
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("before", "after"), SEVERAL)
 def test_what_a_worker_holds_while_layers_move(before: Starts, after: Starts) -> None:
-    """No more versions than in flight, and afterwards what a run has that never did otherwise."""
+    """At most as many versions as minibatches in flight; afterwards, as much as with the last cuts from the start."""
     moved, _ = run(before, [Repartition(9, after)])
     stayed, _ = run(after, [])
     for mine, theirs in zip(moved.workers, stayed.workers, strict=True):
@@ -262,7 +262,7 @@ def test_what_a_worker_holds_while_layers_move(before: Starts, after: Starts) ->
 @pytest.mark.parametrize("after", [(3, 5), (1, 3), (1, 5)])
 @pytest.mark.parametrize("memory", ["sssssss", "ksrsksr"])
 def test_layers_move_whose_activations_are_swapped(after: Starts, memory: str) -> None:
-    """On the host with their unit, wherever that runs backward."""
+    """Swapped activations stay on the host of the stage that runs the unit's backward."""
     words = {"k": "keep", "s": "swap", "r": "recompute"}
     engine = check(
         (2, 4), [Repartition(9, after), Repartition(16, (2, 4))], memory=[words[letter] for letter in memory]
@@ -294,7 +294,7 @@ POLICIES: dict[str, tuple[Starts, list[tuple[Starts, str]]]] = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", POLICIES)
 def test_what_layers_do_with_activations_changes_with_a_move(name: str, optimizer: str) -> None:
-    """The oracle knows nothing of it; units in flight do what they began with, and all that is copied comes back."""
+    """The oracle has no policies. Units in flight keep theirs, and all that is copied out is copied back."""
     starts, changes = POLICIES[name]
     depth = len(starts) + 1
     moves = [Repartition(2 * depth * (i + 1), cuts, policies(letters)) for i, (cuts, letters) in enumerate(changes)]
@@ -349,7 +349,7 @@ def test_with_a_flush_policies_change_between_two_updates(columns: dict[str, Any
 
 
 def test_layers_that_compute_again_from_a_move_on_take_the_time_for_it() -> None:
-    """Seven layers of 1 s forward and 2 s backward: from then on 4 s each, and what swaps takes none."""
+    """Seven layers of 1 s forward and 2 s backward: layers that recompute then take 4 s, those that swap no more."""
     times = []
     for letters in ("kkkkkkk", "rrrrrrr", "sssssss"):
         engine, _ = run((2, 4), [Repartition(9, (2, 5), policies(letters))], count=40)

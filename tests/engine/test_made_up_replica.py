@@ -1,7 +1,7 @@
-"""A kind of replica made up here: it keeps the mean of all versions of its weights, as Polyak's averaging does.
+"""A kind of replica made up here, which has the mean of all versions of its weights (Polyak averaging).
 
-It takes a class that a worker runs in place of `Replica`, one that the simulated memory counts in place of
-`ReplicaMemory`, and an entry in the table of hooks. No file of the core is touched.
+It needs a class in place of `Replica`, one in place of `ReplicaMemory`, and an entry in the table of hooks. No file of
+the core is changed.
 """
 
 from collections.abc import Iterator, Sequence

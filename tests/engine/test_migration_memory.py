@@ -1,4 +1,4 @@
-"""What workers are predicted to hold while layers move, against live tensors of the virtual engine."""
+"""Predicted memory of workers while layers move, compared with the virtual engine's live tensors."""
 
 import itertools
 import random
@@ -30,7 +30,7 @@ COUNT = 40
 def setup_of(
     starts: Sequence[int], memory: Sequence[str] | None, rate: float = 1e6, model: type[nn.Module] = Mlp, **columns: Any
 ) -> Setup:
-    """Return a setup whose profile knows what real layers save; copies to hosts go at a rate in bytes/s."""
+    """Return a setup whose profile has what the layers save; copies to hosts have a rate in bytes/s."""
     p = len(starts) + 1
     cluster = replace(flat_cluster(p), pcie_bytes_per_s=rate)
     setup = make_setup(
@@ -42,7 +42,7 @@ def setup_of(
 
 
 def compared(setup: Setup, moves: Sequence[Repartition]) -> list[tuple[int, int]]:
-    """Return what every worker is predicted to hold at most between two instructions, and what it has held."""
+    """Return every worker's predicted and measured peak of bytes as engines count them."""
     engine = make_engine(setup)
     for move in moves:
         moves_of(engine).announce(move)
@@ -62,7 +62,7 @@ def compared(setup: Setup, moves: Sequence[Repartition]) -> list[tuple[int, int]
 @pytest.mark.parametrize("policies", ["k", "r", "s", "krs"])
 @pytest.mark.parametrize("seed", range(4))
 def test_what_a_move_holds_is_foretold(policies: str, seed: int, model: type[nn.Module]) -> None:
-    """To the byte, both ways, in two to four stages, whatever is kept, swapped and computed again."""
+    """To the byte, in both directions, in two to four stages, with all policies."""
     draw = random.Random(f"{policies} {seed}")
     starts, moves = drawn(draw)
     words = {"k": KEEP, "r": RECOMPUTE, "s": SWAP}
@@ -72,8 +72,8 @@ def test_what_a_move_holds_is_foretold(policies: str, seed: int, model: type[nn.
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(12))
-def test_what_moves_with_other_policies_hold_is_told_before_they_are_made(seed: int) -> None:
-    """Likewise, where layers do something else from each move on, and copies are slow enough to pile up, or aren't."""
+def test_what_moves_with_other_policies_hold_is_predicted(seed: int) -> None:
+    """The same if policies change with each move, with copies that are slow enough to queue, or fast."""
     draw = random.Random(seed)
     (starts, moves), words = drawn(draw), draw.choice(((KEEP, SWAP), (KEEP, RECOMPUTE), (KEEP, RECOMPUTE, SWAP)))
     moves = [replace(move, memory=tuple(draw.choices(words, k=7))) for move in moves]
@@ -85,7 +85,7 @@ def test_what_moves_with_other_policies_hold_is_told_before_they_are_made(seed: 
 
 @pytest.mark.parametrize("at", [COUNT - 1, COUNT, COUNT + 9])
 def test_what_a_move_holds_that_the_end_of_its_segment_makes_is_foretold(at: int) -> None:
-    """Where the segment ended first, stages were predicted to hold no more than before and afterwards."""
+    """If the segment ended before the move, the prediction had only the memory before and afterwards."""
     for found, held in compared(setup_of([2, 4], None), [Repartition(at, (1, 5))]):
         assert found == held
 
@@ -95,7 +95,7 @@ def test_what_a_move_holds_that_the_end_of_its_segment_makes_is_foretold(at: int
 def test_a_move_at_a_drain_holds_stages_old_and_new(
     plan: tuple[list[int], list[int]], after: tuple[int, ...], model: type[nn.Module]
 ) -> None:
-    """It was said never to hold more than before and afterwards, which stages with little in flight did."""
+    """The prediction had only the memory before and afterwards; stages with few units in flight hold more."""
     setup = make_setup(
         model(), plan, dataset=Blobs(num_train=4 * COUNT), make_optimizer=lambda q: torch.optim.SGD(q, 0.1, 0.9)
     )  # fmt: skip
@@ -111,7 +111,7 @@ def test_a_move_at_a_drain_holds_stages_old_and_new(
 
 
 def test_copies_that_begin_with_a_move_give_way_to_messages_in_what_is_foretold_too() -> None:
-    """The order in which copies out and copies in end decides here how much is held between them."""
+    """The order in which copies out and in end determines the memory held between them."""
     k, r, s = KEEP, RECOMPUTE, SWAP
     setup = setup_of([1, 3, 4], [k, r, r, k, k, k, k], rate=905_361.0)
     moves = [Repartition(12, (2, 3, 6), (s, k, k, k, r, s, r))]
@@ -121,8 +121,8 @@ def test_copies_that_begin_with_a_move_give_way_to_messages_in_what_is_foretold_
 def test_what_is_on_its_way_counts_while_it_waits() -> None:
     """One layer, a Linear of 64 doubles with momentum, moves from stage 1 to stage 0, from minibatch 6 on.
 
-    Up to there 4 rows of 7 doubles cross, afterwards 4 of 8. Unit 5 runs forward before and backward after the move:
-    the layer's parameters and what it reads of the unit are set aside at stage 1, and travel.
+    Before that, 4 rows of 7 doubles cross, afterwards 4 rows of 8. Unit 5 runs forward before and backward after the
+    move: the layer's parameters and its input of that unit wait on stage 1, and are sent.
     """
     setup = setup_of([2], [KEEP] * 7)
     phases = MovingSegment(setup)
@@ -145,7 +145,7 @@ def test_what_is_on_its_way_counts_while_it_waits() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_nothing_is_released_that_has_not_come_and_nothing_stays_on_its_way(seed: int) -> None:
-    """Kind by kind, whatever moves and swaps at any rate of copies."""
+    """Per kind of memory, for random moves, policies and rates of copies."""
     draw = random.Random(f"kinds {seed}")
     starts, moves = drawn(draw)
     words = (KEEP, RECOMPUTE, SWAP)
@@ -163,7 +163,7 @@ def test_nothing_is_released_that_has_not_come_and_nothing_stays_on_its_way(seed
 
 
 def steps(curve: Curve, row: int) -> list[int]:
-    """Return by how much one kind changes, time after time."""
+    """Return the changes of one kind's bytes, in order of time."""
     return [int(step) for step in np.diff(curve.num_bytes[row], prepend=0) if step]
 
 

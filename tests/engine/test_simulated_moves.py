@@ -35,7 +35,7 @@ CASES = [
 
 
 def played(engine: Any, drains: list[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """Go through segments up to these drains; return what was decided, minibatches counted from the start."""
+    """Run segments up to these drains; return the decisions, with minibatches counted from the start."""
     done, made = 0, []
     for drain in drains:
         while done < drain:
@@ -57,7 +57,7 @@ def counted(num_bytes: Counter[tuple[str, str]]) -> dict[tuple[str, str], int]:
 @pytest.mark.parametrize("live", [True, False])
 @pytest.mark.parametrize(("starts", "columns"), CASES)
 def test_the_same_is_decided_as_where_it_trains(starts: list[int], columns: Any, live: bool, drains: list[int]) -> None:
-    """To the byte, and by the same clock, but for what a drain adds up in another order."""
+    """To the byte, and at the same clock, but for the rounding of a drain's sums in another order."""
     setup = with_momentum(balancing(starts, live=live, **columns))
     if setup.pipeline.flushes and drains[0] % setup.pipeline.period:
         drains = [each * setup.pipeline.period for each in drains[:5]]
@@ -87,12 +87,12 @@ LIMITED: list[Any] = [
 def test_the_same_is_decided_where_memory_is_limited(
     starts: list[int], columns: Any, share: float, chooses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stages that aren't trained say what they hold, too: to the byte, whenever they are asked."""
-    told: list[list[tuple[int, ...]]] = []
+    """Simulated stages report their memory, too, to the byte, in every report."""
+    reported: list[list[tuple[int, ...]]] = []
     decide = RepartitionController.decide
 
     def noted(balancing: RepartitionController, minibatch: int, reports: Sequence[StageReport]) -> Repartition | None:
-        told[-1] += [(minibatch, each.stage, each.moves, each.units, int(each.peak_bytes)) for each in reports]
+        reported[-1] += [(minibatch, each.stage, each.moves, each.units, int(each.peak_bytes)) for each in reports]
         return decide(balancing, minibatch, reports)
 
     free = with_momentum(balancing(starts, **columns))
@@ -104,18 +104,18 @@ def test_the_same_is_decided_where_memory_is_limited(
     trained, simulated = make_engine(setup), SimulatedEngine(setup)
     made = []
     for each in (trained, simulated):
-        told.append([])
+        reported.append([])
         made.append(played(each, [120]))
     assert made[0] == made[1]
     assert simulated.setup.plan == trained.setup.plan
-    measured, predicted = told
+    measured, predicted = reported
     assert len(predicted) > 20
     assert predicted == measured[: len(predicted)]  # no more is played than anything may change in
     assert any(peak_bytes for *_, peak_bytes in predicted)
 
 
 def test_what_is_computed_again_counts_where_layers_move_at_drains_only() -> None:
-    """With weights that move no layer can while training goes on: then a segment has no cuts of its own."""
+    """Under a weight policy with which layers can't move in training, so there is no `MovingSegment`."""
     setup = with_momentum(balancing([1, 2], live=False, weights="correct", recompute=True))
     trained, simulated = make_engine(setup), SimulatedEngine(setup)
     assert played(simulated, [60]) == played(trained, [60])
@@ -124,7 +124,7 @@ def test_what_is_computed_again_counts_where_layers_move_at_drains_only() -> Non
 
 
 def test_replicas_average_statistics_at_every_drain_also_where_layers_move_there() -> None:
-    """BatchNorm, on links so slow that it takes a while: a drain of the recipe's, and one for a move."""
+    """BatchNorm's statistics on slow links, so that the average takes time: at a regular drain, and at a move's."""
     cluster = Cluster("slow", "unit", None, (Level("server", 4, 40.0, 1e-3),))
     setup = moving(make_setup(ConvNet(), ([4], [3, 1]), dataset=images(), cluster=cluster, sizes=(2, 4)), live=False)
     trained, simulated = make_engine(setup), SimulatedEngine(setup)
@@ -158,7 +158,7 @@ SHAPES = [
 @pytest.mark.parametrize("columns", SHAPES)
 @pytest.mark.parametrize("segments", [[400], [100, 100, 100], [350, 500], [40, 700]], ids=str)
 def test_what_isn_t_played_is_as_if_it_were(segments: list[int], columns: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a segment ends with an epoch, in the middle of one, or goes over the ends of several."""
+    """For segments that end with an epoch, within one, or that have several."""
 
     def run() -> tuple[SimulatedEngine, int]:
         counter, done = Counted(), 0
@@ -185,7 +185,7 @@ def test_what_isn_t_played_is_as_if_it_were(segments: list[int], columns: Any, m
 
 
 class Counted:
-    """Counts what a meter tells of."""
+    """Counts the calls of a listener."""
 
     def __init__(self) -> None:
         self.num_events = 0
@@ -201,7 +201,7 @@ class Counted:
 
 
 def test_nothing_moves_where_stages_are_balanced() -> None:
-    """And it is what it is where nobody looks."""
+    """And the totals are those of a simulation without measurements."""
     setup = with_momentum(balancing([3], live=True))
     engine, other = SimulatedEngine(setup), SimulatedEngine(moving(setup, balances=False))
     for each in (engine, other):

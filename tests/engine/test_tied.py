@@ -206,8 +206,8 @@ def test_bytes_of_an_update_are_a_ring_s_around_all_copies(replicas: tuple[int, 
     assert engine.network.num_bytes == engine.num_bytes
     rows = setup.profile.rows
     mode = replace(MODES["hybrid"], accumulate=1)
-    told = payload(rows, setup.plan, mode, 1, 1)[ALL_REDUCE] * setup.pipeline.period
-    assert told == pytest.approx(per_update)
+    predicted = payload(rows, setup.plan, mode, 1, 1)[ALL_REDUCE] * setup.pipeline.period
+    assert predicted == pytest.approx(per_update)
 
 
 def test_an_update_waits_for_the_sum_on_the_links_that_join_the_copies() -> None:

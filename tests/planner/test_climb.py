@@ -1,4 +1,4 @@
-"""Climbing finds the best plan of small instances, by brute force, and keeps to what was asked."""
+"""The local search finds the best plan of small instances, against brute force, and respects the request."""
 
 import math
 from dataclasses import replace
@@ -263,7 +263,7 @@ def test_the_same_plan_every_time_and_the_searches_own_without_a_budget(monkeypa
 
 
 def test_the_budget_bounds_how_much_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However large the model and the cluster: what is weighed costs budget, and nothing is weighed without."""
+    """However large the model and the cluster: bounds and simulations are charged, and stop with the budget."""
     weighed: list[Sketch] = []
     whole = Floors.floor_s
 
@@ -292,7 +292,7 @@ def test_a_floor_costs_a_third_of_an_instruction_per_part_of_it() -> None:
 
 
 def test_what_is_chosen_is_predicted_like_every_plan_not_glimpsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However wrong glimpses are: plans that only look fast are dropped, and what is said of the chosen one holds."""
+    """However wrong estimates are: plans that only seem fast are dropped, and the chosen plan has a real prediction."""
     made = Planner(instance("random", 6).request, MODE)
     proposed_s = min(each.minibatch_s for each in made.proposed())
     monkeypatch.setattr(Planner, "estimate_rate", lambda *_: (1e-9, 100))

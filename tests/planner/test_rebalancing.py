@@ -1,4 +1,4 @@
-"""Algorithm 1's planner: stages become balanced in few steps, none of which moves a layer beyond a neighbour."""
+"""Algorithm 1's search: stages become balanced in few steps, each of which moves layers to a neighbour at most."""
 
 import itertools
 import math
@@ -45,7 +45,7 @@ def running(
     chooses: tuple[str, ...] = (),
     pcie: float | None = None,
 ) -> RepartitionSearch:
-    """Return stages of which the first of p has p units in flight and the last one, nothing but activations kept."""
+    """Return stages of a 1F1B pipeline that hold activations only, of p units on the first stage, one on the last."""
     num_layers, num_stages = len(rows) - 1, len(starts) + 1
     measured = [StageTimes(*each) for each in zip(stage_s, held or [0.0] * num_stages, strict=True)]
 
@@ -57,7 +57,7 @@ def running(
 
 
 def better_cuts(rows: Sequence[LayerProfile], starts: Sequence[int], stage_s: Sequence[float]) -> Any:
-    """Return the cuts that are best, or None."""
+    """Return the best cuts, or None."""
     stages = running(rows, starts, stage_s)
     best = stages.best() if stages.is_needed else None
     return best and best.layout.starts
@@ -69,7 +69,7 @@ def stage_seconds(seconds: Sequence[float], starts: Sequence[int], slow: Sequenc
 
 
 def balanced(seconds: Sequence[float], starts: tuple[int, ...], slow: Sequence[float]) -> tuple[tuple[int, ...], int]:
-    """Iterate as a run would; return the cuts at the end, and how many moves it took."""
+    """Repeat the search as a run does; return the last cuts, and the number of moves."""
     rows, moves = chain(seconds), 0
     while (wanted := better_cuts(rows, starts, stage_seconds(seconds, starts, slow))) is not None:
         starts, moves = one_step(starts, wanted, len(seconds)), moves + 1
@@ -182,7 +182,7 @@ WAYS = {"recompute": ((RECOMPUTE,), None), "swap": ((SWAP,), 1e3), "both": ((SWA
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("seed", range(6))
 def test_what_keeping_has_no_room_for_fits_with_other_policies(seed: int, way: str) -> None:
-    """All stages fit then, by a sum over their layers; and no cuts are clearly faster with what they need."""
+    """All stages then fit, by sums over their layers, and no other cuts that fit are clearly faster."""
     draw = random.Random(seed)
     seconds, kept = [draw.uniform(0.5, 1.5) for _ in range(9)], [draw.randint(4, 9) for _ in range(9)]
     chooses, pcie = WAYS[way]
@@ -202,7 +202,7 @@ def test_what_keeping_has_no_room_for_fits_with_other_policies(seed: int, way: s
 
 
 def test_a_stage_that_holds_more_than_its_device_has_is_reason_enough() -> None:
-    """Balanced to the second: it computes again what it has no room for, and only that stage does."""
+    """Stages are balanced exactly; the one that exceeds its memory recomputes, and no other does."""
     seconds, kept = [1.0] * 8, [2] * 8
     rows, stage_s = chain(seconds, kept), [4.0, 4.0]
     fits = running(rows, (4,), stage_s, held=[16.0, 8.0], limit=20.0, chooses=(RECOMPUTE,))
@@ -232,7 +232,7 @@ def test_what_layers_were_told_to_do_they_go_on_doing() -> None:
 
 
 def test_what_is_computed_again_counts_where_stages_are_cut() -> None:
-    """The first stage has little room to keep anything, so it gets fewer layers than the second."""
+    """The first stage has little memory and must recompute, so it gets fewer layers than the second."""
     rows = chain([3.0] * 12, [4] * 12)
     stages = running(rows, (6,), [24.0, 18.0], limit=30.0, memory=[RECOMPUTE] * 6 + [KEEP] * 6, chooses=(RECOMPUTE,))
     best = stages.best()

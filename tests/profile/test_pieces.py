@@ -123,6 +123,19 @@ def test_activations_that_filled_the_device_are_gone_when_it_is_tried_again(
     assert bool(found.whole_step_s) == (num_pieces == 1)
 
 
+@pytest.mark.usefixtures("little_to_step_on")
+def test_the_sum_of_a_tied_gradient_waits_on_the_host() -> None:
+    """It filled the device beside every piece between the layers that share the parameter."""
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS - 1)]
+    layers[0].weight = layers[-1].weight
+    model = nn.Sequential(nn.Tanh(), *layers)
+    dataset = Blobs(classes=WIDTH, shape=(WIDTH,), dtype=torch.float32)
+    request = ProfileRequest(trace(model), dataset, [2], OptimizerRecipe("sgd", lr=0.1), "it")
+    with made_up_gpu(3.8 * LAYER_BYTES):
+        found = measured_profile(request, CUDA, StopRule(most=1), engine=EngineRecipe())
+    assert "in 8 pieces" in found.note
+
+
 class Hourglass(nn.Module):
     """As a U-Net: the k-th layer from the end also reads the output of the k-th."""
 

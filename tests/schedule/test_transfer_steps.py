@@ -1,4 +1,4 @@
-"""Lists of instructions while layers move: drawn, and played by rules that share no code with what makes them."""
+"""Instruction lists while layers move: drawn, and executed by rules that share no code with their generator."""
 
 import itertools
 from collections import defaultdict
@@ -99,7 +99,7 @@ def test_with_a_flush_layers_leave_after_its_update() -> None:
 
 
 class Played:
-    """Plays lists step by step: messages have to be there, and every layer's work is noted down as it is done."""
+    """Executes lists step by step: messages must have been sent, and all passes of every layer are recorded."""
 
     def __init__(self, before: Starts, moves: list[Repartition], num_layers: int = 20) -> None:
         self.bounds = [0, *before, num_layers]
@@ -126,7 +126,7 @@ class Played:
         return [layer for layer, owner in self.owner.items() if owner == stage]
 
     def may(self, it: Instruction) -> bool:
-        """Return whether what an instruction waits for is there."""
+        """Return whether the message that an instruction waits for has been sent."""
         waits = {
             Op.RECEIVE_ACTIVATION: "SA", Op.RECEIVE_GRADIENT: "SG", Op.TAKE_UNIT: "GU", Op.TAKE: "G",
         }  # fmt: skip
@@ -179,7 +179,7 @@ class Played:
                 self.owner[layer] = -1
 
     def ran_at(self, layer: int, k: int) -> int:
-        """Return the stage that ran a layer's forward: told by the moves alone."""
+        """Return the stage that runs a layer's forward, by the moves alone."""
         bounds = self.bounds
         for at in sorted(self.moves):
             if at <= k:
@@ -188,7 +188,7 @@ class Played:
 
 
 def play(before: Starts, moves: list[Repartition], count: int) -> Played:
-    """Play all lists to their ends, whichever may go on first, and check what they did to each layer."""
+    """Execute all lists to their ends, in any order that messages allow, and check the passes of each layer."""
     _, found = lists(before, moves, count)
     state, at = Played(before, moves), [0] * len(found)
     went = True
@@ -238,7 +238,7 @@ def test_a_segment_may_end_anywhere(p: int) -> None:
 
 @pytest.mark.parametrize("p", [2, 3, 4])
 def test_passes_and_updates_stay_in_turn(p: int) -> None:
-    """But for what hands layers over, a list is that of a pipeline whose layers stay."""
+    """Without transfers of layers, a list is that of a pipeline whose layers don't move."""
     stayed = programs(Pipeline((1,) * p, chain(p), "1f1b", False, p), 20)
     extra = (Op.RECUT, Op.GIVE_UNIT, Op.GIVE, Op.TAKE_UNIT, Op.FORWARD_AGAIN, Op.TAKE)
     for (before, after), usual in zip(cuts(p), itertools.repeat([list(each) for each in stayed]), strict=False):
@@ -247,7 +247,7 @@ def test_passes_and_updates_stay_in_turn(p: int) -> None:
 
 
 def test_edges_follow_the_owners_unit_by_unit() -> None:
-    """A value that is read two stages on goes next door as soon as its reader is there; so does its gradient."""
+    """A value read two stages on is sent to the next stage once its reader has moved there; so is its gradient."""
     near = Pipeline((1,) * 3, chain(3), "1f1b", False, 3)
     skipping = Pipeline((1,) * 3, (Edge(0, 1), Edge(0, 2), Edge(1, 2)), "1f1b", False, 3)
     shapes: dict[Starts, Pipeline] = {(4, 8): skipping, (4, 10): near}
@@ -262,7 +262,7 @@ def test_edges_follow_the_owners_unit_by_unit() -> None:
 
 
 def test_a_stage_that_takes_nothing_is_cut_anew_before_the_first_forward_with_other_policies() -> None:
-    """Stage 0 gives a layer and computes others again; stage 1 takes it; stage 2 does what it did."""
+    """Stage 0 gives a layer, and recomputes others from then on; stage 1 takes it; stage 2 stays as it was."""
     memory = ("recompute",) * 4 + (KEEP,) * 16
     _, found = lists((6, 12), [Repartition(6, (5, 12), memory), Repartition(12, (5, 12), memory[::-1])], 16)
     assert " 0B3@1 0U3@4 0G6>1 0RC6 0F6@4 " in render(it for it in found[0] if it.op not in MESSAGES)
@@ -272,7 +272,7 @@ def test_a_stage_that_takes_nothing_is_cut_anew_before_the_first_forward_with_ot
 
 
 def test_what_swaps_is_copied_unit_by_unit() -> None:
-    """From the minibatch on that the move names, and of those before it no more than was before."""
+    """From the move's minibatch on; units before it keep their policies."""
     p = 3
     shape = Pipeline((1,) * p, chain(p), "1f1b", False, p)
     swapping = replace(shape, swaps=(0,))

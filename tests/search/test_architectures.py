@@ -1,4 +1,4 @@
-"""What an architecture costs is what the model built without the rest costs."""
+"""An architecture's costs are those of a model built without the other cells."""
 
 from dataclasses import replace
 from functools import cache
@@ -40,7 +40,7 @@ def architectures(profile: Profile | None = None) -> Architectures:
 
 
 def active(profile: Profile, size: int) -> list[LayerProfile]:
-    """Return the rows that are left, numbered as those of a model that has no others; names tell nothing."""
+    """Return the rows of active layers, numbered and named as those of a model that has no others."""
     rows = profile.layers[size]
     kept = [i for i, row in enumerate(rows) if row.output_bytes or row.name == "loss"]
     place = {old: new for new, old in enumerate(kept)}

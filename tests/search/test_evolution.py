@@ -1,4 +1,4 @@
-"""Evolution against its independent statement, and what it promises."""
+"""Evolution against an independent implementation, and its properties."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ ALL = frozenset(range(6))
 
 
 def fitness(number: int, cells: frozenset[int], period: int) -> float:
-    """More even cells are better, and longer training too; a little luck."""
+    """Cells with even indices and longer training increase it, with some noise."""
     luck = math.sin(12.9898 * number + 78.233 * period) * 0.3
     return sum(1 if cell % 2 == 0 else -0.5 for cell in cells) + 0.2 * period + luck
 

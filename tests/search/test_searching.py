@@ -1,4 +1,4 @@
-"""Searches as they are run: history, weights, restarts, whatever the pipeline."""
+"""Searches in runs: history, weights and restarts, in several modes."""
 
 import dataclasses
 import functools
@@ -68,7 +68,7 @@ def job(setup: Setup, given: Recipe | None = None, steps: tuple[Step, ...] | Non
 
 
 def kept(make: MakeEngine, engines: list[VirtualEngine]) -> MakeEngine:
-    """Return what makes an engine and keeps it."""
+    """Return a function that makes an engine and stores it in a list."""
 
     def keep(on_loss: OnLoss, on_unit: OnUnit) -> TrainingEngine:
         made = make(on_loss, on_unit)
@@ -148,7 +148,7 @@ class Stopping(Silent):
 
 @functools.cache
 def undisturbed(weights: str) -> tuple[RunResult, dict[str, Any]]:
-    """Return the result and the bits of a search that goes through, and saves as often as one that stops."""
+    """Return the result and the weights of a search that isn't stopped, with as many checkpoints as one that is."""
     with tempfile.TemporaryDirectory() as folder:
         found, engine = run(job(whole(weights=weights), SAVING), CheckpointPolicy(Checkpoints(Path(folder), keep=2)))
         return found, bits(captured(engine))
@@ -183,7 +183,7 @@ def test_a_trace_is_followed_at_the_evaluation_after_each_change() -> None:
 
 
 def test_a_trace_that_goes_on_with_another_period_keeps_what_was_trained(tmp_path: Path) -> None:
-    """When each score was made was worked out from the period that the resumed recipe has."""
+    """The time of each score was computed from the period of the resumed recipe."""
     steps = (Step(0, None, frozenset({0, 1})), Step(12, None, frozenset({3})), Step(18, None, frozenset({0, 1, 2})))
     place = Checkpoints(tmp_path, keep=9)
     run(job(whole(), asked(checkpoint_every=PeriodRecipe(minibatches=6)), steps), CheckpointPolicy(place))
@@ -225,7 +225,7 @@ def test_cuts_stay_whatever_is_left_out() -> None:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("live", [True, False])
 def test_layers_that_move_meanwhile_change_nothing_of_a_search_whose_pipeline_flushes(live: bool) -> None:
-    """As vPipe says of searches (TPDS'21, section 6.3): not one bit of a score or of a weight is another."""
+    """As vPipe says of searches (TPDS'21, section 6.3): all scores and weights are the same bits."""
     setup = whole(weights="one", plain=True, sizes=(1, 2, 4), microbatches=2, cuts=("cells_a_up", "cells_b_up"))
     moving = moving_setup(setup, balances=True, live=live)
     (stays, engine), (moves, other) = (run(job(given)) for given in (setup, moving))
@@ -236,7 +236,7 @@ def test_layers_that_move_meanwhile_change_nothing_of_a_search_whose_pipeline_fl
 
 
 def test_a_first_individual_with_too_few_cells_is_refused() -> None:
-    """It was trained, below the fewest cells that any individual has."""
+    """It was trained, with fewer cells than `smallest`."""
     loaded = load("search/single", ["search.first=[]", "search.smallest=2"])
     with pytest.raises(UserError, match=r"search.first: got 0 of the cells, allowed are at least search.smallest, 2"):
         prepare_job(loaded, silent=True)

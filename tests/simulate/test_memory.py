@@ -151,7 +151,7 @@ def untrained_bytes(replica: Replica) -> int:
 
 
 def live(replica: Replica) -> dict[str, int]:
-    """Return what a replica holds, counted in its tensors."""
+    """Return the bytes of a replica's live tensors, by kind."""
     weights = replica.weights
     older = (weights.num_alive - 1) * weights.version_bytes
     return {
@@ -167,7 +167,7 @@ def live(replica: Replica) -> dict[str, int]:
 
 
 class Levels:
-    """What replicas keep, added up of what instructions change; never less than nothing."""
+    """The bytes of replicas, as sums of instructions' changes; never negative."""
 
     def __init__(self, setup: Setup) -> None:
         pipeline = self.pipeline = setup.pipeline
@@ -245,7 +245,7 @@ def compared_until_it_ends(setup: Setup) -> int:
 
 
 class Even(nn.Module):
-    """Of its three matrices two replicas share out two, in halves, and don't train the other."""
+    """Two of its three matrices are sharded in halves; the third isn't trained."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The study of throughput while layers move: its cuts, and the steps that lead to them."""
+"""The study of throughput while layers move: its cuts, and the moves that lead to them."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""Stages that are cut anew while a run goes on: at the minibatches it asks for, kept, resumed and repeated."""
+"""Moves of layers in runs: at the minibatches asked for, recorded, resumed and repeated."""
 
 import math
 from collections.abc import Sequence
@@ -65,8 +65,8 @@ def run(
         def update(self, samples: int, clock_s: float, loss: float, busy_fraction: float) -> None:
             stop.reason = "interrupted" if samples >= stop_after else None
 
-    def keep(*told: Any) -> Any:
-        engines.append(make(*told))
+    def keep(*callbacks: Any) -> Any:
+        engines.append(make(*callbacks))
         return engines[0]
 
     result, _ = TrainingLoop(given, keep, Stopping(), lambda point: None, policy).run()
@@ -112,7 +112,7 @@ def test_a_run_goes_on_under_the_cuts_it_asks_for() -> None:
 
 @pytest.mark.parametrize("at", [5, 7])
 def test_cuts_that_are_there_already_cost_nothing(at: int) -> None:
-    """The pipeline drained for them, which changed the weights: `moves.json` doesn't have them."""
+    """The pipeline was drained for them, which changed the weights, and `moves.json` doesn't contain them."""
     asked, weights = run(job([{"at": {"minibatches": at}, "cuts": ["body_2", "body_4"]}]))
     stayed, expected = run(job(None))
     assert same(weights, expected)
@@ -138,7 +138,7 @@ def test_a_run_resumed_goes_on_under_the_plan_of_its_checkpoint(tmp_path: Path, 
 
 @pytest.mark.parametrize(("live", "moves"), [(False, WRITTEN), (True, WRITTEN[1:])])
 def test_a_run_stopped_at_the_drain_of_a_move_makes_it_when_it_goes_on(tmp_path: Path, live: bool, moves: Any) -> None:
-    """The checkpoint of a stop is written before what is due at its drain; such moves were never made."""
+    """The checkpoint of a stop is written before the moves that are due at its drain, which were then never made."""
     given, store = job(moves, every=12, live=live), Checkpoints(tmp_path)
     at = moves[0]["at"].get("minibatches", PER_EPOCH)
     whole, weights = run(given)
@@ -161,7 +161,7 @@ def test_a_run_resumed_under_another_plan_begins_with_that(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("starts", [[3, 5], [4]])
 def test_a_run_resumed_under_another_plan_has_none_of_the_moves_before(tmp_path: Path, starts: list[int]) -> None:
-    """Its own checkpoints kept them, and a run that went on from these trained under the plan that they made."""
+    """Its checkpoints contained them, and a run resumed from these trained under the plan after them."""
     before, after = Checkpoints(tmp_path / "before", keep=9), Checkpoints(tmp_path / "after", keep=9)
     run(job(WRITTEN), CheckpointPolicy(before))
     other = job(None, starts=starts)
@@ -224,7 +224,7 @@ def test_policies_that_can_t_be_had_are_refused_before_anything_runs(memory: Any
 
 @pytest.mark.parametrize("live", [True, False])
 def test_policies_that_a_run_has_kept_are_repeated(tmp_path: Path, live: bool) -> None:
-    """With the weights of a run that keeps all, and other times."""
+    """The weights are those of a run without swap and recomputation; times differ."""
     asked = [
         {"at": {"minibatches": 8}, "cuts": ["body_3", "body_5"], "memory": {"body_0": "recompute", "body_4": "keep"}},
         {"at": {"minibatches": 20}, "cuts": ["body_3", "body_5"], "memory": {"body_6": "recompute"}},
@@ -247,7 +247,7 @@ def test_policies_that_a_run_has_kept_are_repeated(tmp_path: Path, live: bool) -
 @pytest.mark.parametrize("live", [False, True])
 @pytest.mark.parametrize("at", [24, 25, 99])
 def test_moves_after_the_end_are_not_made(live: bool, at: int) -> None:
-    """0.2.0: live ones were looked for in drains after the last one, without end."""
+    """0.2.0 searched for a drain after the last one for ever, if moves were live."""
     early = {"at": {"minibatches": 16}, "cuts": ["body_3", "body_5"]}
     late = {"at": {"minibatches": at}, "cuts": list(LAST)}
     result, weights = run(job([early, late], every=24, live=live))
@@ -309,7 +309,7 @@ LIVE = [
 
 
 def test_layers_move_while_the_run_goes_on() -> None:
-    """The third move is at a drain: nothing is in flight then, whatever the recipe says."""
+    """The third move is at a drain, where nothing is in flight, with `live` true as well."""
     given = job(LIVE, every=24, epochs=5, live=True)
     result, weights = run(given)
     engine = make_engine(given.setup)
@@ -380,7 +380,7 @@ def test_plans_and_modes_that_layers_can_t_move_in_are_refused() -> None:
 
 @pytest.mark.parametrize("stop", [18, 19])
 def test_a_run_that_was_stopped_right_before_a_live_move_goes_on(tmp_path: Path, stop: int) -> None:
-    """Too late to move layers while minibatches are in flight: they move where the run was stopped."""
+    """It is too late to move layers with minibatches in flight, so they move at the stop."""
     given, store = job([{"at": {"minibatches": 20}, "cuts": ["body_3", "body_5"]}], live=True), Checkpoints(tmp_path)
     run(job(None, every=stop), CheckpointPolicy(store))
     result, weights = run(given, CheckpointPolicy(store, resume_point(store.at(stop), given)))

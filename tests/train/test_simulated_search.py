@@ -92,7 +92,7 @@ def test_changes_at_seconds_come_at_the_end_of_the_minibatch_in_which_they_fall(
 @pytest.mark.slow
 @pytest.mark.parametrize("live", [True, False])
 def test_with_vpipe_layers_follow_as_they_do_where_it_trains(tmp_path: Path, live: bool) -> None:
-    """The moves are those of the virtual engine, which trains the same architectures: to minibatch and layer."""
+    """The moves are those of the virtual engine in training, to the minibatch and layer."""
     events = [{"minibatch": 60, "delete": 12, "stage": 3}]
     vpipe = f"{{swap: false, recompute: false, live: {str(live).lower()}}}"
     given = job(tmp_path, events, epochs=6, vpipe=vpipe, size=10)
@@ -124,7 +124,7 @@ def test_moves_of_a_trace_are_recorded_though_its_points_tell_nothing_of_bytes(t
 
 
 def test_moves_of_a_run_that_was_stopped_before_its_first_evaluation_are_recorded(tmp_path: Path) -> None:
-    """0.2.0: all of no points had rates, the last of which was asked when it was: Ctrl-C ended with a traceback."""
+    """0.2.0 asked for the time of the last of no points, and Ctrl-C ended with a traceback."""
     given = job(tmp_path, [{"minibatch": 40, "delete": 12, "stage": 3}], vpipe="{swap: false, recompute: false}")
     result, _ = simulate_search(given)
     log = Mock()
@@ -146,7 +146,7 @@ def test_a_change_at_a_second_comes_after_it_whatever_moves(tmp_path: Path) -> N
 
 
 def test_what_a_trial_has_decided_is_not_sought_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How long a phase is that ends at a second is found by a trial of its moves."""
+    """The number of minibatches until a second is found by a trial simulation."""
     sought, next_step = [], RepartitionSearch.next_step
 
     def counted(stages: RepartitionSearch) -> CutLayout | None:
@@ -185,7 +185,7 @@ def test_what_is_told_of_a_phase_while_layers_move_adds_up_to_it(
 
 
 def test_the_ideal_is_what_balanced_workers_do_that_never_wait(tmp_path: Path) -> None:
-    """Seconds of all layers that there are, and of the updates of their bytes, shared among four workers."""
+    """The seconds of all active layers and of their updates, divided by four workers."""
     given = job(tmp_path, [{"minibatch": 100, "delete": 12, "stage": 3}])
     result, _ = simulate_search(given)
     for point in result.points:
@@ -200,14 +200,14 @@ def test_the_ideal_is_what_balanced_workers_do_that_never_wait(tmp_path: Path) -
 
 
 def peaks_of(given: Job, cells: Sequence[str]) -> int:
-    """What the fullest worker keeps at most while these cells are trained, which no trace is asked for."""
+    """Return the peak memory of the fullest worker with these cells, computed without a trace."""
     found = search_of(given).architectures
     setup = found.setup(given.setup, found.named(cells, "here"))
     return MemoryForecast(replace(given, setup=setup)).memory.fullest.num_bytes
 
 
 def test_memory_is_foretold_of_every_architecture(tmp_path: Path) -> None:
-    """It grows: the first architecture fits in what a device has, the last one doesn't."""
+    """The model grows: its first architecture fits on a device, its last one doesn't."""
     few, all_cells = ["groups.1.*"], ["groups.*.cell*"]
     events = [{"minibatch": 20, "cells": all_cells}]
     given = job(tmp_path, [{"minibatch": 0, "cells": few}, *events])
@@ -238,7 +238,7 @@ def test_what_an_architecture_costs_is_computed_once(tmp_path: Path, monkeypatch
 
 
 def test_what_fills_no_minibatch_is_left_out_of_every_architecture(tmp_path: Path) -> None:
-    """Else each would be profiled at one more size, or two."""
+    """If it weren't, each would be profiled at one or two sizes more."""
     given = job(tmp_path, [{"minibatch": 30, "delete": 12, "stage": 0}])
     other = prepare_job(load(str(tmp_path / "r.yaml"), ["train.minibatch_size=48"]), silent=True)
     assert [*given.profile.layers] == [50]

@@ -32,7 +32,7 @@ from tests.support import Blobs, Mlp, flat_cluster, make_setup
 
 
 class Silent:
-    """Progress nobody sees; may interrupt."""
+    """Progress that is not shown; may interrupt."""
 
     def __init__(self, interrupt_after: int = 10**9) -> None:
         self.updates: list[tuple[int, float, float, float]] = []
@@ -161,7 +161,7 @@ def test_an_evaluation_of_outputs_that_are_not_numbers_is_never_the_best() -> No
     assert result.sentence == f"missed top1 0.9: the best in 3 epochs was top1 0; {since}, samples count as wrong"
 
 
-def test_a_best_value_that_was_nearly_the_target_is_told_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_best_value_that_was_nearly_the_target_is_given_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     evaluate = TrainingEngine.evaluate
     monkeypatch.setattr(TrainingEngine, "evaluate", lambda engine: evaluate(engine) | {"top1": 0.94996})
     result, _, _ = train(prepared(recipe(target=TargetRecipe("top1", 0.95), max_epochs=1)))

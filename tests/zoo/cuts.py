@@ -1,6 +1,6 @@
 """Every place to cut a model of the zoo, against the plain model: the check that its layers can be placed anywhere.
 
-The oracle is the uncut module under autograd, as anyone would write it; it shares nothing with tracing or stages.
+The oracle is the uncut module under autograd, which shares no code with tracing or stages.
 """
 
 import copy
@@ -114,7 +114,7 @@ def _plain(model: nn.Module, dataset: Dataset, fields: Fields) -> dict[str, Any]
 
 
 def _cut(graph: LayerGraph, plan: Plan, dataset: Dataset, fields: Fields) -> dict[str, Any]:
-    """Run the stages one after the other forward, then backward, handing on what crosses."""
+    """Run the stages forward one after the other, then backward, passing on the values that cross cuts."""
     replicas = [_replica(graph, plan, index) for index in range(len(plan.stages))]
     values: dict[int, Any] = {}
     seen: list[Any] = []
@@ -167,7 +167,7 @@ def _gradients(replica: Replica) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _merged(model: nn.Module, found: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return every parameter's gradient; those no layer reads have none."""
+    """Return every parameter's gradient; parameters that no layer reads have none."""
     gradients: dict[str, torch.Tensor] = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for name, gradient in found:
         gradients[name] = gradients[name] + gradient

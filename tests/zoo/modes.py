@@ -25,7 +25,7 @@ LR, MINIBATCH = 0.1, 4
 
 
 class _OneInput(nn.Module):
-    """The model with its inputs in one tuple, as the oracle hands them over."""
+    """The model with its inputs in one tuple, as the oracle passes them."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def check_mode(model: nn.Module, dataset: Dataset, mode: str, num_stages: int = 
 
 
 def _fields(dataset: Dataset, sampler: Sampler, k: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Return minibatch k; what is random about its samples is drawn from the run's seed, 0, and k."""
+    """Return minibatch k; random numbers for its samples are drawn from the run's seed, 0, and k."""
     fields = dataset.fetch("train", sampler.indices(k), names, mix(0, name_hash("augmentation"), k))
     return {name: value.double() if value.is_floating_point() else value for name, value in fields.items()}
 

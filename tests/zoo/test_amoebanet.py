@@ -1,4 +1,4 @@
-"""AmoebaNet-D: published parameter counts, cells stated a second time, shapes, every cut, modes."""
+"""AmoebaNet-D: published numbers of parameters, cells written out a second time, shapes, every cut, modes."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def make(**options: Any) -> AmoebaNet:
     ],
 )
 def test_parameters_are_those_of_gpipe(num_layers: int, num_filters: int, millions: float, gpipe: float) -> None:
-    """GPipe's table 1; with one digit more in torchgpipe's memory benchmark."""
+    """From GPipe's table 1; torchgpipe's memory benchmark has one digit more."""
     with torch.device("meta"):
         model = amoebanet_d(num_layers, num_filters)
     found = sum(parameter.numel() for parameter in model.parameters()) / 1e6
@@ -67,7 +67,7 @@ def mean_pool(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_normal_cell_by_hand() -> None:
-    """Written out from the authors' lists of operations and of the states they read."""
+    """Written out from the authors' lists of operations and of their input states."""
     torch.manual_seed(0)
     cell = Cell(NORMAL, 12, 8, 8, halves=False, last_halved=False).double()
     last, before = torch.randn(2, 12, 6, 6).double(), torch.randn(2, 8, 6, 6).double()
@@ -150,7 +150,7 @@ def test_every_cut_computes_the_whole() -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", ["single", "model", "pipedream", "pipedream-vertical-sync"])
 def test_modes_train_as_their_plain_loops_do(mode: str) -> None:
-    """Those whose minibatches stay whole: others have other batch statistics, which is another training."""
+    """Only modes whose minibatches stay whole: with microbatches, batch statistics are others."""
     check_mode(make(in_channels=3), Images(9, num_train=16), mode, num_minibatches=4)
 
 

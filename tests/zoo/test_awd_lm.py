@@ -109,7 +109,7 @@ def test_tied_weights_are_one_parameter() -> None:
 
 
 def test_layers_that_are_traced() -> None:
-    """Without naming leaves: an LSTM is one layer, and so is every dropout."""
+    """Without `leaves`, an LSTM is one layer, and so is every dropout."""
     layers = trace(small(dropout=True)).layers
     kinds = [layer.kind for layer in layers]
     middle = ["VariationalDropout", *["CarriedLSTM", "VariationalDropout"] * 3]
@@ -127,7 +127,7 @@ def test_every_cut_of_tied_weights_is_refused() -> None:
 
 
 def test_no_cut_changes_what_is_drawn_or_carried() -> None:
-    """All dropouts on, two streams of one row, two epochs: the stages' weights have the bits of a single worker's."""
+    """With all dropouts, two streams of one row and two epochs, weights have the bits of a single worker's."""
     found = []
     data = Letters(PANGRAM * 2, bptt=5)
     for starts in ([], [3], [1, 4, 5, 7]):
@@ -147,7 +147,7 @@ def test_no_cut_changes_what_is_drawn_or_carried() -> None:
 
 
 def test_it_learns() -> None:
-    """A plain loop, all dropouts on: a text that repeats is predicted far better than by its letters' frequencies."""
+    """In a plain loop with all dropouts, a repeating text is predicted far better than by its letters' frequencies."""
     torch.manual_seed(0)
     model = awd_lm(vocabulary=27, embedding_size=24, hidden_size=24, num_layers=2, weight_drop=0.1, dropout_input=0.1)
     data = Letters("the cat sat on the mat and " * 80, bptt=9)
@@ -205,7 +205,7 @@ class TorchLm(nn.Module):
 
 
 def test_analytic_profile_knows_the_lstm_as_cudnn_s() -> None:
-    """It costs what torch's does, and a copy of the weights each way: no step taken apart into small kernels."""
+    """It costs as much as torch's LSTM plus a copy of the weights each way: it isn't split into small kernels."""
     dataset, recipe, width = zoo.DATASETS["ptb"].make(), OptimizerRecipe(name="sgd", lr=30.0), 1024
     with torch.device("meta"):
         models = [zoo.MODELS["awd_lm"].make(embedding_size=width, num_layers=1, **NO_DROPOUT), TorchLm(10_000, width)]

@@ -30,7 +30,7 @@ class Table:
     def step(
         self, tokens: torch.Tensor, state: Tensors, context: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor, Tensors]:
-        """Look the last two tokens up; the state is the one before last, the context the sentence's number."""
+        """Look up the last two tokens; the state is the one before the last, the context the sentence's index."""
         position, row = self.num_steps, context[0].unsqueeze(1).expand_as(tokens)
         self.num_steps += 1
         before = state[0].long()
@@ -58,7 +58,7 @@ class Table:
         return log_probability / norm + penalties.coverage * penalty
 
     def pruned(self, row: int, max_length: int, beam_size: int) -> list[int]:
-        """Search with lists: after every token the likeliest hypotheses stay, ended ones as they are."""
+        """Search with lists: after every token the likeliest hypotheses stay, finished ones unchanged."""
         likeliest = Penalties(length_power=0.0, coverage=0.0)
         beam: list[tuple[int, ...]] = [()]
         for _ in range(max_length):
@@ -95,7 +95,7 @@ def test_a_narrow_beam_keeps_the_likeliest_and_penalties_choose_among_them() -> 
 
 
 def test_penalties_change_what_wins() -> None:
-    """Otherwise the test above would show nothing about them."""
+    """If they didn't, the test above would say nothing about them."""
     table = Table(num_sentences=12, max_length=4)
     plain, long, covering = (
         [table.best(row, 4, penalties) for row in range(12)]

@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {
 
 
 class Counted(Segments):
-    """Sentences of three to six words that mean nothing."""
+    """Sentences of three to six arbitrary words."""
 
     def __init__(self) -> None:
         super().__init__(SegmentOptions("counted", {"train": 25, "eval": 7}, 23, 4, 13, 1, 0))
@@ -151,7 +151,7 @@ def test_every_cut_computes_the_whole() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_trains_as_its_plain_loop_does(mode: str) -> None:
-    """Hidden words are drawn anew for every minibatch, by whichever stage reads them."""
+    """Hidden words are drawn again for every minibatch, by each stage that reads them."""
     check_mode(make(), Counted(), mode)
 
 

@@ -25,7 +25,7 @@ def test_text_survives_the_round_trip() -> None:
 
 
 def test_the_commonest_pair_is_merged_first() -> None:
-    """One token more than characters, special ones and the mark of a word's start: `a` and `b` stand side by side."""
+    """With one token besides characters, special tokens and the mark of a word's start, `a` and `b` are merged."""
     encoding = bpe.learn(["xab yab", "zab ab"], NUM_SPECIAL + 1 + 5 + 1)
     pieces = [encoding.decode([token]) for token in range(encoding.num_tokens)]
     assert [piece for piece in pieces if len(piece) > 1] == ["ab"]

@@ -1,4 +1,4 @@
-"""What captioning data sets share, on two clips small enough to count by hand."""
+"""The base of captioning data sets, on two clips that can be counted by hand."""
 
 from collections.abc import Sequence
 
@@ -40,7 +40,7 @@ class Two(Captions):
 
 
 class Writer(nn.Module):
-    """Writes what it is told to, clip by clip: a clip's features are its index."""
+    """Writes given captions, clip by clip: a clip's features are its index."""
 
     def __init__(self, captions: Sequence[Sequence[int]]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Fetching catalogues: which packages, and what is left of them."""
+"""Fetching catalogues: the packages' versions, and the files that are unpacked."""
 
 import subprocess
 import sys

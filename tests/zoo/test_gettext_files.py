@@ -1,4 +1,4 @@
-"""Gettext catalogues: read like Python's own gettext does, found where they may be."""
+"""Gettext catalogues: read as by Python's own gettext, found in a folder or in packages."""
 
 import gettext
 import importlib.metadata
@@ -68,7 +68,7 @@ def mo(messages: dict[str, str], order: str = "<") -> bytes:
 
 
 def write(folder: Path) -> list[Path]:
-    """Write small catalogues as packages hold them."""
+    """Write small catalogues under the paths that they have in packages."""
     paths = [folder / name for _, _, name in gettext_files.CATALOGUES]
     for path in paths:
         path.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""GNMT: sizes by closed formulas, padding that reaches nothing, every cut, and translation against the forward."""
+"""GNMT: sizes by closed formulas, padding without influence, every cut, and translation against the forward."""
 
 from typing import Any
 
@@ -67,7 +67,7 @@ def test_a_shared_embedding_saves_one() -> None:
 
 @pytest.mark.parametrize("num_layers", [8, 16])
 def test_layers_are_those_of_the_artifact_s_profile(num_layers: int) -> None:
-    """No layer is named in a recipe; dropout stands before every LSTM but the two that read embeddings."""
+    """Without `leaves`; there is a dropout before every LSTM but the two that read embeddings."""
     half = num_layers // 2
     graph = trace(make(num_layers, dropout=0.2))
     residual_encoder = ["Dropout", "LSTMLayer", "add"]
@@ -133,7 +133,7 @@ def test_the_first_layer_is_a_bidirectional_lstm_over_packed_sentences() -> None
 
 
 def after(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Return what torch's own LSTM with a layer's weights puts out for one sentence, [tokens, features]."""
+    """Return the outputs of torch's own LSTM with a layer's weights for one sentence, [tokens, features]."""
     theirs = nn.LSTM(x.shape[1], 6).double()
     theirs.load_state_dict(layer.state_dict())
     return theirs(x)[0]
@@ -141,7 +141,7 @@ def after(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("num_layers", [8, 16])
 def test_it_is_the_artifact_s_network_sentence_by_sentence(num_layers: int) -> None:
-    """MLPerf's and PipeDream's: sums from the third layer on, and one attention, which all later layers read."""
+    """As MLPerf and PipeDream: residuals from the third layer on, and one attention that all later layers read."""
     model = make(num_layers)
     source, lengths = torch.tensor([[BOS, 5, 6, 7, EOS], [BOS, 8, EOS, PAD, PAD]]), torch.tensor([5, 3])
     target = torch.tensor([[BOS, 4, 5], [BOS, 9, 12]])
@@ -163,7 +163,7 @@ def test_it_is_the_artifact_s_network_sentence_by_sentence(num_layers: int) -> N
 
 @pytest.mark.parametrize("num_layers", [8, 16])
 def test_padding_of_the_source_influences_nothing(num_layers: int) -> None:
-    """Neither other tokens in its place nor more of it change an output or a gradient."""
+    """Neither other tokens in place of padding nor more padding change an output or a gradient."""
     model = make(num_layers)
     check_padding_of_the_source(model, rtol=1e-12, atol=1e-13)
     assert model.source_embedder.weight.grad is not None
@@ -175,7 +175,7 @@ def test_what_is_not_padding_matters() -> None:
 
 
 def test_every_cut_computes_the_whole() -> None:
-    """Sources of different lengths; the memory of the attention and what was attended to cross."""
+    """Sources of different lengths; the attention's memory and its results cross cuts."""
     assert check_every_cut(make(), Pairs(), 5, apart=5) == 25
     assert check_every_cut(make(), Pairs((12, 10)), 4, num_stages=5, num_random=2) == 8
 
@@ -185,7 +185,7 @@ def test_every_cut_of_sixteen_layers() -> None:
 
 
 def test_cuts_that_part_a_shared_embedding_are_refused() -> None:
-    """Of all places, those after the embedding's second reader are left: there is none before the first."""
+    """The only places left are after the embedding's second reader: there are none before the first."""
     num_layers = len(trace(make()).layers)
     shared = make(share_embedding=True, source_vocabulary=13)
     between = trace(shared).index_of("source_embedder_1")
@@ -208,7 +208,7 @@ def test_more_hypotheses_find_other_sentences() -> None:
 
 @pytest.mark.parametrize("make_model", [gnmt8, gnmt16])
 def test_a_v100_s_profile_takes_seconds(make_model: Any) -> None:
-    """Nothing is computed: shapes only, from the full-size model on the meta device."""
+    """From shapes only, of the full-size model on the meta device."""
     with torch.device("meta"):
         graph = trace(make_model())
     optimizer = OptimizerRecipe(name="adam", lr=3e-4)

@@ -1,4 +1,4 @@
-"""GPT-2: published sizes, torch's own encoder as the oracle, what no position may read, every cut, every mode."""
+"""GPT-2: published sizes, torch's own encoder as the oracle, causality, every cut, every mode."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ SMALL: dict[str, Any] = {
 
 
 class Counted(Text):
-    """A text of ids that repeats and means nothing."""
+    """A repeating text of arbitrary ids."""
 
     def __init__(self) -> None:
         super().__init__("counted", 7, {"train": 25 * 7 + 1, "eval": 50}, 23)

@@ -1,4 +1,4 @@
-"""MSVD from files: what is read of a small corpus, and one sentence for everything that can be wrong with it."""
+"""MSVD from files: a small corpus, and one sentence for every fault that it can have."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Number words: what is drawn, the split, the fields, the encoding's limits."""
+"""Number words: the draw, the split, the fields, the encoding's limits."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ def small(split_seed: int = 0) -> NumberWords:
 
 
 def numbers_of(dataset: NumberWords, split: str) -> list[int]:
-    """Return the numbers of a split, found again from the words of both languages."""
+    """Return the numbers of a split, computed from the words of both languages."""
     number = dataset.num_train if split == "train" else dataset.num_eval
     rows = dataset.tokens("target", split, range(number))
     return [german_numbers()[dataset.text(row)] for row in rows]
@@ -155,7 +155,7 @@ def test_copying_is_a_poor_translation() -> None:
 
 
 def test_another_process_has_the_same_data_and_loads_packages_late(tmp_path: Path) -> None:
-    """Hash seeds and the number of the encoder's threads don't show: its cache is another, so it learns anew."""
+    """Hash seeds and the number of threads have no influence; the process has another cache, so it learns again."""
     code = (
         f"import sys, zoo; dataset = zoo.DATASETS['number_words'].make(**{FEW}); dataset.example(2)\n"
         "assert not {'num2words', 'tokenizers', 'sacrebleu'} & set(sys.modules)\n"

@@ -1,4 +1,4 @@
-"""A pair of torch data sets as a data set of the zoo."""
+"""A pair of PyTorch data sets as a data set of the zoo."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +19,7 @@ POINTS, LABELS = torch.arange(24.0).reshape(8, 3), torch.arange(8) % 3
 
 
 class Made(Dataset[Any]):
-    """Samples that a function makes of their index."""
+    """Samples that a function makes from their index."""
 
     def __init__(self, make: Callable[[int], Any], length: int = 8) -> None:
         self.make, self.length = make, length
@@ -108,7 +108,7 @@ def test_augmentation_is_a_function_of_the_draw_and_the_sample() -> None:
 
 
 def test_what_a_generator_of_its_own_draws_is_refused() -> None:
-    """Samples then depend on what a process has read before, and no two runs are alike."""
+    """Samples would then depend on those that a process has read before, and runs would differ."""
     own = numpy.random.default_rng(0)
     data = plain(lambda i: (POINTS[i] + own.random(), LABELS[i]))
     said = "input of the samples 0, 4, 7 of train is another one when they are read again: a generator of its own draws"
@@ -132,7 +132,7 @@ def test_losses_are_those_of_torch(name: str) -> None:
 
 @pytest.mark.parametrize("shape", [(4,), (4, 6)])
 def test_labels_that_torch_ignores_are_refused(shape: tuple[int, ...]) -> None:
-    """It would divide by the others, whose number no minibatch knows before its targets are read."""
+    """It divides by the number of the others, which isn't known before targets are read."""
     labels = torch.ones(shape, dtype=torch.long)
     labels[2] = -100
     data = TensorDataset(POINTS[:4], labels)
@@ -197,7 +197,7 @@ def test_losses_that_do_not_suit_are_refused() -> None:
 
 @pytest.mark.parametrize(("name", "shape"), [("top1", (2, 1)), ("top1", (2,)), ("top5", (2, 5)), ("top5", (2, 3))])
 def test_the_best_k_of_k_outputs_are_refused(name: str, shape: tuple[int, ...]) -> None:
-    """A single logit's top1 was the share of class 0; top5 of five classes was 1 from the first evaluation on."""
+    """With one logit, top1 was the share of class 0; with five classes, top5 was always 1."""
     data = plain(lambda i: (POINTS[i], LABELS[i]), metrics={name: METRICS[name]})
     with pytest.raises(DataError, match=f"the metric {name} fails") as caught:
         data.score(torch.ones(shape), data.fetch("train", [0, 1], ["target"]))

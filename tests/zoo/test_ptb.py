@@ -1,4 +1,4 @@
-"""Penn Treebank's files: layout, vocabulary, sizes, and what is said when they are wrong."""
+"""Penn Treebank's files: layout, vocabulary, sizes, and errors if they are wrong."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def test_tokens_and_vocabulary(folder: Path) -> None:
 
 
 def test_a_text_is_read_some_lines_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its words are counted once: all of them in a list, several times over, took gigabytes and minutes."""
+    """And its words are counted once. Lists of all words, made several times, took gigabytes and minutes."""
     monkeypatch.setattr(module, "_BLOCK_LETTERS", 40)
     text = "".join(f"{'a' * (i % 7 + 1)} b{i % 3}\x0c \r\n" for i in range(200)) + "no <unk>"
     (folder / "ptb.train.txt").write_bytes(text.encode())

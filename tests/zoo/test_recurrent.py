@@ -59,7 +59,7 @@ def test_initial_weights_are_torch_s() -> None:
 
 @pytest.mark.parametrize("weight_drop", [0.0, 0.5])
 def test_outputs_and_gradients_are_those_of_a_loop_of_cells(weight_drop: float) -> None:
-    """With weight drop the loop reads the raw weight times the mask: its gradient has to reach the raw weight."""
+    """With weight drop, the loop reads the weight times the mask, and the weight must get the gradient."""
     lstm, x = make(weight_drop), inputs()
     torch.manual_seed(7)
     output = lstm(x)
@@ -97,7 +97,7 @@ def test_weight_drop_is_one_mask_per_call_while_training() -> None:
 
 
 def test_weights_are_one_buffer_in_cudnn_s_order() -> None:
-    """Input weights, recurrent weights, biases, without gaps: what cuDNN takes without copying."""
+    """Input weights, recurrent weights and biases without gaps, which cuDNN takes without copying."""
     lstm = make(0.5)
     views = lstm._flat_weights()
     assert [view.shape for view in views] == [parameter.shape for parameter in lstm.parameters()]
@@ -111,7 +111,7 @@ def test_weights_are_one_buffer_in_cudnn_s_order() -> None:
 
 
 def test_state_carries_on() -> None:
-    """Two halves, one after the other, give what the whole does; after a reset they don't."""
+    """Two halves, one after the other, give the results of the whole; after a reset they don't."""
     lstm, x = make(), inputs(steps=6)
     whole = lstm(x)
     lstm.reset_state()
@@ -137,7 +137,7 @@ def test_state_is_that_of_the_last_step_detached() -> None:
 
 
 def test_a_state_can_be_put_back() -> None:
-    """What an engine does to keep one per stream; evaluation carries it as training does."""
+    """As an engine does to store one state per stream; evaluation carries it, too."""
     lstm = make().eval()
     lstm(inputs(1))
     kept = lstm.carried_state
@@ -168,7 +168,7 @@ def test_copies_share_nothing() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("weight_drop", [0.0, 0.5])
 def test_cudnn_takes_the_weights_as_they_are(weight_drop: float, recwarn: pytest.WarningsRecorder) -> None:
-    """It warns of weights that aren't one chunk; and computes what the processor does."""
+    """It would warn of weights that aren't in one buffer; and its results are the CPU's."""
     lstm = make(weight_drop).float()
     x = inputs().float()
     lstm.eval()

@@ -35,7 +35,7 @@ def test_published_sizes(options: dict[str, int], expected: int) -> None:
 
 
 def test_equals_a_loop_over_steps() -> None:
-    """Frames and zeros through one cell, its output beside zeros and words through another, as the paper draws it."""
+    """Frames and zeros through one cell, its output with zeros and words through another, as in the paper's figure."""
     model = small().double()
     frames, caption = video().double(), torch.tensor([[BOS, 4, 5, 6, 7, 8], [BOS, 9, 4, 4, PAD, PAD]])
     frames = frames[:2]
@@ -74,7 +74,7 @@ def test_describing_equals_running_every_prefix_again(seed: int) -> None:
 
 
 def test_describing_ends_at_the_end() -> None:
-    """A model that always writes EOS writes nothing, one that never does writes as much as it may."""
+    """A model that always writes EOS writes no word; one that never does writes as many as allowed."""
     model = small()
     with torch.no_grad():
         model.classifier.bias[EOS] = 100
@@ -103,7 +103,7 @@ def test_words_are_read_only_by_later_steps() -> None:
 
 
 def test_layers() -> None:
-    """Two LSTM calls, dropout as layers of their own; nothing but layers and constants in the graph."""
+    """Two LSTM calls, and dropout as separate layers; the graph has only layers and constants."""
     kinds = [layer.kind for layer in trace(small(dropout=0.5)).layers]
     assert kinds.count("LSTMLayer") == 2
     assert kinds.count("Dropout") == 3

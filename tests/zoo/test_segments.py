@@ -1,4 +1,4 @@
-"""BERT's task: what samples hold, how often, from where; losses and metrics by hand."""
+"""BERT's data sets: the content of samples, its frequencies and places; losses and metrics by hand."""
 
 import importlib.util
 import math
@@ -107,7 +107,7 @@ def test_fifteen_per_cent_of_the_words_are_hidden_eight_in_ten_of_them_by_the_ma
 
 
 def test_samples_depend_on_the_draw_and_on_nothing_else() -> None:
-    """Neighbours, order, and what is asked for change nothing; held-out samples are always the same."""
+    """Not on other samples, the order or the fields asked for; held-out samples are always the same."""
     dataset = Numbered()
     together, alone = fetched(dataset, [3, 40, 7], draw=9), fetched(dataset, [40], draw=9)
     for field, values in alone.items():

@@ -201,7 +201,7 @@ def test_carried_keys_translate_as_the_whole_forward_does() -> None:
 
 
 def test_a_v100_s_profile_counts_the_products() -> None:
-    """Nothing is computed: shapes only. Seconds of the larger products are those of a hand-made roofline."""
+    """From shapes only. Seconds of the larger products are those of a roofline computed by hand."""
     samples, tokens, width, vocabulary = 64, 50, 512, 32_320
     graph = traced("transformer")
     optimizer = OptimizerRecipe(name="adam", lr=5e-4)

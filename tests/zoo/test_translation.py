@@ -1,4 +1,4 @@
-"""What translation data sets share: loss, weight, token accuracy, and BLEU of a whole model."""
+"""The base of translation data sets: loss, weight, token accuracy, and BLEU of a whole model."""
 
 import sys
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class Counting(Translation):
 
 
 class Shifting(nn.Module):
-    """Translates by subtracting a number from every id, framed by begin, end and padding as a careless search may."""
+    """Translates by subtracting a number from every id; adds begin, end and padding, as a search may."""
 
     def __init__(self, shift: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def logits(indices: Sequence[int], dtype: torch.dtype = torch.float64) -> torch.
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 0.9])
 def test_loss_is_torchs_label_smoothing_without_padding(label_smoothing: float) -> None:
-    """Against torch's mean over the tokens that are there, and against the formula of Szegedy et al., section 7."""
+    """Against torch's mean over tokens without padding, and against the formula of Szegedy et al., section 7."""
     dataset = Counting(label_smoothing)
     indices = [0, 1, 2, 3]
     targets = dataset.fetch("train", indices, ["target_out"])
@@ -99,7 +99,7 @@ def test_padding_has_no_gradient() -> None:
 
 
 def test_token_accuracy_counts_tokens_that_are_there() -> None:
-    """Of 5 + 2 tokens all are right but the second sentence's end; padding, right too, doesn't count."""
+    """Of 5 + 2 tokens, all but the second sentence's end are predicted correctly; padding doesn't count."""
     dataset = Counting()
     targets = dataset.fetch("eval", [0, 1], ["target_out"])
     output = functional.one_hot(targets["target_out"], 12).double()

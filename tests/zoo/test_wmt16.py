@@ -1,4 +1,4 @@
-"""WMT16: files of MLPerf's layout, small; what is kept, bucketed, padded, put back into sentences and scored."""
+"""WMT16 from small files of MLPerf's layout: selection, buckets, padding, detokenisation and scores."""
 
 import itertools
 import math
@@ -53,7 +53,7 @@ def small(root: Path | str, num_train: int = 3, num_eval: int = 2, vocabulary: i
 
 
 class Dictionary(nn.Module):
-    """Translates by returning, for each source, what it was given for it."""
+    """Translates by a dictionary from sources to translations."""
 
     def __init__(self, known: dict[tuple[int, ...], list[int]]) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def test_declared_sizes_are_mlperfs_and_need_no_file() -> None:
 
 
 def test_declared_lengths_are_those_of_a_log_normal_with_the_published_share_of_short_pairs() -> None:
-    """Its density, summed up: 3,498,161 of 4,068,191 pairs have at most 50 tokens; minibatches are 30 wide."""
+    """By a sum over its density: 3,498,161 of 4,068,191 pairs have at most 50 tokens; minibatches are 30 wide."""
     mean, deviation, step = 3.341, 0.654, 0.001
 
     def share(most: float) -> float:
@@ -110,7 +110,7 @@ def test_the_layout_is_accepted(root: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_pairs_too_long_on_a_side_are_left_out(root: Path) -> None:
-    """50 tokens with begin and end are kept, 51 aren't: what is left is the first, second and fifth pair."""
+    """Pairs of 50 tokens with begin and end are used, of 51 aren't: the first, second and fifth pair are left."""
     dataset = small(root)
     found = dataset.tokens("source", "train", range(3))
     assert [len(row) for row in found] == [3, 48, 1]
@@ -203,7 +203,7 @@ def test_sentences_are_put_back_together(root: Path) -> None:
 
 
 def test_bleu_of_the_whole_model(root: Path) -> None:
-    """A perfect model scores 100, one that copies less; the last batch of one sentence is no different."""
+    """A perfect model scores 100, one that copies less, in batches of which the last has one sentence."""
     dataset = small(root)
     sources = dataset.tokens("source", "eval", range(2))
     targets = dataset.tokens("target", "eval", range(2))
@@ -286,7 +286,7 @@ def segments(root: Path, **given: int) -> Wmt16Segments:
 
 
 def test_segments_are_of_any_text(root: Path) -> None:
-    """It named num_train, an option that it hadn't, and wanted the published German sentences."""
+    """The check named num_train, an option of `wmt16`, and required the published German sentences."""
     write(root, "newstest2014.tok.bpe.32000.en", [*HELD_OUT_SOURCES, "w7"])
     write(root, "newstest2014.tok.bpe.32000.de", [*HELD_OUT_TARGETS, "w7"])
     (root / "newstest2014.de").unlink()

@@ -1,4 +1,4 @@
-"""What holds of every model that translates, however it is built."""
+"""Properties of all models that translate."""
 
 import torch
 from torch import nn
@@ -55,7 +55,7 @@ def _greedily(model: nn.Module, source: list[int], max_length: int) -> list[int]
 
 
 def check_translation(model: Translator) -> None:
-    """Check that states which are carried translate as the whole forward does, and batches as single sentences do."""
+    """Check that translation with carried states equals that with the whole forward, and batches single sentences."""
     sentences = [[BOS, *row, EOS] for row in Pairs().tokens("source", "train", range(6))]
     source, lengths = pad_rows(sentences), torch.tensor([len(row) for row in sentences])
     found = model.translate(source, lengths, max_length=7, beam_size=1)

@@ -163,7 +163,10 @@ def _moving(vpipe: Mapping[str, Any] | None, mode: str, chunks: int | None, orde
         workers = "workers that have one stage each, in an order of work that isn't a file's"
         yield asking, f"{given}, and layers move between {workers}: {allowed}"
     if relay:
-        yield "parallelism.relay", f"got true with vpipe.{key}, which changes who hands on what: allowed is false"
+        yield (
+            "parallelism.relay",
+            f"got true with vpipe.{key}, which changes the stages that values pass: allowed is false",
+        )
 
 
 RULES: Final[tuple[tuple[tuple[str, ...], Callable[..., Problems]], ...]] = (

@@ -20,21 +20,22 @@ OLDEST, WORST = "oldest", "worst"  # which individual a child replaces
 class SearchRecipe:
     """Lets the model's architecture change as it trains: which cells are trained when. See docs/search.md.
 
-    An individual is trained from one evaluation to the next; its score is the evaluation's. All share one set of
-    weights: what an individual leaves out keeps its own untouched.
+    An individual is trained from one evaluation to the next, whose result is its score. All individuals share one set
+    of weights; those of cells that an individual leaves out stay as they are.
 
     Attributes:
-        cells: modules that can be left out, by name or pattern such as `cells.*`: each hands on what it was given.
-        first: those that the first individual has; null: all of them.
-        metric: of the data set, or `eval_loss`: the score; null: the target's, or the first that the data set has.
-        population: individuals that live together. Until there are so many, cells are drawn freely.
-        tournament: of them, how many are drawn for the fittest to be a parent.
-        mutations: cells that a child adds or drops.
-        smallest: the fewest cells of an individual.
-        removes: who makes room for a child: the `oldest` (AmoebaNet's search) or the `worst` of a tournament (the
-            Evolved Transformer's).
-        hurdles: the most hurdles there will be: who gets over one is trained until one evaluation more.
-        trace: a file that says which cells there are when, in place of evolution: `trace.json`, or the artifact
+        cells: modules that can be left out, by name or pattern such as `cells.*`; one that is left out passes on its
+            input.
+        first: cells of the first individual; null: all.
+        metric: the score, a metric of the data set or `eval_loss`; null: the target's metric, or the data set's first.
+        population: number of individuals that live at a time. Until there are so many, cells are drawn at random.
+        tournament: number of living individuals that are drawn; the fittest of them becomes a parent.
+        mutations: number of cells that a child adds or drops.
+        smallest: fewest cells of an individual.
+        removes: which individual a child replaces: the `oldest` (AmoebaNet's search) or the `worst` of a tournament
+            (the Evolved Transformer's).
+        hurdles: most hurdles; an individual that passes one is trained until another evaluation.
+        trace: a file that says which cells there are when, instead of evolution: `trace.json`, or the artifact
             `search.json` of another run, to train the same individuals again.
     """
 

@@ -6,7 +6,8 @@ moves layers during the period that follows, or at drains. Memory is predicted f
 and its last cuts.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -40,75 +41,91 @@ class ArchitecturePeriod(NamedTuple):
     """A simulated period between two changes of architecture."""
 
     cells: Cells
+    num_layers: int  # that are active
     setups: tuple[Setup, Setup]  # at its start and at its end
     begins_s: float  # on the run's clock
     ends_s: float
     first: int  # minibatches of the run before it
-    num_minibatches: int
+    samples: tuple[int, int]  # of the run, before it and at its end
     windows: Sequence[float]  # samples per second in every `_WINDOW_S` while layers may move; empty if they can't
+
+    @property
+    def length_s(self) -> float:
+        """Seconds from its start to its end."""
+        return self.ends_s - self.begins_s
+
+    @property
+    def samples_per_s(self) -> float:
+        """Mean throughput."""
+        return (self.samples[1] - self.samples[0]) / self.length_s
+
+    @property
+    def ideal_samples_per_s(self) -> float:
+        """Throughput if all workers shared the computation of every sample equally.
+
+        This needs unlimited memory and stages that are always balanced and never wait.
+        """
+        setup = self.setups[0]
+        pipeline, size = setup.pipeline, setup.costs.most_samples
+        sample_s = sum(row.forward_s + row.backward_s for row in setup.profile.by_size[size]) / size
+        for index, stage in enumerate(setup.costs.stages):
+            per_update = pipeline.round_size(index) * setup.sampler.minibatch_size
+            sample_s += stage.update_s * pipeline.replicas[index] / per_update
+        return pipeline.num_workers / sample_s
 
 
 def simulate_search(job: Job, forecast: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
     """Simulate a recipe's trace to the run's end; with a `forecast`, predict the memory of all architectures."""
-    search, sampler = search_of(job), job.setup.sampler
-    finishes = Finishes(job.setup.pipeline)
+    search, finishes = search_of(job), Finishes(job.setup.pipeline)
     meter = Meter(job.setup.pipeline, finishes)
     engine = SimulatedEngine(job.setup, meter)
     moves = Repartitioning(job, engine)
-    phases = [*_phases(job, search, engine, moves, finishes)]
-    samples = [sampler.samples_before(phase.first + phase.num_minibatches) for phase in phases]
-    before = [0, *samples[:-1]]
-    rates = [(b - a) / (phase.ends_s - phase.begins_s) for phase, a, b in zip(phases, before, samples, strict=True)]
-    layers = [search.architectures.num_layers(phase.cells) for phase in phases]
-    ideals = [_ideal_samples_per_s(phase.setups[0]) for phase in phases]
-    points = [
-        point
-        for phase, seen, count, rate, ideal in zip(phases, before, layers, rates, ideals, strict=True)
-        for point in _points(phase, seen, rate, {"active_layers": count, _IDEAL: ideal})
-    ]
+    periods = [*_periods(job, search, engine, moves, finishes)]
+    points = [point for period in periods for point in _points(period)]
+    ideal_samples = sum(period.ideal_samples_per_s * period.length_s for period in periods)
     result = RunResult(
         **describe(job),
         outcome=COMPLETED,
-        sentence=f"simulated {len(phases)} architectures, one after the other; nothing was trained or scored",
-        metrics=totalled(job.setup, samples[-1], engine.totals)
+        sentence=f"simulated {len(periods)} architectures, one after the other; nothing was trained or scored",
+        metrics=totalled(job.setup, periods[-1].samples[1], engine.totals)
         | {
-            "slowest_throughput_samples_per_s": min(rates),
+            "slowest_throughput_samples_per_s": min(period.samples_per_s for period in periods),
             "least_throughput_samples_per_s": min(point.metrics[_RATE] for point in points),
-            _IDEAL: sum(each * (p.ends_s - p.begins_s) for each, p in zip(ideals, phases, strict=True))
-            / engine.clock_s,
+            _IDEAL: ideal_samples / engine.clock_s,
         }
         | ({} if job.recipe.parallelism.vpipe is None else move_metrics(moves.made, engine.totals.num_bytes)),
         points=tuple(points),
         stages=tuple(describe_stages(job)),
         moves=tuple(moves.made),
         notes=recipe_notes(job),
-        search=_file(search, phases, before, layers),
+        search=_file(search, periods),
     )
     if forecast:
-        result = _with_peaks(job, phases, layers, result)
+        result = _with_peaks(job, periods, result)
         result = with_peaks(result, job.setup.pipeline, engine.peaks) if engine.peaks else result
     return result, meter.timeline()
 
 
-def _phases(
+def _periods(
     job: Job, search: SearchSetup, engine: SimulatedEngine, moves: Repartitioning, finishes: Finishes
 ) -> Iterator[ArchitecturePeriod]:
     """Simulate the run; yield its periods."""
     assert search.steps is not None
     total = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch).total
     steps = [step for step in search.steps if step.minibatch or step.second]
-    cells, done = search.first, 0
+    cells, done, samples = search.first, 0, 0
     for step in [*steps, Step(None if search.end_second else total, search.end_second, search.first)]:
-        begins_s, first, setup, before = engine.clock_s, done, engine.setup, len(finishes.units)
+        begins_s, first, setup, finished = engine.clock_s, done, engine.setup, len(finishes.units)
         count = min(total - done, _minibatches_until(step, job, engine, done))
         if count > 0:
             done = _train(job, moves, first, first + count)
-            played = [unit._replace(end_s=unit.end_s - begins_s) for unit in finishes.units[before:]]
+            played = [unit._replace(end_s=unit.end_s - begins_s) for unit in finishes.units[finished:]]
             length_s = played[-1].end_s if settings_of(setup.pipeline).balances and played else 0.0
-            windows = throughput(played, _WINDOW_S, length_s)
+            before, samples = samples, setup.sampler.samples_before(done)
             yield ArchitecturePeriod(
-                cells, (setup, engine.setup), begins_s, engine.clock_s, first, done - first, windows
-            )
+                cells, search.architectures.num_layers(cells), (setup, engine.setup), begins_s, engine.clock_s, first,
+                (before, samples), throughput(played, _WINDOW_S, length_s),
+            )  # fmt: skip
         if done < total:
             cells = step.cells
             engine.switch_setup(chosen(job, search.architectures.setup(engine.setup, cells)))
@@ -161,60 +178,38 @@ def _takes_s(job: Job, setup: Setup, first: int, count: int) -> float:
     return engine.clock_s
 
 
-def _ideal_samples_per_s(setup: Setup) -> float:
-    """Return the throughput in samples per second if all workers shared the computation of every sample equally.
-
-    This needs unlimited memory and stages that are always balanced and never wait.
-    """
-    pipeline, size = setup.pipeline, setup.costs.most_samples
-    sample_s = sum(row.forward_s + row.backward_s for row in setup.profile.by_size[size]) / size
-    for index, stage in enumerate(setup.costs.stages):
-        per_update = pipeline.round_size(index) * setup.sampler.minibatch_size
-        sample_s += stage.update_s * pipeline.replicas[index] / per_update
-    return pipeline.num_workers / sample_s
-
-
-def _points(phase: ArchitecturePeriod, seen: int, rate: float, known: Mapping[str, float]) -> Iterator[Point]:
-    """Yield points of a period's throughput: one per window, and one at its end.
-
-    Args:
-        phase: the period.
-        seen: samples of the run before it.
-        rate: its mean samples per second.
-        known: other metrics of every point.
-    """
-    samples, clock_s = float(seen), phase.begins_s
-    for window in phase.windows:
+def _points(period: ArchitecturePeriod) -> Iterator[Point]:
+    """Yield points of a period's throughput: one per window, and one at its end."""
+    known = {"active_layers": period.num_layers, _IDEAL: period.ideal_samples_per_s}
+    samples, clock_s = float(period.samples[0]), period.begins_s
+    for window in period.windows:
         samples, clock_s = samples + window * _WINDOW_S, clock_s + _WINDOW_S
         yield Point(round(samples), clock_s, {_RATE: window, **known})
-    last = seen + rate * (phase.ends_s - phase.begins_s)
-    yield Point(round(last), phase.ends_s, {_RATE: (last - samples) / (phase.ends_s - clock_s), **known})
+    last = period.samples[1]
+    yield Point(last, period.ends_s, {_RATE: (last - samples) / (period.ends_s - clock_s), **known})
 
 
-def _with_peaks(job: Job, phases: Sequence[ArchitecturePeriod], layers: Sequence[int], result: RunResult) -> RunResult:
+def _with_peaks(job: Job, periods: Sequence[ArchitecturePeriod], result: RunResult) -> RunResult:
     """Return a result with predicted peaks over all architectures, and a note on the first that doesn't fit."""
-    for phase, count in zip(phases, layers, strict=True):
-        begins, ends = phase.setups
+    for period in periods:
+        begins, ends = period.setups
         for setup in (begins, ends) if ends is not begins else (begins,):
             found = MemoryForecast(replace(job, setup=setup))
             result = found.with_peaks(result)
             if found.out_of_memory and MEMORY not in result.notes:
-                where = f"with the {count} layers that there are from {seconds(phase.begins_s)} on"
+                where = f"with the {period.num_layers} layers that there are from {seconds(period.begins_s)} on"
                 result = replace(result, notes={**result.notes, MEMORY: f"{where}: {found.out_of_memory}"})
     return result
 
 
-def _file(
-    search: SearchSetup, phases: Sequence[ArchitecturePeriod], samples: Sequence[int], layers: Sequence[int]
-) -> SearchFile:
+def _file(search: SearchSetup, periods: Sequence[ArchitecturePeriod]) -> SearchFile:
     """Return the periods as a search's history, without scores."""
     names = search.architectures.names
-    before = [phases[0].cells, *(phase.cells for phase in phases)]
     rows = [
         Trained(
-            number=number, parent=None, minibatch=phase.first, second=phase.begins_s, samples=seen,
-            cells=names(phase.cells), changed=names(phase.cells ^ was), layers=count, scores=[],
+            number=number, parent=None, minibatch=period.first, second=period.begins_s, samples=period.samples[0],
+            cells=names(period.cells), changed=names(period.cells ^ before.cells), layers=period.num_layers, scores=[],
         )
-        for number, (phase, seen, count, was) in enumerate(zip(phases, samples, layers, before, strict=False))
+        for number, (before, period) in enumerate(itertools.pairwise([periods[0], *periods]))
     ]  # fmt: skip
     return SearchFile(VERSION, individuals=rows)

@@ -1,17 +1,15 @@
 """Disturbed runs on two emulated hosts: a host's processes are killed, it is removed, or its network fails."""
 
-import os
-import subprocess
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipebench.distributed.launch import worker_settings
 from reports.studies.campaign.drawing import HOSTS, Fault
 from reports.studies.campaign.points import asked
 from reports.studies.campaign.trial import DisturbedRun, last_line
-from tests.lab.hosts import Lab, environment
-from tests.lab.launcher import torchrun
+from tests.lab import launcher
+from tests.lab.hosts import Lab
 
 _NUM_HOSTS = 2
 _SILENCE_S = 10  # the runs' `engine.silence_limit_s`
@@ -26,17 +24,10 @@ class Agents:
     def __init__(self, lab: Lab, folder: Path, words: Sequence[str], settings: dict[str, str]) -> None:
         self._logs = [folder / f"host{index}.txt" for index in range(_NUM_HOSTS)]
         self._before = [path.stat().st_size if path.exists() else 0 for path in self._logs]
-        self.processes = []
-        own = {**worker_settings(_NUM_HOSTS), **settings, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-        for index, path in enumerate(self._logs):
-            command = torchrun(_NUM_HOSTS, 1, index, ["pipebench", "run", *words])
-            with path.open("ab") as log:
-                self.processes.append(
-                    lab.start(
-                        index, command, cwd=folder, env=environment(index, own), stdin=subprocess.DEVNULL, stdout=log,
-                        stderr=log,
-                    )
-                )  # fmt: skip
+        with contextlib.ExitStack() as files:
+            logs = [files.enter_context(path.open("ab")) for path in self._logs]
+            own = {**settings, "OMP_NUM_THREADS": "1"}
+            self.processes = launcher.start(lab, 1, ["pipebench", "run", *words], logs, cwd=folder, env=own)
 
     def __enter__(self) -> "Agents":
         return self
@@ -66,7 +57,7 @@ class RunOnHosts(DisturbedRun):
             words = [*words, f"engine.silence_limit_s={_SILENCE_S}"]
         with Lab(_NUM_HOSTS) as lab:
             lab.limit(_BANDWIDTH_BYTES_PER_S)
-            with Agents(lab, self.folder, words, {**os.environ, **self.settings}) as agents:
+            with Agents(lab, self.folder, words, self.settings) as agents:
                 return self._disturb(lab, agents)
 
     def _disturb(self, lab: Lab, agents: Agents) -> list[str]:

@@ -1,4 +1,4 @@
-"""Our side: the distributed engine on a setup, in a process of a crew."""
+"""Our side of comparisons: the distributed engine on a setup, in a worker process."""
 
 from collections import Counter
 
@@ -12,7 +12,7 @@ from tests.unwatched import unwatched
 
 
 class Ours:
-    """The engine of this process, counting the minibatches it was given; all processes make one of the same setup."""
+    """The engine of this process, which trains on successive minibatches; all processes make one of the same setup."""
 
     def __init__(self, setup: Setup) -> None:
         world = current()
@@ -26,7 +26,7 @@ class Ours:
         self._done += self._engine.train(self._done, num_minibatches)
 
     def close(self) -> None:
-        """Give up the connections: their threads would disturb what is measured next."""
+        """Close the connections, whose threads would disturb the next measurement."""
         self._engine.close()
 
     def weights(self) -> dict[str, torch.Tensor]:
