@@ -9,13 +9,16 @@ import ast
 import math
 import operator
 import statistics
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from pipebench.errors import PipebenchError, nearest
 
 LONGEST = 1000  # characters
+_LARGEST = sys.float_info.max  # constants have no sign; larger integers are no floats
 _ARITHMETIC: Mapping[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -268,7 +271,7 @@ def _kind(node: ast.expr, kind_of_leaf: Callable[[str, str], _Kind]) -> _Kind:
 def _operands(node: ast.expr) -> list[ast.expr]:
     """Return a node's operands; raises a ValueError for unsupported syntax."""
     match node:
-        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool) and math.isfinite(number):
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool) and number <= _LARGEST:
             return []
         case ast.BinOp(left, op, right) if type(op) in _ARITHMETIC:
             return [left, right]
@@ -349,12 +352,16 @@ def _each(function: Callable[..., float], *values: Value) -> Value:
     return Cells({row: _applied(function, [v[row] if isinstance(v, Cells) else v for v in values]) for row in rows})
 
 
-def _applied(function: Callable[..., float], values: Sequence[Value]) -> float:
+def _applied(function: Callable[..., float], values: Sequence[Any]) -> float:
+    """Return the value of a function of numbers; infinite only if one of them is."""
     try:
         value = function(*values)
+        is_valid = not math.isnan(value) and (math.isfinite(value) or any(map(math.isinf, values)))
     except ZeroDivisionError:
         raise NoValueError("it divides by zero") from None
-    if math.isnan(value) or (math.isinf(value) and not any(each in (math.inf, -math.inf) for each in values)):
+    except (ValueError, OverflowError):  # inf - inf in `fsum`; integers larger than any float
+        is_valid = False
+    if not is_valid:
         raise NoValueError("it isn't finite")
     return value
 
@@ -368,16 +375,17 @@ def _called(name: str, values: Sequence[Value]) -> Value:
     members = list(first.values()) if isinstance(first, Cells) else [v for v in values if not isinstance(v, Cells)]
     if name == "count":
         return sum(bool(each) if isinstance(each, bool) else 1 for each in members)
-    return {**_OF_NUMBERS, **_OF_TRUTHS}[name](members)
+    function = {**_OF_NUMBERS, **_OF_TRUTHS}[name]
+    return _applied(lambda *each: function(each), members)
 
 
 def _correlation(measures: Sequence[Value]) -> float:
     one, other = (value if isinstance(value, Cells) else Cells() for value in measures)
     rows = [row for row in one if row in other]
-    try:
-        return statistics.correlation([one[row] for row in rows], [other[row] for row in rows])
-    except statistics.StatisticsError:
-        raise NoValueError("it takes two rows that differ") from None
+    x, y = [one[row] for row in rows], [other[row] for row in rows]
+    if len({*x}) < 2 or len({*y}) < 2:
+        raise NoValueError("it takes two rows that differ")
+    return _applied(lambda *_: statistics.correlation(x, y), [*x, *y])
 
 
 def _explained(node: ast.expr, lookup: Lookup) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A small valid report on disk, for the tests to spoil: two recipes of one training, soon simulated."""
+"""A small valid report on disk, which tests change: two recipes of one training, simulated in a second."""
 
 import copy
 from collections.abc import Callable, Mapping

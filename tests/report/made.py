@@ -1,4 +1,4 @@
-"""Reports made by hand, with everything a page can have, for tests of what is rendered."""
+"""Evaluated reports made by hand, with every element that a page can have, for tests of rendering."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Compares two pages of one report: words must be equal, numbers nearly."""
+"""Compares two pages of one report: words must be equal, numbers nearly equal."""
 
 import re
 from collections.abc import Iterator

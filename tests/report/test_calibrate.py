@@ -1,4 +1,4 @@
-"""A report whose published values the simulator made: calibration finds the constants that it made them with."""
+"""Calibration finds the constants with which the simulator made a report's published values."""
 
 import re
 from pathlib import Path

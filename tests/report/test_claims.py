@@ -1,4 +1,4 @@
-"""A claim of a shipped report says how near is near enough, and other results than today's make it fail."""
+"""Claims of shipped reports state their tolerance, and fail for results that differ from today's."""
 
 import ast
 import random

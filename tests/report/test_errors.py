@@ -1,4 +1,4 @@
-"""One row per kind of wrong report: what is refused, and the sentence that says so."""
+"""Invalid reports: one row per kind of mistake, with the message that refuses it."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""From results to cells and verdicts: numbers by hand, seeds that miss, plans that differ and why."""
+"""Cells and verdicts from results: numbers by hand, seeds that miss their target, plans that differ and why."""
 
 from collections.abc import Callable, Mapping
 

@@ -1,4 +1,4 @@
-"""Expressions: what they come to is what Python makes of them; what isn't listed is refused and never executed."""
+"""Expressions have the value that Python gives them; syntax that isn't listed is refused and never executed."""
 
 import math
 import statistics
@@ -140,6 +140,7 @@ VALUES = [
     ("a.x[0]", "isn't taken"),
     ("True", "True isn't taken"),
     ("1e999", "isn't taken"),
+    (f"a.x * 1{'0' * 400}", "isn't taken"),
     ("'text'", "isn't taken"),
     ("[a.x]", "isn't taken"),
     ("lambda: 1", "isn't taken"),
@@ -220,3 +221,25 @@ def test_what_does_not_vary_correlates_with_nothing(cells: Cells) -> None:
 def test_a_text_quotes_no_answers() -> None:
     with pytest.raises(ValueError, match="gives yes or no, allowed is what gives a number"):
         quoted_expression("min(speedup) > 1", [*ROWS], [*ROWS["speedup"]])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sum(c.x - a.x, a.x - c.x)",
+        "mean(c.x - a.x, a.x - c.x)",
+        "sum(1e308, 1e308, a.x)",
+        f"a.x * (1{'0' * 300} * 1{'0' * 300})",
+    ],
+)
+def test_what_is_not_finite_is_no_value(text: str) -> None:
+    """0.2.0 ended with the error of the function, `-inf + inf in fsum`, where runs missed their target."""
+    with pytest.raises(NoValueError, match="it isn't finite"):
+        evaluate(value_expression(text, {}), lambda run, metric: math.inf if run == "c" else of_runs(run, metric))
+
+
+def test_what_is_infinite_correlates_with_nothing() -> None:
+    claim = claim_expression("correlation(a, b) > 0", ["a", "b"], ["one", "two"])
+    cells = {"a": Cells(one=math.inf, two=1.0), "b": Cells(one=1.0, two=2.0)}
+    with pytest.raises(NoValueError, match="it isn't finite"):
+        evaluate(claim, lambda measure, row: cells[measure])

@@ -1,4 +1,4 @@
-"""Constants are found where a formula says that they are; leaving a cell out is fitting without it."""
+"""Fits find the constants of a known formula; leaving a cell out equals a fit without it."""
 
 import math
 from collections.abc import Mapping

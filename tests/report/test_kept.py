@@ -1,4 +1,4 @@
-"""A fresh clone renders every report without training: what was trained is kept, and two of it are trained again."""
+"""Stored results render every report without training; two of them are trained again and compared."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -44,7 +44,7 @@ def test_every_run_of_a_report_has_a_kept_result() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 1])
 def test_results_that_were_trained_here_come_out_again(place: int) -> None:
-    """The two quickest; to the bit where processor and versions are the same, elsewhere nobody can say."""
+    """The two quickest; to the bit where processor and versions are the same, elsewhere bits may differ."""
     known = [each for each in kept_results(reports_folder()).values() if each.made]
     assert known
     same = [each for each in known if not rounding_differences(each)]

@@ -1,4 +1,4 @@
-"""What a report's file stands for: rows that lists make, runs as columns have them, shipped reports."""
+"""Loading a report: rows generated from lists, runs changed by columns, shipped reports."""
 
 from pathlib import Path
 

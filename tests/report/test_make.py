@@ -1,4 +1,4 @@
-"""A report from its file to its page: what is there isn't run again, and what was interrupted goes on."""
+"""Making a report from its file to its page: known results are reused, and an interrupted report resumes."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""The comparison of pages sees what it should: a wrong word, a wrong number, and nothing else."""
+"""The comparison of pages reports a wrong word and a wrong number, and nothing else."""
 
 import pytest
 

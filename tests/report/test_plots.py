@@ -1,4 +1,4 @@
-"""What is drawn is what the cells and results say: read back from the figures."""
+"""Plots show the values of cells and results: read back from the figures."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a report's page says, as Markdown and as HTML, compared with a page and with what the report was made of."""
+"""A report's page as Markdown and as HTML, compared with a stored page and with the report's data."""
 
 import re
 from html.parser import HTMLParser

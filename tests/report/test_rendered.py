@@ -1,4 +1,4 @@
-"""What is kept of rendered reports is what the command in its first line makes of today's code."""
+"""Stored pages of reports are what the command in their first line makes with today's code."""
 
 import re
 import shlex

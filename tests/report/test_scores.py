@@ -1,4 +1,4 @@
-"""Scores and cells against numbers worked out by hand."""
+"""Scores and cells against numbers computed by hand."""
 
 import math
 from pathlib import Path

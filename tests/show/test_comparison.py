@@ -1,4 +1,4 @@
-"""Which runs are set beside each other, and what a row says of one run or of several seeds."""
+"""Which runs are compared with each other, and the values of a row of one run or several seeds."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What is printed: progress, the summary of a run, seeds and comparisons."""
+"""Console output: progress, the summary of a run, seeds and comparisons."""
 
 import io
 import itertools

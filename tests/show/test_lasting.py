@@ -1,4 +1,4 @@
-"""Lines on what a run is at, once that has lasted: timers are stand-ins, which fire at once or never."""
+"""Lines about work that takes long; timers are replaced by ones that fire at once or never."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Pictures of memory and of occupancy over time: what is drawn where, for few workers and for many."""
+"""Pictures of memory and occupancy over time: what is drawn where, for few workers and for many."""
 
 from dataclasses import replace
 from pathlib import Path

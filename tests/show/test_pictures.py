@@ -1,4 +1,4 @@
-"""Timelines as images and text, and accuracy over time: what a picture shows, not how it is painted."""
+"""Timelines as images and text, and accuracy over time: the content of pictures, not their style."""
 
 import struct
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Sweeps over a quantity: lines along it, which is first where, and their picture."""
+"""Sweeps over a quantity: the lines along it, which line is first where, and the picture."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Tables that fit: in parts beside their rows' names, without broken words."""
+"""Tables fit the console: in parts beside their rows' names, without broken words."""
 
 import io
 

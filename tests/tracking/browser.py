@@ -1,4 +1,4 @@
-"""MLflow's pages in headless Chromium, as `pipebench ui` serves them: of the tests, and of README's picture."""
+"""MLflow's pages in headless Chromium, as `pipebench ui` serves them: for tests, and for README's picture."""
 
 import os
 import re

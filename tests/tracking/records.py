@@ -1,4 +1,4 @@
-"""A result to record, and what MLflow's own client reads of it afterwards."""
+"""A result to record, and how MLflow's own client reads it."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is said, and how soon, of stores that can't be opened, written or locked, or whose answers are empty."""
+"""Messages about stores that can't be opened, written or locked, or whose answers are empty, and how soon they come."""
 
 import errno
 import os

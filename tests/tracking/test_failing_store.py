@@ -1,4 +1,4 @@
-"""MLflow stores that fail, hang or are half made: what a run had to say is kept on disk, and nothing waits."""
+"""MLflow stores that fail, hang or are incomplete: entries are kept on disk, and no run waits."""
 
 import multiprocessing
 import os

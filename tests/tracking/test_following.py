@@ -165,7 +165,7 @@ def test_an_entry_that_is_being_written_is_heard_of_when_it_is_whole(tmp_path: P
 
 @pytest.mark.parametrize("lacks", [1, 9], ids=["all but its end", "a part"])
 def test_what_a_killed_process_has_written_of_an_entry_spoils_no_other(tmp_path: Path, lacks: int) -> None:
-    """The launcher's next line was joined to it: nobody heard how the run ended, and MLflow had it as running."""
+    """The launcher's next line was joined to it: the run's end was lost, and MLflow showed it as RUNNING."""
     record = RecordFolder(tmp_path)
     record.append(LogEntry(tags={"mode": "dp"}))
     line = LogEntry(result=RESULT).to_json() + "\n"

@@ -1,4 +1,4 @@
-"""Runs as MLPerf logs them: its own checker accepts those of models that one of its rulesets has."""
+"""Logs in MLPerf's form: MLPerf's own checker accepts those of models that one of its rulesets has."""
 
 import json
 import math

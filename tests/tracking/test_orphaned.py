@@ -1,4 +1,4 @@
-"""Runs whose process was killed: MLflow has them as running until a later command sends the rest and their end."""
+"""Runs whose process was killed: RUNNING in MLflow until a later command sends their rest and their end."""
 
 import os
 import re
@@ -147,7 +147,7 @@ def test_a_copy_of_a_process_holds_nothing(tmp_path: Path) -> None:
 def test_a_record_that_a_stopped_command_holds_is_not_waited_for_without_end(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A `pipebench runs` that Ctrl-Z stopped kept `run --resume`, and the end of a comparison, waiting, untold."""
+    """While Ctrl-Z stopped `pipebench runs`, `run --resume` and the end of a comparison waited without a message."""
     tracking = Tracking("left")
     parent = tracking.start("parent", params={}, tags={})
     folder = Path("pipebench-runs/child-12345678/record")

@@ -1,4 +1,4 @@
-"""Results found again: by recipe and code, in a real SQLite store, and by a file of what the recipe names."""
+"""Recorded results are found again by recipe and code, in a SQLite store and in record folders."""
 
 import gc
 import hashlib
@@ -99,7 +99,7 @@ def test_the_list_of_runs_has_the_time_and_the_throughput_of_either_clock(tracki
 def test_a_run_whose_artifacts_are_gone_is_compared_by_what_mlflow_has_of_it(
     tracking: Tracking, folder: Path, clock: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a server whose artifacts nobody but it can read, or that were removed, no run had a result."""
+    """Runs had no result if only the server can read its artifacts, or if they were removed."""
     recipe = {"name": "gone", "train.seed": "0", "train.minibatch_size": "8", "train.loss_scale": "null"}
     result = replace(
         RESULT, name="gone", clock=clock, recipe=recipe, metrics={**RESULT.metrics, "throughput_samples_per_s": 20.0}

@@ -1,4 +1,4 @@
-"""Runs that a later process goes on with: one record, each value once."""
+"""Runs that a later process resumes: one record, in which each value is there once."""
 
 import sqlite3
 import time
