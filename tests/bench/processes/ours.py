@@ -32,11 +32,11 @@ class Ours:
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the newest parameters of this process's stages by the model's names; all processes call it."""
         found: dict[str, torch.Tensor] = {}
-        self._engine.together(Op.GATHER, Op.WAIT_GATHER)
+        self._engine.gather_or_free(Op.GATHER, Op.WAIT_GATHER)
         for replica in self._engine.worker.replicas.values():
             newest = (parameter.clone() for parameter in replica.weights.newest.parameters)
             found |= zip(replica.weights.names, newest, strict=True)
-        self._engine.together(Op.FREE)
+        self._engine.gather_or_free(Op.FREE)
         return found
 
     def sent_bytes(self) -> dict[str, int]:
