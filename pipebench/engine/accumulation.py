@@ -25,7 +25,7 @@ class Accumulation:
         self.gradients: list[torch.Tensor | None] = [None] * num_parameters
         self._num_parameters = num_parameters
         self._passed_on_bytes = 0  # of the round's sums passed on, until the sums over the replicas are there
-        self.apart: frozenset[int] = frozenset()  # positions of parameters whose sums are not passed on
+        self.tied_positions: frozenset[int] = frozenset()  # of tied weights, whose sums are not passed on
         self._hooks: WeakKeyDictionary[Version, _GradientHooks] = WeakKeyDictionary()
 
     @property
@@ -45,8 +45,8 @@ class Accumulation:
     def add(self, version: Version, on_gradient: OnGradient | None) -> Iterator[None]:
         """Add the gradients of a backward inside to the sums of `version`'s parameters.
 
-        `on_gradient` gets every sum as soon as it is complete, except those `apart`; it takes the sum in place of
-        `gradients`.
+        `on_gradient` gets every sum as soon as it is complete, except those of tied weights; it takes the sum in place
+        of `gradients`.
         """
         parameters = version.parameters
         for parameter, total in zip(parameters, self.gradients, strict=True):
@@ -54,7 +54,7 @@ class Accumulation:
         self.clear()
         hooks = self._hooks.get(version)
         if hooks is None and on_gradient is not None:
-            hooks = self._hooks[version] = _GradientHooks(version, self.apart)
+            hooks = self._hooks[version] = _GradientHooks(version, self.tied_positions)
         if hooks is not None and on_gradient is not None:
             hooks.on_gradient = partial(self._pass_on, on_gradient)
         yield
@@ -72,10 +72,10 @@ class Accumulation:
 class _GradientHooks:
     """Hooks on a version's parameters. They stay: creating them for every backward takes as long as calling them."""
 
-    def __init__(self, version: Version, apart: Container[int]) -> None:
+    def __init__(self, version: Version, tied_positions: Container[int]) -> None:
         self.on_gradient: OnGradient | None = None  # None: gradients stay in `grad`
         for index, parameter in enumerate(version.parameters):
-            if index in apart:
+            if index in tied_positions:
                 continue
             parameter.register_post_accumulate_grad_hook(partial(self._completed, index))  # type: ignore[no-untyped-call]
 

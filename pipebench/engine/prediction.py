@@ -96,7 +96,7 @@ class MovedWeights:
             self._fill(number, move)
         else:
             with self._unnoticed():
-                _copy(self._working.flats, self._held)
+                torch._foreach_copy_(self._working.flats, self._held)
             self._content = wanted
         return self._working
 
@@ -113,7 +113,7 @@ class MovedWeights:
         self._content = None
         if self._mean_change is not None:  # the working buffers hold the weights before the update
             with self._unnoticed():
-                _copy(self._working.flats, newest.flats)
+                torch._foreach_copy_(self._working.flats, newest.flats)
         self._weights.update(gradients, lr, keep_from=newest.number + 1)
         if self._mean_change is not None and self._gamma is not None:
             with self._unnoticed():
@@ -126,7 +126,7 @@ class MovedWeights:
             return
         assert number == self._weights.newest.number, f"version {number} is gone"
         with self._unnoticed():
-            _copy(self._working.flats, self._weights.newest.flats)
+            torch._foreach_copy_(self._working.flats, self._weights.newest.flats)
             if move.ahead > 0:
                 self._predict(move)
             elif move.ahead < 0 and self._mean_change is not None:
@@ -154,8 +154,3 @@ class MovedWeights:
         buffers = (*self._working.flats, *self._working.parameters)
         with torch.no_grad(), _unsafe_preserve_version_counter(buffers):
             yield
-
-
-def _copy(into: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
-    for mine, theirs in zip(into, source, strict=True):
-        mine.copy_(theirs)

@@ -46,7 +46,7 @@ class StageRunner(Protocol):
     divided: Divided | None  # which gradients are slices of whole ones, in the stage's order; None: none is
 
     @property
-    def apart(self) -> frozenset[int]:
+    def tied_positions(self) -> frozenset[int]:
         """See `Replica`."""
 
     @property

@@ -308,14 +308,14 @@ class Replica:
         """Take the sums over the replicas in place of the accumulated gradients."""
         self._accumulation.take_sums(gradients)
 
-    def keep_apart(self, positions: Iterable[int]) -> None:
+    def set_tied(self, positions: Iterable[int]) -> None:
         """Leave parameters out of the sums over replicas: tied ones, which are summed over the copies of all stages."""
-        self._accumulation.apart |= frozenset(positions)
+        self._accumulation.tied_positions |= frozenset(positions)
 
     @property
-    def apart(self) -> frozenset[int]:
-        """Positions of the parameters whose gradients aren't summed with the others'; see `keep_apart`."""
-        return self._accumulation.apart
+    def tied_positions(self) -> frozenset[int]:
+        """Positions of the tied weights in the stage's order; see `set_tied`."""
+        return self._accumulation.tied_positions
 
     def _run(self, item: InFlight, arguments: Sequence[Any]) -> Any:
         """Run the module; measure what it saves for the backward at the first forward of these shapes."""

@@ -86,14 +86,14 @@ class Updates:
             weight = sum(minibatch_weight(self._setup, self._first + k) for k in self._round(stage, round_index))
             replace_each(gradients, range(len(gradients)), lambda gradient: gradient / weight)
             norm = None  # it was that of the undivided gradients
-        self.clip(gradients, norm, replica.apart, replica.divided)
+        self.clip(gradients, norm, replica.tied_positions, replica.divided)
         replica.update(gradients, self._lr(stage, round_index), keep_from=keep_from)
 
     def clip(
         self,
         gradients: _Gradients,
         norm: torch.Tensor | None = None,
-        apart: Collection[int] = (),
+        tied_positions: Collection[int] = (),
         divided: Divided | None = None,
     ) -> None:
         """Clip gradients, in their list, to the run's `clip_norm`, if it has one.
@@ -101,7 +101,7 @@ class Updates:
         Args:
             gradients: of a stage's parameters, in order.
             norm: of the gradients of all stages; None: the stage clips by the norm of its own.
-            apart: positions of tied weights. Without a shared norm each is clipped by its own norm, which is the same
+            tied_positions: of tied weights. Without a shared norm each is clipped by its own norm, which is the same
                 on all stages that have the weight.
             divided: which gradients are slices of whole ones.
         """
@@ -112,7 +112,7 @@ class Updates:
         if norm is not None:
             clip(gradients, everything, norm, largest)
             return
-        for group in ({*everything} - {*apart}, *({index} for index in sorted(apart))):
+        for group in ({*everything} - {*tied_positions}, *({index} for index in sorted(tied_positions))):
             own = [gradient if index in group else None for index, gradient in enumerate(gradients)]
             clip(gradients, group, gradient_norm(own, self._setup.device, divided=divided), largest)
 

@@ -78,7 +78,7 @@ def _places_in_buffer(likes: Sequence[Like], *, packed: bool) -> tuple[list[int]
     return starts, end
 
 
-def apart(values: Sequence[torch.Tensor]) -> Version:
+def separate_version(values: Sequence[torch.Tensor]) -> Version:
     """Return copies of parameters that only the optimizer uses, so that none is laid out for a module."""
     likes = [Like.of(value) for value in values]
     made = Version(likes, grouped([], likes))
@@ -114,10 +114,10 @@ def recurrent_in(module: nn.Module, parameters: Sequence[torch.Tensor]) -> Itera
 
 def grouped(recurrent: Sequence[Sequence[int]], likes: Sequence[Like]) -> list[ParameterGroup]:
     """Return which parameters share a buffer: those of each recurrent module, and the others by dtype."""
-    apart = {index for order in recurrent for index in order}
+    in_recurrent = {index for order in recurrent for index in order}
     by_type: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, like in enumerate(likes):
-        if index not in apart:
+        if index not in in_recurrent:
             by_type.setdefault((like.dtype, like.device), []).append(index)
     rest = [ParameterGroup(indices, packed=False) for indices in by_type.values()]
     return [*rest, *(ParameterGroup(order, packed=True) for order in recurrent)]

@@ -23,7 +23,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from pipebench.engine.shards import Divide, Piece
 from pipebench.engine.stage_optimizer import StageOptimizer
-from pipebench.engine.version import Like, Version, apart, fill, grouped, places_in, recurrent_in
+from pipebench.engine.version import Like, Version, fill, grouped, places_in, recurrent_in, separate_version
 from pipebench.model.memory_format import laid_out_as
 from pipebench.model.optimizer import MakeOptimizer, average_in
 from pipebench.schedule.version_ledger import VersionLedger
@@ -68,10 +68,10 @@ class Weights:
         self.version_bytes = self.newest.num_bytes  # of one version
         fill(self.newest, parameters)
         exact = [(masters or {}).get(name, p) for name, p in named.items()]
-        self._masters = None if masters is None else self._described(apart(self._own(exact)))
+        self._masters = None if masters is None else self._described(separate_version(self._own(exact)))
         # This replica's pieces in the parameters' types, where no replica keeps all; the version is freed after use
         keeps_all = sharding is None or sharding.keeps_all
-        self._shard = None if keeps_all else self._described(apart(self.newest.stepped))
+        self._shard = None if keeps_all else self._described(separate_version(self.newest.stepped))
         self._alive = [self.newest]
         self._free: list[Version] = []  # buffers for the next versions
         self._averages: Version | None = None  # copy of the optimizer's averages, for evaluations
@@ -348,8 +348,7 @@ class Weights:
         target = self._free.pop() if self._free else self.new_version()
         if self._masters is None:  # otherwise the update rounds the masters into it, and the optimizer stays with them
             with torch.no_grad():
-                for theirs, mine in zip(target.flats, newest.flats, strict=True):
-                    theirs.copy_(mine)
+                torch._foreach_copy_(target.flats, newest.flats)
             if self._optimizer is not None:
                 self._optimizer.move(newest.stepped, target.stepped)
         target.number = self.versions.newest

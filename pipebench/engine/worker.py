@@ -278,7 +278,7 @@ class Worker(WorkerReplicas):
         replica = self.replicas[it.stage]
         self._end_round(it, collectives)  # the wait ends it where this replica has no unit of the round
         summed = collectives.wait(it.stage, self.replica_index[it.stage], it.number)
-        for position in replica.apart:  # tied weights: `_wait_tied` sums these
+        for position in replica.tied_positions:  # `_wait_tied` sums these
             summed[position] = replica.gradients[position]
         replica.take_sums(summed)
 

@@ -82,7 +82,7 @@ class TiedCopies:
             if stage in replicas
         ]
         for replica, positions in self._copies:
-            replica.keep_apart(positions)
+            replica.set_tied(positions)
 
     @property
     def like(self) -> list[torch.Tensor]:

@@ -66,7 +66,7 @@ class MigratingReplica:
     """
 
     scale: LossScale | None = None  # losses aren't scaled if layers move
-    apart: frozenset[int] = frozenset()  # nor are weights tied over stages
+    tied_positions: frozenset[int] = frozenset()  # nor are weights tied over stages
     divided: Divided | None = None  # nor are layers divided among processes
 
     def __init__(
