@@ -1,4 +1,4 @@
-"""Sessions for people and for continuous integration: `nox -s tests lint types` is what every change passes."""
+"""Sessions for people and for continuous integration: every change has to pass `nox -s tests lint types`."""
 
 import hashlib
 import os
@@ -19,11 +19,11 @@ nox.options.error_on_missing_interpreters = True
 
 SHARED = Path(".nox") / "shared"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-# Tests start hundreds of processes, which compile the package each where the surroundings don't let Python keep that.
+# Tests start hundreds of processes, which would each compile the package if the environment forbids to write bytecode.
 OF_TESTS = {**ONE_THREAD, "PYTHONDONTWRITEBYTECODE": ""}
-# As many as there are cores: one more, since some tests wait, took a tenth longer on two. Tests start processes of
-# their own, too: so no more than four at once. A file stays whole, since tests of one file share what is slow to make;
-# files come in order, which has the slowest early.
+# One worker per core: one more took a tenth longer on two cores, although some tests wait. At most four, since tests
+# start processes of their own. A file's tests stay together, since they share fixtures that are slow to make; files are
+# taken in order, which has the slowest early.
 NUM_AT_ONCE = min(4, os.cpu_count() or 1)
 ON_ALL_CORES = (f"--numprocesses={NUM_AT_ONCE}", "--dist=loadfile", "--no-loadscope-reorder")
 
@@ -50,7 +50,7 @@ def oldest(session: nox.Session) -> None:
 def matrix(session: nox.Session) -> None:
     """Compare processes with the virtual engine, and scores with plain torch, for every model in every mode.
 
-    `tests` does a part of it. The slow tests, which it leaves out, come first. Arguments go to pytest.
+    `tests` runs a part of it and leaves the slow tests out, which run first here. Arguments go to pytest.
     """
     slow = [python_with_pipebench(session), "-m", "pytest", "-m", "slow", *session.posargs]
     session.run(*slow, env=ONE_THREAD, external=True, success_codes=[0, 5])  # 5: the arguments choose none of them
@@ -108,9 +108,9 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """Run the tests that need a CUDA device; of many like cases about one in six, `-- -m gpu` runs all.
+    """Run the tests that need a CUDA device, about one in six of many similar cases; `-- -m gpu` runs all.
 
-    Arguments go to pytest. It looks only at the files that have such tests: looking at all of them takes a minute.
+    Arguments go to pytest. Only files with such tests are collected, since collecting all takes a minute.
     """
     files = [str(path) for path in sorted(Path("tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
     command = [python_with_pipebench(session), "-m", "pytest", "-m", "gpu and not slow", *files, *session.posargs]
@@ -125,9 +125,9 @@ def gpu_bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def lab(session: nox.Session) -> None:
-    """Take hosts and wires away from runs, compare what is left, and write `reports/lab.md`; Linux, root.
+    """Test runs on emulated hosts whose network fails, then write `reports/lab.md`; needs Linux and root.
 
-    It makes network namespaces and removes them. With arguments, which go to pytest, there is no report.
+    It makes network namespaces and removes them. With arguments, which go to pytest, no report is made.
     """
     python = python_with_pipebench(session)
     session.run(python, "-m", "pytest", "-m", "lab", *session.posargs, env=ONE_THREAD, external=True)
@@ -137,9 +137,9 @@ def lab(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def ui(session: nox.Session) -> None:
-    """Look at recorded runs in headless Chromium; skips where there is none with its driver. Arguments go to pytest.
+    """Test MLflow's pages of runs in headless Chromium; skipped without it or its driver. Arguments go to pytest.
 
-    `-- picture` takes README's picture, `docs/mlflow.png`, again instead.
+    `-- picture` takes README's screenshot, `docs/mlflow.png`, instead.
     """
     python = python_with_pipebench(session)
     session.run(python, "-m", "pip", "install", "--quiet", *extra("ui"), external=True)
@@ -170,9 +170,10 @@ def reports(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def studies(session: nox.Session) -> None:
-    """Write the pages of `reports/` that a study makes from computed profiles, and `live_moves.md`, again.
+    """Write the pages of `reports/` that studies make from analytic profiles, and `live_moves.md`, again.
 
-    All but the last two need the profiles in `../shared`. The other pages have sessions of their own.
+    Without the profiles in `../shared/profiles`, `analytic_profile.md` can't be made, and `planner_vs_simulator.md` and
+    `table1_plans.md` lack the measured models. `reports/README.md` names the commands that make the other pages.
     """
     for name in ("analytic_profile", "gpu_efficiencies", "planner_vs_simulator", "table1_plans", "live_moves"):
         write_page(session, name)
@@ -186,11 +187,11 @@ def zoo(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def kept(session: nox.Session) -> None:
-    """Repeat the trainings in `reports/kept/`, quickest first, and say which don't come to the same any longer.
+    """Repeat the trainings in `reports/kept/`, quickest first, and say which results differ.
 
-    `-- --runs 2` repeats two; `-- train` trains what the reports lack, and goes on where it was interrupted; with
-    names, `-- train asp figure13`, for these reports only. `-- clocks` gives all the times of today's simulator, which
-    needs no training.
+    `-- --runs 2` repeats two. `-- train` trains what the reports lack, or some of them (`-- train asp figure13`), and
+    resumes if it was interrupted. `-- clocks` replaces the times of all results by today's simulator's, without
+    training.
     """
     command = [python_with_pipebench(session), "-m", "reports.studies.kept", *session.posargs]
     session.run(*command, env=ONE_THREAD, external=True)
@@ -204,9 +205,9 @@ def efficiency(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def campaign(session: nox.Session) -> None:
-    """Kill, stop and starve runs in every mode, spoil what they leave, and write `reports/campaign.md`; Linux, root.
+    """Inject faults into runs in every mode, damage checkpoints, and write `reports/campaign.md`; needs Linux and root.
 
-    Goes on where it was interrupted. With arguments (`--kills 20 --seed 7 --only dp`) its page is printed instead.
+    An interrupted campaign resumes. With arguments (`--kills 20 --seed 7 --only dp`) the page is printed instead.
     """
     command = [python_with_pipebench(session), "-m", "reports.studies.campaign", *session.posargs]
     session.run(*command, env=ONE_THREAD, external=True)
@@ -216,7 +217,7 @@ def campaign(session: nox.Session) -> None:
 def oracle(session: nox.Session) -> None:
     """Compare 500 random recipes, and 20 more in processes, with a plain loop; 60 in processes with the virtual engine.
 
-    Arguments go to it.
+    Arguments go to `tests.random_recipes.main`.
     """
     command = [python_with_pipebench(session), "-m", "tests.random_recipes.main", *session.posargs]
     session.run(*command, env=ONE_THREAD, external=True)
@@ -224,9 +225,9 @@ def oracle(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def mutants(session: nox.Session) -> None:
-    """Change a hundred operators and numbers, one at a time, and see which the tests notice: `reports/mutants.md`.
+    """Change a hundred operators and numbers, one at a time, and write which the tests notice to `reports/mutants.md`.
 
-    With arguments, which go to the study, its page is printed instead.
+    With arguments, which go to the study, the page is printed instead.
     """
     if session.posargs:
         command = [python_with_pipebench(session), "-m", "reports.studies.mutants", *session.posargs]
@@ -237,7 +238,7 @@ def mutants(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def data(session: nox.Session) -> None:
-    """Fetch what `gettext_pairs` reads into `$PIPEBENCH_DATA/gettext_pairs`, or `nox -s data -- FOLDER`."""
+    """Download the data of `gettext_pairs` into `$PIPEBENCH_DATA/gettext_pairs`, or `nox -s data -- FOLDER`."""
     if not session.posargs and "PIPEBENCH_DATA" not in os.environ:
         session.error("where to? Set PIPEBENCH_DATA to a folder for data, or name one: nox -s data -- FOLDER")
     folder = session.posargs[0] if session.posargs else str(Path(os.environ["PIPEBENCH_DATA"]) / "gettext_pairs")
@@ -245,7 +246,7 @@ def data(session: nox.Session) -> None:
 
 
 def write_page(session: nox.Session, name: str, *words: str, success_codes: Sequence[int] = (0,)) -> None:
-    """Write the page that a study prints to `reports/NAME.md`; what is no page, such as `-- --help`, is shown."""
+    """Write the page that a study prints to `reports/NAME.md`; print other output, such as that of `-- --help`."""
     command = [python_with_pipebench(session), "-m", f"reports.studies.{name}", *words]
     page = session.run(*command, external=True, silent=True, stderr=None, success_codes=success_codes)
     if str(page).startswith("# "):
@@ -255,23 +256,23 @@ def write_page(session: nox.Session, name: str, *words: str, success_codes: Sequ
 
 
 def extra(name: str) -> list[str]:
-    """Return what an extra of pyproject.toml needs."""
+    """Return the requirements of an extra of pyproject.toml."""
     requirements: list[str] = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"][name]
     return requirements
 
 
 def above_lowest(frozen: str) -> list[str]:
-    """Return what pyproject.toml names and is installed in a higher version than the lowest it allows."""
+    """Return the requirements of pyproject.toml of which a higher version than the lowest allowed is installed."""
     project = nox.project.load_toml("pyproject.toml")["project"]
     named = [*project["dependencies"], *(each for extra in project["optional-dependencies"].values() for each in extra)]
     lowest = dict(re.findall(r"^([\w.-]+)>=([\w.]+)", "\n".join(named), re.MULTILINE))
     found = dict(line.lower().split("==") for line in frozen.splitlines() if "==" in line)
-    installed = {name: found[name.lower()] for name in lowest if name.lower() in found}  # not the extras left out
+    installed = {name: found[name.lower()] for name in lowest if name.lower() in found}  # some extras aren't installed
     return [name for name, version in installed.items() if not f"{version}.0.0".startswith(f"{lowest[name]}.")]
 
 
 def install(session: nox.Session, python: str, *requirements: str) -> None:
-    """Install by uv, in a seventh of pip's two minutes; where it can't, since it reads no settings of pip's, by pip."""
+    """Install by uv, which takes a seventh of pip's two minutes; if it fails, as it ignores pip's settings, by pip."""
     pip = (python, "-m", "pip", "install", "--quiet")
     try:
         session.run(*pip, "uv", external=True)
@@ -283,8 +284,8 @@ def install(session: nox.Session, python: str, *requirements: str) -> None:
 def python_with_pipebench(session: nox.Session) -> str:
     """Return the interpreter of one environment that all sessions share, with pipebench installed in place.
 
-    torch and what it needs are 5 GB: an environment per session would pay for them again and again. It is made
-    again when pyproject.toml changes.
+    torch and its requirements take 5 GB, which an environment per session would install again and again. The
+    environment is made again when pyproject.toml changes.
     """
     python = SHARED.resolve() / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     stamp = SHARED / "made-for"

@@ -1,7 +1,7 @@
 """pipebench: which way of parallelising training reaches the target accuracy first, and what does it cost?
 
 `pipebench.run("quickstart")` trains a recipe; `plan`, `profile`, `simulate` and `compare` do what their commands do.
-What they need is imported when one is first used.
+Each function is imported when it is first used, with all that it needs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import sys
 from types import ModuleType
 
-TYPE_CHECKING = False  # to import typing's takes longer than all else here, and inspect five times as long as that
+TYPE_CHECKING = False  # importing typing takes longer than all else here, and inspect five times as long as typing
 if TYPE_CHECKING:
     import inspect
     from typing import Any
@@ -20,12 +20,12 @@ __version__ = "0.2.0"
 _FUNCTIONS = ("compare", "load_recipe", "plan", "profile", "recorded", "run", "simulate")
 _ERRORS = ("RecipeError", "UserError")
 
-if not os.path.isdir(os.path.join(__path__[0], "zoo")):  # the link of a checkout where there are none, as on Windows
+if not os.path.isdir(os.path.join(__path__[0], "zoo")):  # in a checkout zoo is a link, which Windows doesn't make
     __path__.append(os.path.dirname(os.path.abspath(__path__[0])))
 
 
 def __getattr__(name: str) -> Any:
-    """Import what a name stands for; their types are in `__init__.pyi`."""
+    """Import a function or an error by its name; `__init__.pyi` has their types."""
     if name in _FUNCTIONS:
         return getattr(importlib.import_module("pipebench.cli.api"), name)
     if name in _ERRORS:
@@ -37,8 +37,8 @@ def __dir__() -> list[str]:
     return sorted((*globals(), *_FUNCTIONS, *_ERRORS))
 
 
-class _Called(ModuleType):
-    """A package that has the name of a function, and can be called like it."""
+class _CallableModule(ModuleType):
+    """A package that can be called as the function of the same name, such as `pipebench.run`."""
 
     def __call__(self, *args: Any, **keys: Any) -> Any:
         return self._function(*args, **keys)
@@ -55,5 +55,8 @@ class _Called(ModuleType):
 
 
 def make_callable(name: str) -> None:
-    """Let a package of this full name be called as the function of its name."""
-    sys.modules[name].__class__ = _Called
+    """Make an imported package callable as the function of the same name.
+
+    Python binds `pipebench.run` to the package once it is imported, in place of the function.
+    """
+    sys.modules[name].__class__ = _CallableModule

@@ -1,6 +1,6 @@
-"""The program: `pipebench`, and `python -m pipebench`, which is the same.
+"""The entry point of `pipebench` and of `python -m pipebench`.
 
-It imports next to nothing before it is ready for Ctrl-C: importing the commands takes longer than a second thought.
+It handles Ctrl-C before it imports the commands, since that import takes long enough to be interrupted.
 """
 
 import os

@@ -9,16 +9,18 @@ from dataclasses import dataclass, replace
 
 from pipebench.errors import PlanError
 
-LOCAL = "local"  # a cluster's device that is no entry of the catalogue but whatever is here
+LOCAL = "local"  # as the device of a cluster: the devices of this machine
 RING, TWO_LEVEL = "ring", "two-level"
-ALL_REDUCES = (RING, TWO_LEVEL)  # the ways in which replicas sum their gradients, see `Cluster.all_reduce`
+ALL_REDUCES = (RING, TWO_LEVEL)  # algorithms of an all-reduce, see `Cluster.all_reduce`
 PER_PAIR, PER_VALUE = "per-pair", "per-value"
-CONNECTIONS = (PER_PAIR, PER_VALUE)  # what has a connection of its own, see `Level.connections`
+CONNECTIONS = (PER_PAIR, PER_VALUE)  # see `Level.connections`
 
 
 @dataclass(frozen=True)
 class Level:
     """One level of links.
+
+    A port is the link of one component of the level below. All rates are in one direction.
 
     Attributes:
         name: what one component of this level is, e.g. `server`.
@@ -27,20 +29,20 @@ class Level:
             shared by all workers inside it.
         latency_s: from the last byte sent to the last byte received, on top of the transfer.
         efficiency: the fraction of the bandwidth that payload gets, above 0 and at most 1, the default.
-        host_copy_bytes_per_s: the rate at which activations and gradients are copied from a device to its host before
-            they are sent over this level, and from the host to a device when they have arrived, while the device waits;
-            None where devices send and receive by themselves.
-        flow_bytes_per_s: the payload that any one connection over this level gets at most, whatever its ports could
-            carry; None without such a limit.
-        ring_bytes_per_s: the payload that one sum among replicas, in a ring or by servers, passes on through a port of
-            this level at most; None likewise.
-        stage_ring_bytes_per_s: what takes its place for the stages of a pipeline; None where their replicas sum as
-            those of a whole model do.
-        p2p_bytes_per_s: the payload that one message from worker to worker gets at most; None likewise.
-        connections: PER_PAIR, the default: the values of a message share one connection, and what that gets; PER_VALUE:
-            each has its own.
-        over_pcie: whether what crosses this level leaves and enters devices over the lanes to their hosts, `pcie`, and
-            has priority there; true unless it says. NVLink doesn't.
+        host_copy_bytes_per_s: the rate at which a device copies activations and gradients to its host before it sends
+            them over this level, and from its host after it receives them, while it computes nothing; None where
+            devices send and receive without such copies.
+        flow_bytes_per_s: the most payload that one connection over this level carries, however fast its ports are;
+            None: no limit.
+        ring_bytes_per_s: the most payload that one all-reduce among replicas, or one exchange with parameter servers,
+            carries through a port of this level; None: no limit.
+        stage_ring_bytes_per_s: replaces `ring` for the replicas of a pipeline's stages; None where `ring` holds for
+            them, too.
+        p2p_bytes_per_s: the most payload that one message from worker to worker gets; None: no limit.
+        connections: PER_PAIR, the default: the tensors of a message share one connection and its limits; PER_VALUE:
+            each tensor has a connection of its own.
+        over_pcie: whether traffic over this level also crosses the PCIe lanes between a device and its host (`pcie`),
+            where it has priority over swapping; true by default. NVLink doesn't.
     """
 
     name: str
@@ -57,44 +59,44 @@ class Level:
     over_pcie: bool = True
 
     def copy_s(self, num_bytes: float) -> float:
-        """Return the seconds that one end of a message waits for its copy from, or to, its host."""
+        """Return the seconds that one end of a message spends on the copy to, or from, its host."""
         return num_bytes / (self.host_copy_bytes_per_s or math.inf)
 
     @property
     def goodput_bytes_per_s(self) -> float:
-        """What payload gets of the bandwidth."""
+        """The bandwidth that is left for payload."""
         return self.bandwidth_bytes_per_s * self.efficiency
 
     @property
-    def message_cap_bytes_per_s(self) -> float:
-        """What one connection of a message gets at most where its ports have room; infinite without such a limit."""
+    def connection_cap_bytes_per_s(self) -> float:
+        """The limit on one connection of a message, whatever its ports carry; infinite for none."""
         return min(self.flow_bytes_per_s or math.inf, self.p2p_bytes_per_s or math.inf)
 
-    def cap_of(self, values: float) -> float:
-        """Return what a message of so many values of one size gets at most where its ports have room."""
-        return self.message_cap_bytes_per_s * (values if self.connections == PER_VALUE else 1.0)
+    def message_cap_bytes_per_s(self, num_values: float) -> float:
+        """Return the limit on a message of tensors of equal size, whatever its ports carry; infinite for none."""
+        return self.connection_cap_bytes_per_s * (num_values if self.connections == PER_VALUE else 1.0)
 
-    def message_rate(self, values: float) -> float:
-        """Return what a message of so many values of one size gets where it is alone."""
-        return min(self.goodput_bytes_per_s, self.cap_of(values))
+    def message_rate(self, num_values: float) -> float:
+        """Return the bytes per second of a message of tensors of equal size that has the ports to itself."""
+        return min(self.goodput_bytes_per_s, self.message_cap_bytes_per_s(num_values))
 
     @property
     def message_bytes_per_s(self) -> float:
-        """What a message of one value that is alone gets."""
+        """The rate of a message of one tensor that has the ports to itself."""
         return self.message_rate(1.0)
 
-    def sum_cap_bytes_per_s(self, connections: float = 1.0) -> float:
-        """Return what each connection of a sum gets at most where so many go through a port; infinite without limit."""
-        return min(self.flow_bytes_per_s or math.inf, (self.ring_bytes_per_s or math.inf) / connections)
+    def sum_cap_bytes_per_s(self, num_connections: float = 1.0) -> float:
+        """Return the limit on each of an all-reduce's connections through one port; infinite for none."""
+        return min(self.flow_bytes_per_s or math.inf, (self.ring_bytes_per_s or math.inf) / num_connections)
 
     @property
     def sum_bytes_per_s(self) -> float:
-        """What a ring that is alone passes on."""
+        """The rate of a ring all-reduce that has the ports to itself."""
         return min(self.goodput_bytes_per_s, self.sum_cap_bytes_per_s())
 
     @property
     def of_stages(self) -> "Level":
-        """The level as the sums of a pipeline's stages meet it."""
+        """The level with the limit for sums among replicas of a pipeline's stages as `ring_bytes_per_s`."""
         rate = self.stage_ring_bytes_per_s
         return self if rate is None else replace(self, ring_bytes_per_s=rate, stage_ring_bytes_per_s=None)
 
@@ -109,16 +111,15 @@ class Cluster:
             for the machine we are on.
         memory_bytes: memory of one device; None where the cluster is the machine we are on.
         levels: innermost first.
-        all_reduce: how replicas sum: RING (the default), or TWO_LEVEL: the sums of servers (the components of the
-            outermost level that joins the replicas) are formed in a ring inside each, and added up in a ring among
-            them.
-        pcie_bytes_per_s: what a device copies to its host and, at the same time, back; needed where layers swap their
-            activations; None where that isn't known.
-        host_memory_bytes: memory of one host, a component that the outermost level joins, for what is swapped; None for
-            no limit.
-        launch_s: seconds that a host needs to issue one kernel to a device, which no kernel is shorter than; None for
-            10 us, which eager PyTorch takes.
-        pause_s: seconds that a device stands idle after every kernel that its host issues; None for none.
+        all_reduce: how replicas sum: RING (the default), or TWO_LEVEL, which sums in a ring inside each server (a
+            component of the outermost level that joins the replicas), and then in a ring among servers.
+        pcie_bytes_per_s: the rate at which a device copies to its host and, at the same time, back. Needed where layers
+            swap their activations; None if unknown.
+        host_memory_bytes: memory for swapped activations of one host, a component that the outermost level joins;
+            None: no limit.
+        launch_s: seconds that a host needs to issue one kernel to a device, the least that a kernel takes; None:
+            10 us, as in eager PyTorch.
+        pause_s: seconds that a device is idle after every kernel that its host issues; None: none.
     """
 
     name: str
@@ -137,9 +138,9 @@ class Cluster:
         return math.prod(level.count for level in self.levels)
 
     def component(self, device: int, level_index: int) -> int:
-        """Return which component of the level below `level_index` a device is in, counted over the cluster.
+        """Return the index of the component that a device is in, at the level below `level_index`.
 
-        Devices are numbered along the levels: those of one component follow each other.
+        Components are counted over the whole cluster. Devices of one component have consecutive numbers.
         """
         return device // math.prod(level.count for level in self.levels[:level_index])
 
@@ -151,21 +152,25 @@ class Cluster:
         raise ValueError(f"devices {sender} and {receiver} are not both in {self.name} ({self.num_workers} devices)")
 
     def for_stages(self, num_stages: int) -> "Cluster":
-        """Return the cluster as the sums of a plan of so many stages, on different workers, meet it."""
+        """Return the cluster with the limits on sums that hold for a plan with stages on different workers."""
         if num_stages < 2 or all(level.stage_ring_bytes_per_s is None for level in self.levels):
             return self
         return replace(self, levels=tuple(level.of_stages for level in self.levels))
 
     @property
     def at_best(self) -> "Cluster":
-        """The cluster as the sums of no plan exceed it."""
+        """The cluster with the faster of both limits on sums at each level: a bound for every plan."""
         pairs = ((level, level.of_stages) for level in self.levels)
         return replace(self, levels=tuple(max(pair, key=lambda each: each.sum_bytes_per_s) for pair in pairs))
 
     def servers(self, ring: Sequence[int]) -> list[list[int]]:
-        """Return which of a ring of devices, ascending, sum together first: all, or those of every server.
+        """Return the groups of a ring's devices that sum first: one per server with TWO_LEVEL, otherwise one.
 
-        By their positions in the ring.
+        Args:
+            ring: devices, ascending.
+
+        Returns:
+            Per group, positions in `ring`.
         """
         if self.all_reduce == RING or len(ring) < 2:
             return [[*range(len(ring))]]
@@ -177,12 +182,12 @@ class Cluster:
 
 
 def coarser(cluster: Cluster, num_slices: int) -> Cluster:
-    """Return the cluster of workers of so many neighbouring devices each.
+    """Return the cluster in which `num_slices` neighbouring devices make one worker.
 
-    Each of a worker's devices sends what is its own over the ports that it shares with the others.
+    The devices of a worker share its ports: each has 1 / `num_slices` of the bandwidth for its slice.
 
     Raises:
-        PlanError: so many don't divide the devices of a component of the innermost level.
+        PlanError: `num_slices` doesn't divide the devices of a component of the innermost level.
     """
     if num_slices == 1:
         return cluster
@@ -190,8 +195,8 @@ def coarser(cluster: Cluster, num_slices: int) -> Cluster:
     if inside.count % num_slices:
         allowed = ", ".join(str(n) for n in range(1, inside.count + 1) if inside.count % n == 0)
         raise PlanError(
-            f"got {num_slices}, and a {inside.name} of cluster {cluster.name} has {inside.count} devices, which so "
-            f"many slices don't divide: allowed are {allowed}"
+            f"got {num_slices}, which doesn't divide the {inside.count} devices of a {inside.name} of cluster "
+            f"{cluster.name}: allowed are {allowed}"
         )
     shared = (replace(each, bandwidth_bytes_per_s=each.bandwidth_bytes_per_s / num_slices) for each in others)
     host = cluster.host_memory_bytes

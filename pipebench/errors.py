@@ -1,7 +1,7 @@
 """Every error that pipebench raises on purpose.
 
-A `UserError` is the user's mistake: one sentence on the command line, exit code 2. Others are pipebench's: exit code 3
-and a traceback.
+A `UserError` is the user's mistake: the command line prints one sentence and exits with 2. Of all others it prints the
+traceback and exits with 3.
 """
 
 import difflib
@@ -9,51 +9,52 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import takewhile
 
-_SHORTEST_SECRET = 4  # characters; shorter values are in too many words
-_SHORTEST_CUT = 40  # characters that a message leaves of a long value if it doesn't append ...
+_SHORTEST_SECRET = 4  # characters; shorter values are parts of too many words
+_SHORTEST_CUT = 40  # characters that are left of a hidden value that was cut without `...`
+_MOST_SHOWN = 60  # characters of a value in a message
+_LARGEST_SHOWN = 2**63
 _hidden: dict[str, str] = {}  # value to expression
-_CLOSE, _CLOSE_ELSEWHERE = 0.55, 0.8  # least likeness to a name that is allowed, and to a key of another section
-# What other frameworks call keys and modes, by letters and digits, and pipebench's names in order of preference.
-_OURS = {
-    **dict.fromkeys(("learningrate", "baselr"), ("train.optimizer.lr", "lr")),
-    **dict.fromkeys(("batchsize", "batch", "bs"), ("train.minibatch_size", "minibatch_size")),
-    **dict.fromkeys(
-        ("microbatchsize", "nummicrobatches", "nmicrobatches"), ("parallelism.microbatches", "microbatches")
-    ),
-    **dict.fromkeys(
-        ("gradientaccumulationsteps", "gradaccum", "gradaccumsteps"), ("parallelism.accumulate", "accumulate")
-    ),
-    **dict.fromkeys(("epochs", "numepochs", "numtrainepochs"), ("train.max_epochs", "max_epochs")),
-    **dict.fromkeys(("dtype", "amp", "fp16", "bf16", "mixedprecision"), ("train.precision", "precision")),
-    **dict.fromkeys(("maxgradnorm", "gradclip", "gradientclipping"), ("train.optimizer.clip_norm", "clip_norm")),
-    **dict.fromkeys(("gradientcheckpointing", "activationcheckpointing"), ("parallelism.recompute", "recompute")),
-    **dict.fromkeys(("stages", "numstages", "pp", "ppsize", "pipelineparallelsize"), ("parallelism.plan", "plan")),
-    **dict.fromkeys(("gpus", "ngpus", "devices", "numnodes", "nnodes", "worldsize"), ("cluster.servers", "servers")),
-    **dict.fromkeys(("strategy", "parallelismmode"), ("parallelism.mode", "mode")),
-    **dict.fromkeys(("tp", "tpsize", "tensorparallel", "tensorparallelsize"), ("parallelism.tensor", "tensor")),
-    **dict.fromkeys(("scheduler", "lrscheduler"), ("train.schedule", "schedule")),
-    "backend": ("engine.kind", "kind"),
-    **dict.fromkeys(("nccl", "gloo", "mpi", "torchrun"), ("distributed",)),
-    "data": ("dataset",),
-    **dict.fromkeys(("ddp", "dataparallel", "distributeddataparallel"), ("dp", "parallelism.mode")),
-    **dict.fromkeys(("fsdp", "fsdp2", "fullyshard", "zero3"), ("fsdp", "parallelism.mode")),
-    **dict.fromkeys(("zero", "zero1", "distributedoptimizer"), ("zero1", "parallelism.mode")),
-    **dict.fromkeys(("zero2", "deepspeed"), ("zero2", "parallelism.mode")),
-    **dict.fromkeys(("1f1b", "schedule1f1b", "dapple", "megatron"), ("pipedream-flush", "parallelism.mode")),
-    **dict.fromkeys(("interleaved1f1b", "scheduleinterleaved1f1b"), ("interleaved",)),
-    **dict.fromkeys(("zb", "zbh1", "zerobubble"), ("zero-bubble",)),
-    **dict.fromkeys(("naive", "modelparallel"), ("model",)),
-    **dict.fromkeys(("2bw", "pipedream2bw"), ("pipedream-2bw",)),
-    **dict.fromkeys(("none", "serial"), ("single",)),
-}
+# Least similarity, from 0 to 1, to an allowed name and to a key of another section.
+_CLOSE, _CLOSE_ELSEWHERE = 0.55, 0.8
+# Words of other frameworks, in letters and digits, and pipebench's names for them in order of preference.
+_FOREIGN = (
+    ("learningrate baselr", "train.optimizer.lr lr"),
+    ("batchsize batch bs", "train.minibatch_size minibatch_size"),
+    ("microbatchsize nummicrobatches nmicrobatches", "parallelism.microbatches microbatches"),
+    ("gradientaccumulationsteps gradaccum gradaccumsteps", "parallelism.accumulate accumulate"),
+    ("epochs numepochs numtrainepochs", "train.max_epochs max_epochs"),
+    ("dtype amp fp16 bf16 mixedprecision", "train.precision precision"),
+    ("maxgradnorm gradclip gradientclipping", "train.optimizer.clip_norm clip_norm"),
+    ("gradientcheckpointing activationcheckpointing", "parallelism.recompute recompute"),
+    ("stages numstages pp ppsize pipelineparallelsize", "parallelism.plan plan"),
+    ("gpus ngpus devices numnodes nnodes worldsize", "cluster.servers servers"),
+    ("strategy parallelismmode", "parallelism.mode mode"),
+    ("tp tpsize tensorparallel tensorparallelsize", "parallelism.tensor tensor"),
+    ("scheduler lrscheduler", "train.schedule schedule"),
+    ("backend", "engine.kind kind"),
+    ("nccl gloo mpi torchrun", "distributed"),
+    ("data", "dataset"),
+    ("ddp dataparallel distributeddataparallel", "dp parallelism.mode"),
+    ("fsdp fsdp2 fullyshard zero3", "fsdp parallelism.mode"),
+    ("zero zero1 distributedoptimizer", "zero1 parallelism.mode"),
+    ("zero2 deepspeed", "zero2 parallelism.mode"),
+    ("1f1b schedule1f1b dapple megatron", "pipedream-flush parallelism.mode"),
+    ("interleaved1f1b scheduleinterleaved1f1b", "interleaved"),
+    ("zb zbh1 zerobubble", "zero-bubble"),
+    ("naive modelparallel", "model"),
+    ("2bw pipedream2bw", "pipedream-2bw"),
+    ("none serial", "single"),
+)
+_OURS = {word: ours.split() for words, ours in _FOREIGN for word in words.split()}
 _SLICES = "parallelism.tensor=2 slices layers, in every mode"
-_SPLITS = {
+# Kinds of parallelism that are no mode, and what to say of them.
+_NO_MODES = {
     **dict.fromkeys(("tp", "tensor", "tensorparallel"), _SLICES),
-    **dict.fromkeys(("sp", "cp", "ep"), f"pipebench has nothing of the kind: {_SLICES}"),
+    **dict.fromkeys(("sp", "cp", "ep"), f"pipebench has no such parallelism: {_SLICES}"),
 }
 
 
@@ -123,8 +124,15 @@ class ProfileError(UserError, ValueError):
         super().__init__(problem)
 
 
+class DeviceError(ProfileError):
+    """A cluster's device that isn't in the catalogue, from which its times would be computed."""
+
+
 class UserCodeError(UserError, RuntimeError):
-    """A recipe's `target` raised (`__cause__`) or did otherwise than it must; `key` is its full key, "" if unknown."""
+    """A recipe's `target` raised (`__cause__`) or returned something else than it must.
+
+    `key` is the full key of the target, "" if unknown.
+    """
 
     def __init__(self, problem: str, key: str = "") -> None:
         self.problem, self.key = problem, key
@@ -132,7 +140,7 @@ class UserCodeError(UserError, RuntimeError):
 
 
 class ScheduleError(PipebenchError, RuntimeError):
-    """A wrong order of work: workers wait for each other in a circle, or a unit's pass is missing or there twice."""
+    """A schedule that can't run: workers wait for each other in a circle, or a pass is missing or there twice."""
 
 
 class DivergedError(PipebenchError, ArithmeticError):
@@ -140,20 +148,20 @@ class DivergedError(PipebenchError, ArithmeticError):
 
 
 class WorkersFailedError(PipebenchError):
-    """Processes ended without a result; the launcher has said why. `exit_code` is the command's."""
+    """Processes ended without a result; the launcher has printed why. `exit_code` is the command's."""
 
     def __init__(self, exit_code: int) -> None:
         self.exit_code = exit_code
         super().__init__(f"the run's processes ended with exit code {exit_code}")
 
 
-# torch's allocators, CUDA's of pinned memory and of contexts, cuBLAS and cuDNN, NCCL; the system's; its loader's, of a
-# library that `ulimit -v` leaves no room for
+# What is raised without memory by torch's allocators, CUDA (pinned memory, contexts), cuBLAS, cuDNN and NCCL; by the
+# system; and by its loader of libraries under `ulimit -v`.
 _NO_MEMORY = re.compile(
     r"out of memory|ALLOC_FAILED|can(?:'t|not) allocate memory|failed to map segment from shared object$",
     re.IGNORECASE | re.MULTILINE,
 )
-# Limits on a process, its user or its control group, by the system's words
+# Sentences on limits of a process, its user or its control group, by error number, and by the system's own words.
 _LIMITS = {
     errno.EMFILE: "this process may open no more files: raise `ulimit -n`, the number that it may have open",
     errno.ENFILE: "the system may open no more files",
@@ -163,37 +171,52 @@ _LIMITS = {
 }
 _OF_SYSTEM = {os.strerror(number): sentence for number, sentence in _LIMITS.items()}
 _OF_SYSTEM["can't start new thread"] = _LIMITS[errno.EAGAIN]
+# Functions by which Python's libraries start a process.
+_STARTERS = {"fork", "forkpty", "fork_exec", "_fork_exec", "posix_spawn", "posix_spawnp"}
 
 
 class OutOfMemoryError(PipebenchError, MemoryError):
-    """A device out of memory in training; says where and what was held there, in one sentence."""
+    """A device ran out of memory in training; names the stage or instruction, and what the device held."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a device or its host has no memory left; of most libraries' errors the text alone says so."""
+    """Return whether a device or its host ran out of memory, which most libraries' errors say by their text alone."""
     if isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError | OSError | ImportError) and _NO_MEMORY.search(str(error)) is not None
 
 
 def memory_text(error: BaseException) -> str:
-    """Return a sentence of an error that `is_out_of_memory`: a worker's own, or the first of another's."""
+    """Return one sentence of an error for which `is_out_of_memory` is true."""
     if isinstance(error, OutOfMemoryError):
         return str(error)
     lines = [each for each in str(error).splitlines() if each.strip()] or [type(error).__name__]
-    telling = next(filter(_NO_MEMORY.search, lines), lines[0])  # numpy's loader says at length what else it may be
+    telling = next(filter(_NO_MEMORY.search, lines), lines[0])  # numpy's loader lists other causes, too
     return f"out of memory before or between a worker's instructions: {telling}"
 
 
 def limit_text(error: BaseException) -> str | None:
-    """Return a sentence on the system's limit that an error met; None for other errors.
+    """Return a sentence on the system's limit that caused an error; None for other errors.
 
     >>> limit_text(RuntimeError("can't start new thread"))
     "no more threads or processes can be started: raise `ulimit -u`, or pids.max of the job's control group"
     """
     if not isinstance(error, RuntimeError | OSError):
         return None
-    return _OF_SYSTEM.get(getattr(error, "strerror", None) or str(error))  # C++ raises its words alone
+    if isinstance(error, BlockingIOError) and not _is_of_starting_a_process(error):
+        return None
+    return _OF_SYSTEM.get(getattr(error, "strerror", None) or str(error))  # errors of C++ have the words alone
+
+
+def _is_of_starting_a_process(error: BaseException) -> bool:
+    """Return whether the function that an error was raised in starts processes.
+
+    A lock that another process has, and a pipe that is full, fail by EAGAIN as well.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and not _STARTERS.isdisjoint(trace.tb_frame.f_code.co_names)
 
 
 def printable(text: str) -> str:
@@ -211,7 +234,10 @@ def print_notice(sentence: str) -> None:
 
 
 def printable_lines(text: str) -> list[str]:
-    """Return the lines of a message, each as by `printable` without hidden values; every message passes one of both."""
+    """Return a message's printable lines, without hidden values.
+
+    Every message is printed by this function or by `printable`.
+    """
     return [printable(line) for line in without_hidden(text).rstrip("\n").split("\n")]
 
 
@@ -264,21 +290,20 @@ def nearest(given: object, allowed: Iterable[str], keys: Iterable[str] = ()) -> 
     """
     names = sorted(allowed, key=lambda name: difflib.SequenceMatcher(None, name, str(given)).ratio(), reverse=True)
     others, word = list(keys), _folded(given)
-    ours = (name for name in _OURS.get(word, ()) if name in names or name in others)
-    same = (name for name in names if _folded(name) == word)
-    elsewhere = (key for key in others if _folded(key.rpartition(".")[2]) == word)
-    found = next(chain(ours, same, elsewhere), None)
-    if found is None and word in _SPLITS and (others or "dp" in names):
-        return f"; {_SPLITS[word]}"
-    if found is None:
-        folded = {_folded(name): name for name in reversed(names)}
-        close = difflib.get_close_matches(word, folded, n=1, cutoff=_CLOSE)
-        found = folded[close[0]] if close else None
-    if found is None:
-        folded = {_folded(key.rpartition(".")[2]): key for key in reversed(others)}
-        close = difflib.get_close_matches(word, folded, n=1, cutoff=_CLOSE_ELSEWHERE)
-        found = folded[close[0]] if close else None
+    by_name = {_folded(name): name for name in reversed(names)}
+    by_last_part = {_folded(key.rpartition(".")[2]): key for key in reversed(others)}
+    ours = next((name for name in _OURS.get(word, ()) if name in names or name in others), None)
+    found = ours or by_name.get(word) or by_last_part.get(word)
+    if found is None and word in _NO_MODES and (others or "dp" in names):
+        return f"; {_NO_MODES[word]}"
+    found = found or _closest(word, by_name, _CLOSE) or _closest(word, by_last_part, _CLOSE_ELSEWHERE)
     return f"; did you mean {found!r}?" if found else ""
+
+
+def _closest(word: str, names: Mapping[str, str], least: float) -> str | None:
+    """Return the name whose folded form is most similar to a word; None if none has the least similarity."""
+    close = difflib.get_close_matches(word, names, n=1, cutoff=least)
+    return names[close[0]] if close else None
 
 
 def _folded(name: object) -> str:
@@ -286,8 +311,31 @@ def _folded(name: object) -> str:
     return re.sub(r"[\W_]+", "", str(name)).lower() or str(name)
 
 
+def shown(value: object) -> str:
+    """Return a value as YAML and JSON write it, cut at 60 characters; of a mapping and a huge number the kind alone.
+
+    >>> shown("a"), shown(True), shown(None), shown({"a": 1})
+    ("'a'", 'true', 'null', 'a mapping')
+    """
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, int) and abs(value) > _LARGEST_SHOWN:  # Python refuses to print thousands of digits
+        return "a huge number"
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+
+
 def choice(given: object, allowed: Iterable[str]) -> str:
-    """Return the standard end of a sentence about a name that isn't among the allowed ones."""
+    """Return the standard end of a sentence about a value that isn't among the allowed names.
+
+    >>> choice("V10", ["V100", "K80"]), choice({"name": "V100"}, ["V100", "K80"])
+    ("got 'V10', allowed are V100, K80; did you mean 'V100'?", 'got a mapping, allowed are V100, K80')
+    """
     names = list(allowed)
     allowed_text = f"allowed are {', '.join(names)}" if names else "but there is none"
-    return f"got {given!r}, {allowed_text}{nearest(given, names)}"
+    if not isinstance(given, str):
+        return f"got {shown(given)}, {allowed_text}"
+    start = given[:_MOST_SHOWN]
+    return f"got {start!r}, {allowed_text}{nearest(start, names)}"

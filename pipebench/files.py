@@ -14,10 +14,9 @@ from typing import Any, BinaryIO
 
 from pipebench.errors import Fault, RecipeError, nearest
 
-_CHUNK_BYTES = 1 << 22
-# Of files that users name: ten times the profile of 10,000 layers at three sizes.
+# Limit on files that users name: ten times the profile of 10,000 layers at three sizes.
 MAX_FILE_BYTES = 100_000_000
-ASIDE = ".tmp"
+ASIDE = ".tmp"  # suffix of a file that isn't complete, or not yet renamed
 
 
 class FileError(RecipeError):
@@ -54,6 +53,15 @@ def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) ->
         raise FileError(path, f"can't be read: {reason}{close}") from error
 
 
+def start_of(path: Path, num_bytes: int) -> bytes:
+    """Return the first bytes of a file, by which its kind is known; none if it can't be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(num_bytes)
+    except OSError:
+        return b""
+
+
 def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> str:
     """Return the text of a file in UTF-8, without byte order mark; see `read_bytes`.
 
@@ -69,7 +77,7 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> 
 def folder_problem(folder: Path) -> str | None:
     """Return why no file can be created in a folder, or in its nearest existing parent, as a sentence's end, or None.
 
-    It is tried: permissions don't show a read-only disk, nor apply to the superuser.
+    Tries to create one: permissions don't show that a disk is read-only, and don't apply to the superuser.
     """
     folder = folder.absolute()
     there = next(each for each in (folder, *folder.parents) if os.path.exists(each))
@@ -126,7 +134,7 @@ class HashingWriter:
 
 @dataclass(frozen=True)
 class Aside:
-    """A complete file, not yet renamed to its name."""
+    """A complete file that isn't renamed to its target yet."""
 
     path: Path  # in the target's folder
     sha256: str  # hexadecimal
@@ -134,7 +142,7 @@ class Aside:
 
 
 def write_aside(path: Path, fill: Callable[[HashingWriter], object]) -> Aside:
-    """Write a file beside its target, for the caller to rename; its unique name allows concurrent writers.
+    """Write a file beside its target, for the caller to rename. Concurrent writers get names of their own.
 
     Raises:
         OSError: it can't be written, e.g. on a full disk; nothing is left behind.
@@ -167,7 +175,7 @@ def replace(path: Path, content: bytes | Callable[[HashingWriter], object]) -> N
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a file, flushed to the disk."""
+    """Rename a file, and flush the new name to the disk."""
     os.replace(source, target)
     sync_folder(target.parent)
 
@@ -187,21 +195,25 @@ def sync_folder(folder: Path) -> None:
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file."""
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256", _bufsize=_CHUNK_BYTES).hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# Errors of file systems without locks; the last two are one on Linux, two on macOS.
+# Errors of file systems without locks; the last two are the same number on Linux, but not on macOS.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 class FileLock:
-    """A lock on a file, made if missing, until `release` or this process's end; a forked process has none of it.
+    """An advisory lock on a file, created if missing, until `release` or the end of this process.
 
-    `shared` with others who share it. Not the filelock package: older versions treat a file system without locks as
-    locked, and empty the file.
+    A forked process doesn't inherit it. The filelock package won't do: its older versions treat a file system without
+    locks as locked, and empty the file.
+
+    Args:
+        path: the file.
+        shared: allow other processes to hold it at the same time, if they share it, too.
 
     Raises:
-        OSError: the file can't be made or locked; EWOULDBLOCK: somebody else has it.
+        OSError: the file can't be created or locked; EWOULDBLOCK: another process holds the lock.
     """
 
     def __init__(self, path: Path, *, shared: bool = False) -> None:
@@ -216,12 +228,12 @@ class FileLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether this process has it."""
+        """Whether this process holds the lock."""
         return self._descriptor is not None
 
     def release(self) -> None:
-        """Let others have it."""
-        descriptor, self._descriptor = self._descriptor, None  # the number may be another file's soon
+        """Release the lock, if it is held."""
+        descriptor, self._descriptor = self._descriptor, None  # a closed descriptor's number may become another file's
         _locks.discard(self)
         if descriptor is not None:
             os.close(descriptor)
@@ -230,10 +242,10 @@ class FileLock:
 _locks: set[FileLock] = set()
 
 
-def _let_go_in_child() -> None:
+def _release_in_child() -> None:
     """Close inherited locks in a forked process, which may outlive its parent, as a data loader's does."""
     for lock in [*_locks]:
         lock.release()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_release_in_child)

@@ -1,4 +1,4 @@
-"""Numbers as text: seconds, bytes, shares and speed-ups, in one format everywhere; and long names, shortened."""
+"""Numbers as text, in one format everywhere: seconds, bytes, shares, speed-ups. Long names and lists, shortened."""
 
 import math
 import re
@@ -22,6 +22,7 @@ def number(value: float, digits: int = 3) -> str:
     """
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
+    # Rounded first: 9.996 is 10.0, which has one more digit before the point.
     magnitude = math.floor(math.log10(abs(_rounded(value, digits))))
     if not -5 <= magnitude < 15:
         return f"{value:.{digits - 1}e}"
@@ -60,7 +61,7 @@ def _long_seconds(value: float) -> str:
 
 
 def a_or_an(device: str) -> str:
-    """Return a device's name after its article, by how its first letter is said.
+    """Return a device's name after `a` or `an`, as its first letter or digit is pronounced.
 
     >>> a_or_an("A100"), a_or_an("H100"), a_or_an("V100"), a_or_an("2080Ti"), a_or_an("RTX 2080"), a_or_an("Hopper")
     ('an A100', 'an H100', 'a V100', 'a 2080Ti', 'an RTX 2080', 'a Hopper')
@@ -120,7 +121,7 @@ def ratio(value: float | None) -> str:
 
 
 def listed(texts: Sequence[str], most: int) -> str:
-    """Return the first `most` texts, and the number of others.
+    """Return the first `most` texts, and how many more there are.
 
     >>> listed(["a", "b"], 2), listed(["a", "b", "c", "d"], 2)
     ('a, b', 'a, b and 2 more')
@@ -134,7 +135,7 @@ def is_share(metric: str) -> bool:
 
 
 def measure(metric: str, value: float | None) -> str:
-    """Return a metric's value in the format for its name.
+    """Return a metric's value in the unit and format that its name implies.
 
     >>> measure("top1", 0.951), measure("epoch_time_s", 0.5), measure("comm_bytes_total", 2e6), measure("loss", 0.25)
     ('95.1%', '500 ms', '2.00 MB', '0.250')
@@ -149,7 +150,7 @@ def measure(metric: str, value: float | None) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """Return the beginning of a name that is too long.
+    """Return a name, cut to `width` characters if it is longer.
 
     >>> shortened("Conv2d(3, 64, kernel_size=(3, 3))", 12), shortened("ReLU", 12)
     ('Conv2d(3, ..', 'ReLU')

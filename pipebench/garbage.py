@@ -1,7 +1,7 @@
-"""Pauses Python's cyclic garbage collector where many objects are made and none of them in cycles.
+"""Pauses Python's cyclic garbage collector where many objects are made, but no cycles.
 
-The collector visits all live objects again and again while more are made: half a million, none of them garbage, after
-imports of large libraries; as many in a simulation of thousands of workers, which needs no collector to free others.
+While objects are made, the collector visits all live ones again and again: half a million after large libraries are
+imported, and as many in a simulation of thousands of workers. None of them is garbage that only a collector finds.
 """
 
 import gc
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Disable the garbage collector."""
+    """Disable the garbage collector in this context."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -23,9 +23,9 @@ def without_collector() -> Iterator[None]:
 
 
 def freeze_all() -> None:
-    """Exempt the objects that exist from every later collection, the interpreter's last one included.
+    """Exempt all existing objects from later collections, including the interpreter's last one.
 
-    Not with triton: as of 3.9 it prints those of its objects that are left at the end as leaks.
+    Does nothing once triton is imported: version 3.9 prints each of its objects that is left at the end as a leak.
     """
     if "triton" not in sys.modules:
         gc.freeze()

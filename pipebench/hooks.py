@@ -1,30 +1,30 @@
-"""Extensions: features beside the core, imported only by a run that enables them.
+"""Extensions: optional features, imported only by a run that enables them.
 
-The core looks up what an extension provides by the name of a hook, at one place each, and has no other reference to
-it. A recipe enables an extension by the section of its name, by one of its `keys`, or by the `sync` that needs it.
+The core looks up what an extension provides by the name of a hook, each at one place, and refers to extensions nowhere
+else. A recipe enables an extension by the section of its name, by one of its `keys`, or by a `sync` that needs it.
 
 | hook | used by | what it is |
 | --- | --- | --- |
 | `section` | `recipe/leaves.py` | a dataclass: the keys of a recipe's section of the extension's name |
-| `keys` | `recipe/draft.py` | keys of recipes, any of which enables it, in place of its section; no module |
-| `choices`, `ranges` | `recipe/draft.py` | what its keys may be, as in `recipe/ranges.py` |
+| `keys` | `recipe/draft.py` | not a module: keys of recipes, any of which enables it, instead of a section |
+| `choices`, `ranges` | `recipe/draft.py` | allowed values of its keys, as in `recipe/ranges.py` |
 | `paths` | `recipe/load.py` | its keys that may name a file beside the recipe |
 | `rules` | `recipe/draft.py` | pairs of keys and a function of their values, as `draft.rule` takes them |
 | `settings` | `train/prepare.py` | returns a recipe's entry in `Pipeline.extensions`; by default the section |
-| `prepare` | `train/prepare.py` | a subclass of `JobExtension`: the model that a run begins with, and what it becomes |
-| `program` | `schedule/programs.py` | `ProgramHook`: returns a worker's list, given the core's |
-| `play` | `simulate/simulation.py` | a subclass of `SimulationExtension`: how instructions begin, and their times |
+| `prepare` | `train/prepare.py` | a subclass of `JobExtension`: the first model of a run, and later ones |
+| `program` | `schedule/programs.py` | `ProgramHook`: changes a worker's list of instructions |
+| `play` | `simulate/simulation.py` | a subclass of `SimulationExtension`: begin and time of instructions |
 | `memory` | `simulate/memory_meter.py` | a subclass of `MemoryExtension`: memory of workers |
 | `replica` | `engine/worker_replicas.py` | a subclass of `Replica`, which runs stages in its place |
 | `worker` | `engine/worker.py` | a subclass of `WorkerExtension`: how instructions are executed |
 | `in_process`, `processes` | the engines' collectives | a subclass of `EngineExtension`: segments, drains, counts |
 | `channels` | `distributed/transport.py` | returns kinds of messages and the stages they are between, of a setup |
-| `loop` | `train/loop.py` | a subclass of `LoopExtension`: a segment's end, what follows from scores |
-| `simulate` | `train/engines.py` | simulates a run, in place of an epoch; the first one's does |
-| `forecast` | `run/recorder.py` | predicts memory of a run with the moves it made; the first one's does |
-| `rows` | `metrics.py` | rows of the list of metrics |
-| `metrics`, `result` | `train/metrics.py`, `train/loop.py` | returns metrics, or fields of the result, of the counts |
-| `record` | `run/drawings.py` | keeps artifacts |
+| `loop` | `train/loop.py` | a subclass of `LoopExtension`: where a segment ends, and what follows from scores |
+| `simulate` | `train/engines.py` | simulates a whole run instead of an epoch; of several extensions, the first one's |
+| `forecast` | `run/recorder.py` | predicts memory of a run from the moves it made; of several, the first one's |
+| `rows` | `metrics.py` | rows of the table of metrics |
+| `metrics`, `result` | `train/metrics.py`, `train/loop.py` | returns metrics, or fields of the result, from counts |
+| `record` | `run/drawings.py` | records artifacts |
 """
 
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ _ASYNCHRONOUS = "pipebench.extensions.asynchronous"
 _MOVES = "pipebench.extensions.moves"
 _SEARCH = "pipebench.extensions.search"
 
-# Module and name of every extension's hooks.
+# Extension to hook to `module:name`.
 EXTENSIONS: dict[str, dict[str, str]] = {
     "asynchronous": {
         "rules": f"{_ASYNCHRONOUS}.recipe:RULES",
@@ -82,8 +82,8 @@ EXTENSIONS: dict[str, dict[str, str]] = {
 
 
 def hooks(name: str, extensions: Iterable[str]) -> dict[str, Any]:
-    """Return the objects of a hook by extension, importing only extensions that have it."""
-    return {each: _found(EXTENSIONS[each][name]) for each in extensions if name in EXTENSIONS[each]}
+    """Return a hook's objects by extension; imports only the extensions that have the hook."""
+    return {each: _imported(EXTENSIONS[each][name]) for each in extensions if name in EXTENSIONS[each]}
 
 
 def with_section() -> list[str]:
@@ -97,6 +97,6 @@ def keys_of(name: str) -> list[str]:
 
 
 @cache
-def _found(place: str) -> Any:
+def _imported(place: str) -> Any:
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)

@@ -1,6 +1,6 @@
-"""What ends a command from outside: Ctrl-C, SIGTERM, and SIGHUP, which comes when a terminal is closed.
+"""Signals that end a command: Ctrl-C, SIGTERM, and SIGHUP, which the system sends when a terminal is closed.
 
-Imports almost nothing: the program needs it before all else.
+Imports almost nothing, since the program needs it before all else.
 """
 
 from __future__ import annotations
@@ -15,44 +15,46 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
     from typing import Any
 
-# Functions of importlib that take the lock of all imports: an exception right then leaves it locked, and other threads,
-# such as the one that imports MLflow, wait forever. A signal that comes while they wait is handled just then.
-_LOCKING = ("<frozen importlib._bootstrap>", ("_get_module_lock", "cb"))
+# Functions of importlib that take the lock of all imports. An exception raised in one of them leaves the lock taken,
+# and other threads, such as the one that imports MLflow, wait forever. Python handles a signal that arrives while a
+# function waits for the lock inside that function, so this is likely.
+_LOCKING_FILE, _LOCKING_FUNCTIONS = "<frozen importlib._bootstrap>", ("_get_module_lock", "cb")
 _LATER_S = 0.01
-_BY_SIGNAL = 128  # an exit code less the signal's number
+_BY_SIGNAL = 128  # the exit code after a signal, less the signal's number
 _heard: list[int] = []  # numbers of the signals that raised KeyboardInterrupt
 _owner = os.getpid()
 
 
 def listen() -> None:
-    """Note every Ctrl-C of this process from now on, beside raising KeyboardInterrupt; for the main thread.
+    """Record every Ctrl-C of this process from now on, and raise KeyboardInterrupt; call it in the main thread.
 
-    Libraries swallow that, and fail later because only a part of them is there.
+    Libraries swallow a KeyboardInterrupt while they are imported, and fail later with other errors. The record shows
+    that Ctrl-C was the cause.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else somebody has it ignored
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as by nohup
         signal.signal(signal.SIGINT, _end)
 
 
 def leave_to_the_system() -> None:
-    """Let Ctrl-C end this process at once: while Python takes it apart, nobody would catch a KeyboardInterrupt."""
+    """Let Ctrl-C end this process at once: nothing catches a KeyboardInterrupt while the interpreter shuts down."""
     if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _end):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def forget() -> None:
-    """Forget the signals that were noted: a command begins."""
+    """Clear the record of signals, before a command begins."""
     _heard.clear()
 
 
 def exit_code() -> int | None:
-    """Return the exit code of a command that a signal ended, None if none was noted."""
+    """Return the exit code of a command that a signal ended; None if no signal was recorded."""
     return _BY_SIGNAL + _heard[0] if _heard else None
 
 
 class RaisedBySignals:
     """A context in which SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does, so that records are closed.
 
-    Only in the main thread; a signal that somebody handles, or has ignored, stays so.
+    Has no effect outside the main thread, nor on a signal that is handled or ignored already.
     """
 
     def __enter__(self) -> None:
@@ -74,8 +76,8 @@ _ALSO = (signal.SIGTERM, signal.SIGHUP)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    # A copy of this process, such as a data loader's, ends as by default. So does a command that imports torch, of
-    # which nothing is recorded yet: torch's C++ swallows exceptions, or ends of them with a page of its stack.
+    # A forked process, such as a data loader's, ends as by default. So does a command while it imports torch, when
+    # nothing is recorded yet: torch's C++ would swallow the exception, or abort with a page of its stack.
     if os.getpid() != _owner or _is_importing("torch", frame):
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
@@ -86,9 +88,9 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def comes_again(number: int, frame: FrameType | None) -> bool:
-    """Return whether a signal's handler may raise nothing in this frame; the signal is sent again a moment later."""
-    file, names = _LOCKING
-    if frame is None or frame.f_code.co_filename != file or frame.f_code.co_name not in names:
+    """Return whether a signal's handler must not raise in this frame; if so, send the signal again a moment later."""
+    code = None if frame is None else frame.f_code
+    if code is None or code.co_filename != _LOCKING_FILE or code.co_name not in _LOCKING_FUNCTIONS:
         return False
     _thread.start_new_thread(_send_later, (number,))
     return True
@@ -100,7 +102,7 @@ def _send_later(number: int) -> None:
 
 
 def _is_importing(module: str, frame: FrameType | None) -> bool:
-    """Return whether a module's own code is being run for its import, in this frame or in one that waits for it."""
+    """Return whether this frame, or one that called it, runs a module's own code to import it."""
     while frame is not None:
         if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == module:
             return True

@@ -1,4 +1,4 @@
-"""Lines of keys in files of YAML or JSON, for messages about faults."""
+"""Finds the lines of keys in YAML and JSON files, for messages about faults."""
 
 import os
 import re
@@ -8,14 +8,14 @@ from typing import Any
 from pipebench.errors import FileName
 from pipebench.files import FileError, read_text
 
-_MAX_BYTES = 1_000_000  # of files to find lines in; generated ones, such as profiles, may be larger
+_MAX_BYTES = 1_000_000  # larger files are generated, such as profiles, and have no lines in messages
 
 
 class LinedFile(FileName):
-    """A file's name for messages that finds lines of keys by reading the file again, from `path` if that differs."""
+    """A file's name in messages; finds lines of keys by reading the file at `path`, by default its name."""
 
     def __new__(cls, name: str, path: str | os.PathLike[str] = "") -> "LinedFile":
-        """Return the name, which stores the absolute path, since the working directory may change."""
+        """Return the name; the path is made absolute, since the working directory may change."""
         made = super().__new__(cls, name)
         made._path = os.path.abspath(path or name)
         return made
@@ -48,27 +48,31 @@ def _lines_of(text: str) -> dict[str, int]:
 
     lines: dict[str, int] = {}
     try:
-        _note(yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)), "", lines)
+        _add_lines(yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)), "", lines)
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}
     return lines
 
 
-def _note(node: Any, inside: str, lines: dict[str, int]) -> None:
+def _add_lines(node: Any, inside: str, lines: dict[str, int]) -> None:
+    """Add the lines of all keys below a YAML node; `inside` is the node's own key.
+
+    An element of a list has its index as its key. A mapping in a list at the top, such as a report's row, can also be
+    found by its `name`.
+    """
     pairs = node.value if getattr(node, "id", "") in ("mapping", "sequence") else []
     for index, pair in enumerate(pairs):
         place, value = pair if isinstance(pair, tuple) else (pair, pair)
-        names = [place.value] if place is not value else [str(index)]
-        if (
-            place is value and "." not in inside and getattr(value, "id", "") == "mapping"
-        ):  # a row is found by its name, too
+        is_element = place is value
+        names = [str(index)] if is_element else [place.value]
+        if is_element and "." not in inside and getattr(value, "id", "") == "mapping":
             names += [given.value for name, given in value.value if name.value == "name"]
         for name in names:
             key = _plain(f"{inside}.{name}")
             lines.setdefault(key, place.start_mark.line + 1)
-            _note(value, key, lines)
+            _add_lines(value, key, lines)
 
 
 def _plain(key: str) -> str:
-    """Return a key with its separators, brackets, quotes and dots, as single dots."""
+    """Return a key with single dots in place of its separators: brackets, quotes and dots."""
     return re.sub(r"[\[\]'.]+", ".", key).strip(".")

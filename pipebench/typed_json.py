@@ -1,8 +1,9 @@
-"""JSON of plain dataclasses: `write` makes it, `read` checks it and makes the dataclass again, by pydantic.
+"""Writes plain dataclasses as JSON, and reads JSON as dataclasses, checked by pydantic.
 
-Files may have been changed on disk, so nothing is used before all of it matches its type: fields without a default are
-required, unknown ones refused, nothing is converted ("3" is no number, 1 isn't true), and `Annotated` gives ranges of
-numbers. All faults of a user's file are reported, only the first of a file that pipebench alone writes.
+Files may have been changed on disk, so all of a file must match its type before any of it is used. Fields without a
+default are required, unknown ones are refused, and nothing is converted: "3" is no number, and 1 isn't true.
+`Annotated` gives ranges of numbers. All faults of a user's file are reported, and only the first of a file that
+pipebench alone writes.
 """
 
 import functools
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
+from pipebench import errors
 from pipebench.errors import Fault, RecipeError, UserError, nearest
 from pipebench.files import read_text
 from pipebench.lines import LinedFile
@@ -20,15 +22,15 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
     from pydantic_core import ErrorDetails
 
-# Larger numbers are mistakes: 31 years, and an exabyte.
+# Larger numbers are mistakes: these are 31 years and an exabyte.
 MAX_SECONDS = 1e9
 MAX_BYTES = 2**60
-_MOST_FAULTS = 100  # reported of a file
+_MOST_FAULTS = 100  # faults of a file that are reported
 T = TypeVar("T")
 
 
 class JsonError(UserError, ValueError):
-    """JSON that doesn't match its type. `faults` are sentences, or pairs of a place and the end of a sentence."""
+    """JSON that doesn't match its type; `faults` are sentences, or pairs of a place and the end of a sentence."""
 
     def __init__(self, *faults: tuple[str, str] | str) -> None:
         self.faults = [("", fault) if isinstance(fault, str) else fault for fault in faults]
@@ -52,7 +54,7 @@ class Within:
 
 
 class _Number:
-    """A number of either kind, infinite and NaN included, without conversion: 3 doesn't become 3.0."""
+    """An int or a float, infinite and NaN included, without conversion: 3 doesn't become 3.0."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         from pydantic_core import core_schema
@@ -61,7 +63,7 @@ class _Number:
 
 
 class _Samples:
-    """A number of samples as a key, with one spelling only, so that keys are unique."""
+    """A number of samples as a key, without leading zeros, so that equal keys have equal texts."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         from pydantic_core import core_schema
@@ -79,7 +81,7 @@ Finite = Annotated[float, Within(-1e308, 1e308, "a finite number")]
 Number = Annotated[float, _Number()]
 Samples = Annotated[int, _Samples()]
 
-# pydantic's kinds of faults, and what is allowed instead.
+# pydantic's type of an error to what is allowed.
 _ALLOWED = {
     "bool_type": "true or false",
     "dataclass_type": "an object",
@@ -98,12 +100,15 @@ def write(value: Any) -> str:
 
 
 def read(kind: type[T], source: str | bytes | dict[str, Any] | list[Any], where: str = "") -> T:
-    """Read JSON from `write`, as text or as parsed object, as a dataclass or another type that JSON can have.
+    """Read JSON as a dataclass or another type that pydantic knows.
 
-    `where` begins the dotted path of faults.
+    Args:
+        kind: the type.
+        source: text, or JSON that is parsed already.
+        where: begins the dotted path of faults.
 
     Raises:
-        JsonError: it doesn't match `kind`; with place, value and what is allowed.
+        JsonError: `source` doesn't match `kind`; names place, value and what is allowed.
     """
     from pydantic import ValidationError
 
@@ -116,12 +121,15 @@ def read(kind: type[T], source: str | bytes | dict[str, Any] | list[Any], where:
 
 
 def read_file(kind: type[T], path: str, check: Callable[[T], Iterator[tuple[str, str]]]) -> T:
-    """Read a user's file of JSON as a dataclass.
+    """Read a user's JSON file as a dataclass.
 
-    `check` yields further faults, which types can't express: place, and the end of a sentence.
+    Args:
+        kind: the dataclass.
+        path: the file.
+        check: yields faults that types can't express, as pairs of a place and the end of a sentence.
 
     Raises:
-        RecipeError: it can't be read, or isn't valid; with every fault and its line.
+        RecipeError: the file can't be read, or isn't valid; names every fault and its line.
     """
     text = read_text(path)
     with faults_in(path):
@@ -133,7 +141,7 @@ def read_file(kind: type[T], path: str, check: Callable[[T], Iterator[tuple[str,
 
 @contextmanager
 def faults_in(path: str) -> Iterator[None]:
-    """Raise a `JsonError` about a file's content as `RecipeError` with faults of that file."""
+    """Raise a `JsonError` about a file's content as a `RecipeError` that names the file and the lines."""
     try:
         yield
     except JsonError as error:
@@ -141,13 +149,10 @@ def faults_in(path: str) -> Iterator[None]:
 
 
 def shown(value: Any) -> str:
-    """Return a short text of a value on one line; containers are only named by their type."""
+    """Return a short text of a value as `errors.shown` does, but of a list or an object the kind alone."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
-    if isinstance(value, int) and abs(value) > MAX_BYTES:  # Python refuses to print thousands of digits
-        return "a huge number"
-    plain = ascii(value)
-    return plain if len(plain) <= 60 else f"{plain[:57]}..."
+    return errors.shown(value)
 
 
 @functools.cache
@@ -158,20 +163,23 @@ def _reader(kind: Any) -> "TypeAdapter[Any]":
 
 
 def _saying(allowed: str, schema: Any) -> Any:
-    """Return a pydantic schema whose every fault is reported as "allowed is" and these words."""
+    """Return a pydantic schema whose faults are all reported as "allowed is" and these words."""
     from pydantic_core import core_schema
 
     return core_schema.custom_error_schema(schema, custom_error_type="allowed", custom_error_message=allowed)
 
 
 def _problems(faults: "list[ErrorDetails]", where: str) -> list[tuple[str, str]]:
-    """Return place and end of a sentence per fault; unknown names first, since they explain missing ones."""
+    """Return place and end of a sentence per fault; unknown keys come first.
+
+    A required key that an unknown one was meant for isn't reported as missing, too.
+    """
     unknown = ("unexpected_keyword_argument", "extra_forbidden")
     missing = [str(each["loc"][-1]) for each in faults if each["type"] == "missing"]
     problems: list[tuple[str, str]] = []
     meant: set[tuple[str, str]] = set()
     for fault in sorted(faults, key=lambda each: each["type"] not in unknown)[:_MOST_FAULTS]:
-        at, text = _one(fault, where)
+        at, text = _problem(fault, where)
         if fault["type"] in unknown:
             at, name = _at(where, fault["loc"][:-1]), fault["loc"][-1]
             text = f"unknown key {shown(name)}{nearest(name, missing)}"
@@ -182,7 +190,7 @@ def _problems(faults: "list[ErrorDetails]", where: str) -> list[tuple[str, str]]
     return [*problems, ("", f"there are {more} more faults")] if more > 0 else problems
 
 
-def _one(fault: "ErrorDetails", where: str) -> tuple[str, str]:
+def _problem(fault: "ErrorDetails", where: str) -> tuple[str, str]:
     """Return a fault's place, and the end of a sentence about it."""
     kind, path, found = fault["type"], fault["loc"], fault["input"]
     if kind == "json_invalid":
@@ -200,7 +208,10 @@ def _one(fault: "ErrorDetails", where: str) -> tuple[str, str]:
 
 
 def _at(where: str, path: tuple[int | str, ...]) -> str:
+    """Return a place such as `layers[4][0].forward_s`: `where`, then names after dots and others in brackets."""
     for step in path:
-        named = isinstance(step, str) and step.isidentifier()
-        where += f"{'.' if where else ''}{step}" if named else f"[{step if str(step).isdecimal() else shown(step)}]"
+        if isinstance(step, str) and step.isidentifier():
+            where += f".{step}" if where else step
+        else:
+            where += f"[{step if str(step).isdecimal() else shown(step)}]"
     return where

@@ -1,6 +1,6 @@
 """Quantities with units in recipes: `10 Gbit/s`, `16 GB`, `5 us`.
 
-A plain number is in the base unit, and refused where another one was likely meant: `10` for a bandwidth.
+A number without a unit is in the base unit. It is refused if another unit was likely meant, as by `10` for a bandwidth.
 """
 
 import math
@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from pipebench.errors import UserError
+from pipebench.errors import UserError, shown
 
 _DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -20,20 +20,20 @@ BYTES_PER_S: Mapping[str, float] = {f"{prefix}B/s": factor for prefix, factor in
 }
 SECONDS: Mapping[str, float] = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
-# Other spellings of units: a prefix, bytes or bits, `per second`; a prefix and `seconds`.
+# Other spellings of units, for hints: prefix, bytes or bits, `per second`; and prefix, `seconds`.
 _OF_DATA = re.compile(r"((?:[kmgt]i?)?)(bytes?|bits?|b)(/s|/sec|ps)?", re.IGNORECASE | re.ASCII)
 _OF_TIME = re.compile("([mun\N{MICRO SIGN}\N{GREEK SMALL LETTER MU}]?)s(ecs?|econds?)?", re.IGNORECASE)
 _QUANTITY = re.compile(r"\s*(?P<number>[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?)\s*(?P<unit>\S*)\s*", re.ASCII)
 
 
 class _Quantity(NamedTuple):
-    """What can be read of one kind of quantity."""
+    """A kind of quantity, and what is allowed."""
 
-    what: str
-    units: Mapping[str, float]
-    base: str
-    smallest: float
-    plain: tuple[float, float]  # from where, and up to where, a number without a unit is likely in the base unit
+    what: str  # in messages
+    units: Mapping[str, float]  # to a factor of the base unit
+    base: str  # the base unit
+    smallest: float  # in the base unit
+    plain: tuple[float, float]  # a number without a unit is taken for one in the base unit if it is in this range
     example: str
 
 
@@ -50,7 +50,7 @@ def parse_bytes(given: object) -> int:
     """Return a positive number of bytes, e.g. 16_000_000_000 for `16 GB`.
 
     Raises:
-        UnitError: not a number with one of the units of `BYTES`, or a plain one that is hardly in the base unit.
+        UnitError: no number with a unit of `BYTES`, or a number without a unit that was likely meant in another one.
     """
     return round(_parse(given, _SIZE))
 
@@ -59,7 +59,7 @@ def parse_bandwidth(given: object) -> float:
     """Return a positive bandwidth [bytes/s], e.g. 1.25e9 for `10 Gbit/s`.
 
     Raises:
-        UnitError: not a number with one of the units of `BYTES_PER_S`, or a plain one that is hardly in the base unit.
+        UnitError: no number with a unit of `BYTES_PER_S`, or one without a unit that was likely meant in another one.
     """
     return _parse(given, _BANDWIDTH)
 
@@ -68,13 +68,13 @@ def parse_duration(given: object) -> float:
     """Return a duration of 0 or more [s], e.g. 5e-6 for `5 us`.
 
     Raises:
-        UnitError: not a number with one of the units of `SECONDS`, or a plain one that is hardly in the base unit.
+        UnitError: no number with a unit of `SECONDS`, or one without a unit that was likely meant in another one.
     """
     return _parse(given, _DURATION)
 
 
 def quantity(text: str) -> float | None:
-    """Return a number, or one with any unit, in the base unit; None for other texts.
+    """Return a number with or without a unit, of any kind, in its base unit; None for other texts.
 
     >>> quantity("4"), quantity("1 kB"), quantity("2-1-1")
     (4.0, 1000.0, None)
@@ -86,26 +86,26 @@ def quantity(text: str) -> float | None:
 def _parse(given: object, kind: _Quantity) -> float:
     match = None if isinstance(given, bool) else _QUANTITY.fullmatch(str(given)[:100])
     unit = (match["unit"] or kind.base) if match else ""
-    shown = repr(str(given)[:40])
+    got = f"got {shown(given)}"
     if match is None or unit not in kind.units:
         meant = _meant(unit, kind.units)
         hint = f"; did you mean {meant!r}?" if meant else ""
         raise UnitError(
-            f"got {shown}, allowed is a {kind.what}: a number, then one of {', '.join(kind.units)} "
+            f"{got}, allowed is a {kind.what}: a number, then one of {', '.join(kind.units)} "
             f"(without a unit: {kind.base}){hint}"
         )
     number, factor = float(match["number"]), kind.units[unit]
-    # 1e6 is an exact float, 1e-6 is not: dividing gives the float nearest to the text.
+    # 1e6 is exact as a float, 1e-6 isn't: dividing by 1e6 gives the float nearest to the text.
     quantity = number * factor if factor >= 1 else number / round(1 / factor)
     if not math.isfinite(quantity) or quantity < kind.smallest:
-        raise UnitError(f"got {shown}, allowed is a {kind.what} of at least {kind.smallest:g} {kind.base}")
+        raise UnitError(f"{got}, allowed is a {kind.what} of at least {kind.smallest:g} {kind.base}")
     if not match["unit"] and not kind.plain[0] <= quantity < kind.plain[1]:
-        raise UnitError(f"got {shown}, which is {quantity:g} {kind.base}: write its unit, such as {kind.example}")
+        raise UnitError(f"{got}, which is {quantity:g} {kind.base}: write its unit, such as {kind.example}")
     return quantity
 
 
 def _meant(unit: str, units: Mapping[str, float]) -> str:
-    """Return the unit that another spelling stands for; "" where it isn't one of `units`, or unclear.
+    """Return the unit that another spelling stands for; "" if that is unclear or not one of `units`.
 
     >>> _meant("Gbps", BYTES_PER_S), _meant("gb", BYTES), _meant("Gb", BYTES), _meant("usec", SECONDS)
     ('Gbit/s', 'GB', '', 'us')

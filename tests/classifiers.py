@@ -1,4 +1,4 @@
-"""Every classifier of torchvision in every mode, cut at three places: `nox -s matrix`; `tests` does a part of it."""
+"""Tests of every classifier of torchvision in every mode: `nox -s matrix` runs all, `nox -s tests` a part of them."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import nn
 from pipebench.model.graph import trace
 from tests.evaluations import MODES, Images, assert_scores_are_the_weights, mode_setup, trained
 
-# As small as they take them; and what a model has to be told of that.
+# Pixels per side of the smallest images that models accept, if more than 64; and options of models.
 SIZES = {"inception_v3": 299, "maxvit_t": 224}
 OPTIONS: dict[str, dict[str, Any]] = {
     "inception_v3": {"init_weights": False},
@@ -18,7 +18,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     **{name: {"image_size": 64} for name in ("vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32")},
     "vit_h_14": {"image_size": 56},
 }
-LARGEST = 100_000_000  # parameters: every one is here up to five times, with 8 bytes each
+LARGEST = 100_000_000  # parameters, of which a test holds up to five copies of 8 bytes
 NAMES = torchvision.models.list_models(module=torchvision.models)
 
 
@@ -30,7 +30,7 @@ def classifier(name: str) -> nn.Module:
 
 
 def check(name: str, mode: str, num_minibatches: int = 2) -> None:
-    """Train a little, cut at three places, and compare what is logged with the weights in plain torch."""
+    """Train a few minibatches, cut at three places, and compare the logged scores with those in plain torch."""
     size = SIZES.get(name, OPTIONS.get(name, {}).get("image_size", 64))
     model = classifier(name)
     if sum(parameter.numel() for parameter in model.parameters()) > LARGEST:

@@ -1,7 +1,6 @@
-"""The command line in processes of its own that start at once: copies of one that has imported what they need.
+"""Runs the command line in processes that are forked from one that has imported its modules, so that they start fast.
 
-Importing it takes five seconds of a processor's time in each process that really starts; tests in which the start
-itself matters start `python -m pipebench`.
+Importing takes five CPU seconds in each new process. Tests in which the start itself matters run `python -m pipebench`.
 """
 
 import atexit
@@ -32,16 +31,21 @@ def _command_line() -> None:
     from pipebench.__main__ import main
     from pipebench.cli import run
 
-    run._has_computed_nothing = lambda: True  # in spite of what is imported
+    run._has_computed_nothing = lambda: True  # although torch is imported
     main()
 
 
 class CopiedCommand:
-    """A command that runs in a copy; it is asked as a `subprocess.Popen` is.
+    """A command that runs in a forked process, with methods like those of `subprocess.Popen`.
 
-    `words` follow `pipebench`; what it says is added to the files `out` and `errors`. `settings` are environment
-    variables beside those of this process, and it hasn't those in `without`. `main` is called instead of the command
-    line; its words are in `sys.argv`.
+    Args:
+        words: arguments of `pipebench`.
+        folder: working directory.
+        out: file that standard output is appended to.
+        errors: file that standard error is appended to.
+        settings: environment variables, in addition to those of this process.
+        main: called instead of the command line; `words` are in `sys.argv`.
+        without: names of environment variables that are removed.
     """
 
     def __init__(
@@ -56,9 +60,9 @@ class CopiedCommand:
     ) -> None:
         context = get_context("forkserver")
         context.set_forkserver_preload(IMPORTED)
-        kept = {**os.environ, "OMP_NUM_THREADS": "1"}
-        kept.pop("MLFLOW_TRACKING_URI", None)  # records go to the folder
-        environment = {name: value for name, value in kept.items() if name not in without} | {**settings}
+        base = {**os.environ, "OMP_NUM_THREADS": "1"}
+        base.pop("MLFLOW_TRACKING_URI", None)  # records go to the folder
+        environment = {name: value for name, value in base.items() if name not in without} | {**settings}
         args = ([*words], str(folder), str(out), str(errors), environment, shortcuts.TABLES, main)
         self._process = context.Process(target=_run, args=args)
         self._process.start()
@@ -98,14 +102,14 @@ class CopiedCommand:
 
 
 class CopiedRun(WatchedRun):
-    """A watched run that is a copy."""
+    """A watched run whose command is a `CopiedCommand`."""
 
     def start(self, words: Sequence[str], settings: Mapping[str, str], output: Path) -> Any:
         return CopiedCommand(["run", *words], self.folder, output, output, settings)
 
 
 class Done(NamedTuple):
-    """How a command ended, and what it said."""
+    """The exit code and output of a command."""
 
     returncode: int
     stdout: str
@@ -132,7 +136,7 @@ def _run_to_its_end(
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of the only run in a folder, as `pipebench export` writes them."""
+    """Return the weights of the only run in a folder, from `pipebench export`."""
     (run,) = folder.glob("pipebench-runs/*")
     export(str(run), str(folder / "weights.pt"), None)
     return torch.load(folder / "weights.pt", weights_only=True)
@@ -147,7 +151,7 @@ def _run(
     tables: Path,
     main: Callable[[], object],
 ) -> None:
-    """Be the command, in the copy: in a session of its own, whose terminal is `out` if that is one."""
+    """Run the command in the forked process, in a new session whose terminal is `out` if that is a terminal."""
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
@@ -166,4 +170,4 @@ def _run(
     try:
         main()
     finally:
-        atexit._run_exitfuncs()  # which multiprocessing leaves out
+        atexit._run_exitfuncs()  # multiprocessing doesn't call them

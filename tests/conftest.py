@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Hooks and fixtures of all tests."""
 
 import gc
 import os
@@ -16,31 +16,29 @@ from tests import shortcuts
 
 
 def pytest_configure() -> None:
-    """Hear Ctrl-C, and let processes that are started hear it: a shell lets what runs in its background ignore it.
-
-    Garbage is collected seldom: thousands of tests and their modules stay, and looking through them took a twelfth of
-    the time. On a GPU torch looks once, at the first product of any test, whether cuBLAS has a workspace with which
-    products are deterministic.
-    """
+    """Set up signals, the garbage collector and cuBLAS."""
+    # torch reads it once, at the first product on a GPU: with this workspace, products are deterministic.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Collect garbage rarely: searching thousands of tests and their modules took a twelfth of the time.
     gc.set_threshold(50_000, 20, 20)
+    # Handle Ctrl-C, in processes that tests start, too: a shell lets background commands ignore it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
-    """Let the collector pass over the tests and all that they import."""
+    """Exclude the tests and their modules from garbage collection."""
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """Let the interpreter's last collection find it all: triton prints what it would pass over as leaks, at length."""
+    """Include them in the interpreter's last collection: triton would print them as leaks, at length."""
     gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow the cases of a test marked `sampled(n)`, but for its first and about one in n, by their names."""
+    """Mark cases of tests that are marked `sampled(n)` as slow, except the first and about one in n, by their names."""
     seen: set[str] = set()
     for item in items:
         if (mark := item.get_closest_marker("sampled")) is not None:
@@ -51,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter") -> None:
-    """Say what was compared on a GPU, and with what; pytest 8.3 has no public name for what it says it by."""
+    """Print what was compared on a GPU, and with what; pytest 8.3 has no public name for the reporter's class."""
     compared = getattr(sys.modules.get("tests.test_gpu_distributed"), "COMPARED", ())
     for what, count in sorted(Counter(what for what, _ in compared).items()):
         also = sum(also for each, also in compared if each == what)
@@ -63,14 +61,14 @@ def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter") -> None
 
 @pytest.fixture(scope="module")
 def little_to_search() -> None:
-    """Let the collector pass over what there is already: tests that ask for garbage search only what they make."""
+    """Exclude existing objects from garbage collection: tests that collect then search only their own."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
 def hears_sighup() -> Iterator[None]:
-    """Hear SIGHUP, and let processes that are started hear it, which `nohup` has ignored."""
+    """Handle SIGHUP, in processes that the test starts, too, even under `nohup`, which ignores it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -83,7 +81,7 @@ def _messages_hide_nothing_of_other_tests() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _nothing_is_known_from_other_times(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep what is profiled in a cache of these tests' own, in processes that they start or run beside, too."""
+    """Use a cache of profiles of this test run, shared with processes that tests start and with other workers."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # of all workers
@@ -94,7 +92,10 @@ def _nothing_is_known_from_other_times(tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(autouse=True, scope="session")
 def _runs_take_shortcuts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tests that look at a picture use `rendered`. Processes that tests start draw and make tables, as users' do."""
+    """Take the shortcuts of `tests.shortcuts`; tests that look at a picture use `rendered`.
+
+    They don't hold in processes that tests start.
+    """
     render = inline.InlineFigure.write
     with pytest.MonkeyPatch.context() as patch:
         shortcuts.take(patch.setattr, tmp_path_factory.mktemp("store") / "mlflow.db")

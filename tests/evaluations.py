@@ -1,4 +1,4 @@
-"""Logged scores beside plain torch: what tests of evaluation share. It calls nothing of the engine's evaluation."""
+"""Helpers of tests that compare evaluated scores with plain torch, without code of the engine's evaluation."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from pipebench.engine.virtual import VirtualEngine
 from pipebench.simulate.timeline import EVALUATION
 from tests.support import Blobs, make_engine, make_setup
 
-# Every order of work, weight policy and kind of plan, as columns of the table of modes.
+# Arguments of `make_setup` for every order of work, weight policy and kind of plan; `stages` is 1 for no cuts.
 MODES: Mapping[str, Mapping[str, Any]] = {
     "single": {"weights": "one", "depth": 1, "stages": 1},
     "dp": {"weights": "one", "depth": 1, "stages": 1, "replicas": 2},
@@ -27,13 +27,13 @@ MODES: Mapping[str, Mapping[str, Any]] = {
 
 
 class Images(Blobs):
-    """Random images; a model may return several outputs, the first of which counts."""
+    """Random images; of models with several outputs, the first is scored and the losses are added."""
 
     def __init__(self, size: int = 32, num_train: int = 8, num_eval: int = 6) -> None:
         super().__init__(num_train, num_eval, shape=(3, size, size))
 
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return summed cross-entropy of all outputs there are."""
+        """Return the summed cross-entropy of all outputs."""
         outputs = [output] if isinstance(output, torch.Tensor) else [each for each in output if each is not None]
         return sum(  # type: ignore[return-value]
             functional.cross_entropy(each, targets["label"], reduction="sum") for each in outputs
@@ -44,29 +44,29 @@ class Images(Blobs):
 
 
 def mode_setup(model: nn.Module, mode: str, starts: Sequence[int], **options: Any) -> Setup:
-    """Return a setup of a model in one of `MODES`, cut before the layers `starts` where the mode is cut at all."""
+    """Return a setup of a model in one of `MODES`, cut before the layers `starts` if the mode has several stages."""
     columns = dict(MODES[mode])
     own = [] if columns.pop("stages", None) == 1 else list(starts)
     replicas = [columns.pop("replicas", 1), *([1] * len(own))]
-    # BatchNorm refuses to train on one sample, so minibatches of 4 and their halves are all that is profiled.
+    # BatchNorm refuses to train on one sample, so only minibatches of 4 and their halves are profiled.
     return make_setup(model, (own, replicas), **({"sizes": (2, 4)} | columns | options))
 
 
 def trained(setup: Setup, num_minibatches: int = 3) -> VirtualEngine:
-    """Return an engine that has trained a little."""
+    """Return an engine that has trained some minibatches."""
     engine = make_engine(setup)
     engine.train(0, num_minibatches)
     return engine
 
 
 def plain_scores(engine: VirtualEngine, model: nn.Module) -> dict[str, float]:
-    """Return what plain torch gives for the trained weights, `model` being the untraced one."""
+    """Return the scores of the trained weights in plain torch; `model` is the module before tracing."""
     model = copy.deepcopy(model)
     own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     with torch.no_grad():
         for replica in engine.replicas:
             for name, tensor in replica.tensors().items():
-                if not name.startswith("_tensor_constant"):  # a tensor made in forward is nothing of the model's
+                if not name.startswith("_tensor_constant"):  # tracing adds tensors that `forward` makes
                     own[name.removeprefix("model.") if name not in own else name].copy_(tensor)
     model.eval()
     setup, total, right, count = engine.setup, 0.0, 0, 0
@@ -81,14 +81,14 @@ def plain_scores(engine: VirtualEngine, model: nn.Module) -> dict[str, float]:
 
 
 def assert_scores_are_the_weights(engine: VirtualEngine, model: nn.Module) -> None:
-    """Evaluate, and compare with plain torch; what crosses has the foreseen size."""
+    """Evaluate, and compare scores with plain torch, and bytes sent with those that the simulated network counts."""
     found = engine.evaluate()
     expected = plain_scores(engine, model)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert abs(found[name] - value) <= 1e-9 * max(1.0, abs(value)), (name, found[name], value)
-    counted, foreseen = (
+    sent, simulated = (
         {key: n for key, n in table.items() if key[0] == EVALUATION and n > 0}
         for table in (engine.num_bytes, engine.network.num_bytes)
     )
-    assert counted == foreseen
+    assert sent == simulated

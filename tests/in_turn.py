@@ -1,11 +1,11 @@
-"""Many quick cases as one test: pytest and its workers take 3 ms for each test, more than such a case does."""
+"""Runs many quick cases as one test: pytest takes 3 ms per test, more than such a case."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 
 def in_turn(*cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[[], None]]:
-    """Let a test run with every case in turn, a tuple of its arguments; a failure says which case it was."""
+    """Decorate a test to run with every case, a tuple of its arguments, in turn; a failure names its case."""
 
     def decorated(test: Callable[..., None]) -> Callable[[], None]:
         def runs() -> None:

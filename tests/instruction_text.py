@@ -1,4 +1,4 @@
-"""Programs as text, for tests that draw them: instructions' own text form, which this reads back."""
+"""Reads and writes lists of instructions in their text form."""
 
 import re
 from collections.abc import Iterable
@@ -11,6 +11,7 @@ _TEXT = re.compile(r"(\d+)([A-Z]+)(\d+)(?:[<>](\d+))?(?:\+(\d+))?(?:@(\d+))?(?:~
 
 
 def parse(text: str) -> Instruction:
+    """Return the instruction of a text, such as `2F0`."""
     match = _TEXT.fullmatch(text)
     assert match is not None, text
     stage, letters, number, *rest, ahead = match.groups()

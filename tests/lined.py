@@ -1,8 +1,8 @@
-"""Patterns of messages about files, whose names are followed by lines."""
+"""Patterns of messages that name a file and a line."""
 
 import re
 
 
 def lined(pattern: str) -> str:
-    """Return a pattern of messages that takes a line after each file's name: `r.yaml: ` also means `r.yaml:3: `."""
+    """Return a pattern in which a line may follow each file's name: `r.yaml: ` also matches `r.yaml:3: `."""
     return re.sub(r"\.(yaml|json): (?!line )", r".\1(:\\d+)?: ", pattern)

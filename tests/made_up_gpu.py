@@ -1,11 +1,11 @@
-"""A GPU that isn't there: its tensors are the host's, and what would mix the two on CUDA fails as there.
+"""An emulated GPU: its tensors are in host memory, and operators that mix devices fail as they do with CUDA.
 
-Two of torch's modes stand between code and torch. One sees the functions that are called: it makes and moves tensors
-where `device` says, and answers where one is. The other sees every operator, a backward's too: results are where the
-arguments are, and arguments in two places are an error, but for what CUDA's operators take from the host: single
-numbers, and the indices of an indexing. Streams and events have always done already what they were asked to do.
+Two modes of torch intercept calls. `_Functions` sees functions of Python: it makes and moves tensors to the device that
+arguments name, and answers on which device a tensor is. `_Operators` sees every operator, also in a backward: results
+are on the device of the arguments, and arguments on two devices are an error, except those that CUDA's operators take
+from the host, which are scalars and indices. Streams and events are always done.
 
-Modes are of one thread: there is no other thread's work on such a GPU, and no loader's.
+Modes hold in one thread, so other threads, such as a loader's, can't use the emulated GPU.
 """
 
 import math
@@ -27,21 +27,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
 _ATEN: Any = torch.ops.aten
-_COPIES = {_ATEN.copy_.default, _ATEN._foreach_copy_.default}  # into their first argument, from anywhere
+_COPIES = {_ATEN.copy_.default, _ATEN._foreach_copy_.default}  # from any device into their first argument
 _INDEXES = {_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.default, _ATEN._index_put_impl_.default}
-_FILLED = {_ATEN.scatter.src, _ATEN.scatter.value}  # of zeros, which backwards of torch 2.11 make by no function
+# Their first argument may be zeros that a backward of torch 2.11 makes without a function that `_Functions` sees.
+_FILLED = {_ATEN.scatter.src, _ATEN.scatter.value}
 
 
 class _Storages:
-    """Some of the storages that there are."""
+    """A set of storages, such as those on the emulated GPU; it doesn't keep them alive."""
 
     def __init__(self, limit_bytes: float = math.inf) -> None:
         self._known: dict[int, StorageWeakRef] = {}
-        self._most = 1 << 8  # known before those that are gone are forgotten, which keeps their memory
+        self._most = 1 << 8  # entries after which those of freed storages are removed
         self._limit_bytes, self._bytes = limit_bytes, dict[int, int]()
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Add a tensor's storage; raises torch's error if there is no memory for it."""
+        """Add a tensor's storage; raises torch.OutOfMemoryError if the limit is exceeded."""
         reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call] # torch lists no types
         self._known[reference.cdata] = reference
         if self._limit_bytes < math.inf:
@@ -57,18 +58,18 @@ class _Storages:
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes.")
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor's storage is one of them; one that is gone may have left its address to it."""
+        """Return whether a tensor's storage is in the set; it may have the address of a freed storage."""
         known = self._known.get(tensor.untyped_storage()._cdata)
         return known is not None and not known.expired()  # type: ignore[no-untyped-call]
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Says where every operator's results are, and refuses arguments in two places."""
+    """Decides on which device every operator's results are, and refuses arguments on two devices."""
 
     def __init__(self, on_gpu: _Storages) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_gpu = on_gpu
-        self.device: torch.device | None = None  # where results are whatever the arguments; None: where these are
+        self.device: torch.device | None = None  # of all results; None: that of the arguments
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -84,7 +85,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _is_on_gpu(self, func: Any, given: Sequence[torch.Tensor]) -> bool:
         """Return whether an operator computes on the GPU."""
         if func in _COPIES:
-            return False  # there is nothing new
+            return False  # there are no new tensors
         if func in _INDEXES and given and self._on_gpu.has(given[0]):
             given = [each for each in given if self._on_gpu.has(each)]
         if func in _FILLED and not given[0].any():
@@ -103,7 +104,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 class _Functions(TorchFunctionMode):
-    """Makes, moves and pins tensors, and says where they are."""
+    """Makes, moves and pins tensors, and answers on which device they are."""
 
     def __init__(self, operators: _Operators, on_gpu: _Storages) -> None:
         super().__init__()
@@ -123,7 +124,7 @@ class _Functions(TorchFunctionMode):
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function, which knows of no GPU."""
+        """Call a function, which can't use a GPU, and put its result on the device that `device` names."""
         del types
         kwargs = dict(kwargs or {})
         if func in self._own:
@@ -136,7 +137,7 @@ class _Functions(TorchFunctionMode):
             with self.all_on(torch.device(device)):
                 found = func(*args, **{**kwargs, "device": HOST})
             if torch.device(device).type == "cuda":
-                self._on_gpu.add(found)  # torch.tensor calls no operator
+                self._on_gpu.add(found)  # needed for torch.tensor, which calls no operator
         if pins:
             self._pinned.add(found)
         return found
@@ -151,7 +152,7 @@ class _Functions(TorchFunctionMode):
             return GPU if _tensors(tensor) and self._on_gpu.has(tensor) else tensor.device
 
     def _to(self, tensor: torch.Tensor, *args: Any, device: Any = None, dtype: Any = None, **rest: Any) -> torch.Tensor:
-        """Move a tensor; what stands at a place without a name is a device, a type or a tensor that has both."""
+        """Move a tensor; positional arguments are a device, a type or a tensor with both."""
         for each in args:
             if isinstance(each, torch.Tensor):
                 device, dtype = self._device(each), each.dtype
@@ -186,18 +187,18 @@ class _Functions(TorchFunctionMode):
 
 
 class _Stream:
-    """Nothing is left to do in it."""
+    """A stream whose work is always done."""
 
     def __init__(self, *_: Any) -> None:
-        """Of any device."""
+        """Make a stream of any device."""
 
     def wait_stream(self, _: Any) -> None:
-        """Go on."""
+        """Do nothing."""
 
     wait_event = wait_stream
 
     def synchronize(self) -> None:
-        """Go on."""
+        """Do nothing."""
 
     def record_event(self) -> "_Event":
         event = _Event()
@@ -205,12 +206,12 @@ class _Stream:
         return event
 
     def is_capturing(self) -> bool:
-        """Return False: kernels aren't recorded."""
+        """Return False: there are no CUDA graphs."""
         return False
 
 
 class _Event:
-    """It has happened as soon as it is recorded."""
+    """An event that happens when it is recorded."""
 
     def __init__(self, **_: Any) -> None:
         self._at_s = 0.0
@@ -222,7 +223,7 @@ class _Event:
         return True
 
     def synchronize(self) -> None:
-        """Go on."""
+        """Do nothing."""
 
     def elapsed_time(self, later: "_Event") -> float:
         return 1e3 * (later._at_s - self._at_s)
@@ -238,7 +239,7 @@ def _always(value: Any) -> Callable[..., Any]:
 
 @contextmanager
 def made_up_gpu(limit_bytes: float = math.inf) -> Iterator[None]:
-    """Let torch have a GPU, in this thread, with so many bytes of memory."""
+    """Emulate a GPU with `limit_bytes` of memory in this thread."""
     generator, stream, on_gpu = torch.default_generator, _Stream(), _Storages(limit_bytes)
     values = {
         **dict.fromkeys(("is_available", "is_initialized"), True),
@@ -262,14 +263,14 @@ def made_up_gpu(limit_bytes: float = math.inf) -> Iterator[None]:
         stack.enter_context(
             patch.object(torch.backends.cudnn, "is_acceptable", _always(False))
         )  # no weights to compact
-        # Torch looks at its argument before it asks modes.
+        # Torch checks its argument before it calls modes.
         stack.enter_context(patch.object(torch.Tensor, "record_stream", _always(None)))
         stack.enter_context(operators)
         functions = stack.enter_context(_Functions(operators, on_gpu))
         heads: Any = torch.autograd._make_grads
 
         def make_heads(outputs: Sequence[Any], *given: Any, **options: Any) -> Any:
-            """Make the gradients of losses where these are; the engine's edges, which torch asks itself, on the GPU."""
+            """Make initial gradients on the device of losses; on the GPU for edges, which have no tensor."""
             edges = any(isinstance(each, GradientEdge) for each in outputs)
             with functions.all_on(GPU) if edges else functions:
                 return heads(outputs, *given, **options)

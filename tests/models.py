@@ -1,4 +1,4 @@
-"""Awkward little models: skip connections, in-place heads, integers, tuples, BatchNorm, dropout."""
+"""Small models with difficult features: skip connections, in-place operations, integers, tuples, BatchNorm, dropout."""
 
 from collections import OrderedDict
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ class ConvNet(nn.Module):
 
 
 class HalfFrozen(ConvNet):
-    """With a constant that a layer reads, and a BatchNorm that trains in evaluation mode."""
+    """A `ConvNet` with a buffer that a layer reads, and a BatchNorm that stays in evaluation mode."""
 
     offset: torch.Tensor
 
@@ -77,7 +77,7 @@ class SkipNet(nn.Module):
 
 
 class Gated(nn.Module):
-    """A gate that is compared only, so that no gradient reaches its layer; seven layers."""
+    """A gate whose output is only compared, so that no gradient reaches its layer; seven layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Tied(nn.Module):
 
 
 class TiedEnds(nn.Module):
-    """A language model's shape: both ends share a matrix, and two layers between share another."""
+    """The shape of a language model: both ends share a matrix, and two layers between them share another."""
 
     def __init__(self, *, seed: int = 3) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class RandomNet(nn.Module):
         self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Read, add, transform, layer by layer; the head reads what nobody else has read, and the last value."""
+        """Map [n, 6] to [n, 4]; the head reads the last value and all values that no layer reads."""
         values = [x]
         for index, (layer, reads) in enumerate(zip(self.layers, self.reads, strict=True)):
             total = values[reads[0]]
@@ -203,7 +203,7 @@ class RandomNet(nn.Module):
 
 
 class TiedImages(nn.Module):
-    """Two early layers share one weight, and so must share a stage; the work is behind them; [n, 1, 32, 32] to 10."""
+    """Two early layers share one weight, so they have to share a stage; later layers take most of the time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,12 +218,8 @@ class TiedImages(nn.Module):
         return self.head(self.narrow(self.wide(hidden)))
 
 
-def tied_images() -> TiedImages:
-    return TiedImages()
-
-
 class Halves(NamedTuple):
-    """What `Halving` puts out."""
+    """The output of `Halving`."""
 
     left: torch.Tensor
     rest: dict[str, torch.Tensor]
@@ -231,7 +227,7 @@ class Halves(NamedTuple):
 
 
 class Halving(nn.Module):
-    """A layer that puts out a named tuple of the user's, with an ordered dictionary in it."""
+    """A layer that returns a user's named tuple, with an ordered dictionary in it."""
 
     one_layer = True
 
@@ -246,7 +242,7 @@ class Halving(nn.Module):
 
 
 class Joining(nn.Module):
-    """A layer that takes them."""
+    """A layer that reads `Halves`."""
 
     one_layer = True
 
@@ -257,7 +253,7 @@ class Joining(nn.Module):
 
 
 class Structures(nn.Module):
-    """Named tuples of torch's and of the user's to cut after: `max`, `halving`; double precision, [n, 6] to [n, 4]."""
+    """Layers that return named tuples, `max` and `halving`, to cut after; double precision, [n, 6] to [n, 4]."""
 
     def __init__(self, halving: nn.Module | None = None, *, seed: int = 3) -> None:
         super().__init__()
@@ -287,7 +283,7 @@ class MixedTypes(nn.Module):
 
 
 class FrozenPart(nn.Module):
-    """Its first layers' output is detached: their parameters never have a gradient; double precision."""
+    """A model whose first layers' output is detached, so that their parameters have no gradient; double precision."""
 
     def __init__(self, *, seed: int = 3) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The modes that planning compares where data parallelism fits: those that shard nothing."""
+"""The modes that planning compares if data parallelism fits in memory: those without sharding."""
 
 from pipebench.schedule.modes import MODES
 

@@ -1,4 +1,4 @@
-"""What a loaded machine changes: how long tests wait for what has to come, and what commands say that take 2 s.
+"""Waiting on a loaded machine: how long tests wait for an event, and the lines that slow commands print.
 
 Only a test that fails waits for so long.
 """
@@ -15,21 +15,21 @@ _PHASE = re.compile(r"^(pipebench[\w ]*: (starting|loading \w+)|[\w.-]+  \S.*)(\
 
 
 def without_phases(said: str) -> str:
-    """Return what was said without lines that name a phase of 2 s: `pipebench run: loading torch`, `dp  preparing`."""
+    """Remove the lines that name a phase of more than 2 s: `pipebench run: loading torch`, `dp  preparing`."""
     return _PHASE.sub("", said)
 
 
-def wait_for(true: Callable[[], object]) -> None:
-    """Wait until something holds; the test fails if it never does."""
+def wait_for(condition: Callable[[], object], what: str = "a condition") -> None:
+    """Wait until a condition holds; the test fails if it never does, and says for `what` it waited."""
     end_s = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < end_s, "nothing happened"
+    while not condition():
+        assert time.monotonic() < end_s, f"waited in vain for {what}"
         time.sleep(0.01)
 
 
 @contextmanager
 def within_patience() -> Iterator[None]:
-    """Fail instead of waiting for ever for what happens inside, in the main thread: for a pipe to be written to."""
+    """Fail if the block, in the main thread, waits for too long, for example for a pipe."""
 
     def give_up(number: int, frame: FrameType | None) -> None:
         raise AssertionError("nothing has happened for a long time")

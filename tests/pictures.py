@@ -1,4 +1,4 @@
-"""Drawn schedules as text, as tests of pictures compare them."""
+"""Draws schedules as text, for tests that compare pictures."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +17,6 @@ def draw(
     since: int = 0,
     **how: Any,
 ) -> str:
-    """Return `draw_cells` as text, `.` for idle: the first of its blocks, without the first `since` units of time."""
+    """Return the first block of `draw_cells` as text, `.` for idle, without the first `since` units of time."""
     cells = draw_cells(pipeline, num_minibatches, forward, backward, **how)
     return blocks(pipeline, [row[since:] for row in cells], width)[0]

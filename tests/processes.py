@@ -1,4 +1,4 @@
-"""Processes that stay and run one function after another: a process group is made once for many tests."""
+"""Persistent processes that run one function after another, so that a process group is made once for many tests."""
 
 import faulthandler
 import importlib
@@ -18,8 +18,8 @@ from torch import multiprocessing
 from pipebench.distributed.launch_join import HostSlot
 from tests.patience import PATIENCE_S
 
-# What copies of processes need, of a world's as of commands': one server imports it, which takes seconds, as soon as a
-# copy is asked for. Nothing of it starts a thread, which a copy would lack.
+# Modules that the fork server imports, which takes seconds, for forked processes of `Processes` and `tests.commands`.
+# None of them starts a thread, which a forked process would lack.
 IMPORTED = [
     "pipebench.distributed.engine",
     "pipebench.run.drawings",
@@ -31,30 +31,36 @@ IMPORTED = [
     "torch._dynamo",  # and this in an optimizer's first step
     "tests.distributed.cases",
 ]
-_STACKS_AFTER_S = 60.0
-_AFTER_A_FAILURE_S = 5.0
+_STACKS_AFTER_S = 60.0  # until a process that hangs prints its stack
+_AFTER_A_FAILURE_S = 5.0  # for other processes to answer or end after one has failed
 
 
 def reserved_port() -> socket.socket:
-    """Return what keeps a port of 127.0.0.1, on which a store can be served, from everybody who asks for any.
+    """Return a bound socket that reserves a port of 127.0.0.1, on which a store can be served.
 
-    Other tests, in other processes, ask for many ports while processes start here.
+    Until the store listens, other processes that ask for any free port don't get it.
     """
     found = socket.socket()
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers have it: one may listen on a port
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that a server with the same option may listen
     found.bind(("127.0.0.1", 0))
     return found
 
 
 class Processes:
-    """A world of processes on this machine, as a context manager; `environment` has variables of theirs."""
+    """Processes of one process group on this machine, as a context manager.
+
+    Args:
+        size: number of processes.
+        device: `cpu` or `cuda`.
+        environment: variables of the processes.
+    """
 
     def __init__(self, size: int, device: str = "cpu", environment: Mapping[str, str] = MappingProxyType({})) -> None:
         self._port = reserved_port()
         port = self._port.getsockname()[1]
         context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
         if device == "cpu":
-            # CUDA can't be used in a copy of a process that has asked for it, as what is imported here may.
+            # Not with CUDA, which can't be used in a process that is forked from one that has initialised it.
             context.set_forkserver_preload(IMPORTED)
         self._pipes: list[Connection] = []
         self._processes = []
@@ -74,7 +80,7 @@ class Processes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End them; they end cleanly unless one was lost."""
+        """End the processes, and check that they end cleanly unless one was lost."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -94,15 +100,19 @@ class Processes:
         self._port.close()
 
     def run(self, function: str, *args: Any, lost: Sequence[int] = (), **kwargs: Any) -> list[Any]:
-        """Call `module:function(world, ...)` in every process with plain values; return what each returned, by rank.
+        """Call a function in every process and return the results by rank.
 
-        Ranks that are `lost` die of it, and None is returned for them; nothing runs here afterwards. When one has died,
-        those that don't hear of it, as a checkpoint waits for its part, are killed, which launchers do.
+        Args:
+            function: `module:function`, whose first argument is the `World`.
+            args: further arguments, as they can be pickled.
+            lost: ranks that the call kills, for which None is returned; nothing can run here afterwards. If one has
+                died, those that don't notice it are killed, as launchers do.
+            kwargs: further arguments.
 
         Raises:
-            AssertionError: one of them raised, with its traceback; or gave no answer.
+            AssertionError: a process raised, with its traceback, or gave no answer.
         """
-        test = os.environ.get("PYTEST_CURRENT_TEST", "")  # theirs would stay that of the test that began them
+        test = os.environ.get("PYTEST_CURRENT_TEST", "")  # the processes have that of the test that started them
         for pipe in self._pipes:
             pipe.send((test, function, args, kwargs))
         self._lost |= set(lost)
@@ -120,7 +130,7 @@ class Processes:
                     answers[rank] = True, None
                 else:
                     answers[rank] = False, f"no answer to {function}"
-            if any(not fine for fine, _ in answers.values()):  # the others may wait for those that failed
+            if any(not fine for fine, _ in answers.values()):  # other processes may wait for one that failed
                 limit_s = min(limit_s, time.monotonic() + _AFTER_A_FAILURE_S)
             if not answers.keys().isdisjoint(lost):
                 limit_s = min(limit_s, time.monotonic() + _STACKS_AFTER_S)
@@ -149,7 +159,7 @@ def _serve(rank: int, size: int, port: int, device: str, environment: dict[str, 
         except EOFError:
             break
         module, function = name.split(":")
-        faulthandler.dump_traceback_later(_STACKS_AFTER_S)  # what hangs says where
+        faulthandler.dump_traceback_later(_STACKS_AFTER_S)
         try:
             pipe.send((True, getattr(importlib.import_module(module), function)(world, *args, **kwargs)))
         except BaseException:

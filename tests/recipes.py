@@ -4,7 +4,7 @@
 def uniform_recipe(
     num_layers: int, num_train: int, num_eval: int, minibatch_size: int, parallelism: str = "mode: pipedream"
 ) -> str:
-    """Return a recipe of equal layers on synthetic data: few layers are quick to measure, and to plan in every mode."""
+    """Return a recipe of equal layers on synthetic data; few layers are quick to profile and to plan in every mode."""
     return f"""\
 name: small
 model: {{name: uniform, num_layers: {num_layers}}}

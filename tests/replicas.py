@@ -1,4 +1,4 @@
-"""Replicas of a model's stages without an engine, and units that run through all of them."""
+"""Makes replicas of a model's stages without an engine, and runs units through all of them."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ Unit = tuple[torch.Tensor, torch.Tensor]
 
 
 def replicas_of(model: nn.Module, starts: Sequence[int], memory: str | Sequence[str]) -> list[Replica]:
-    """Return one replica of every stage that a model is cut into; memory: a policy, or one per layer."""
+    """Return one replica of every stage of a model; `memory` is a policy, or one per layer."""
     graph = trace(model)
     plan = make_plan(graph, starts, [1] * (len(starts) + 1), memory=memory)
     stages = (cut_stage(graph, plan, index) for index in range(len(plan.stages)))
@@ -23,9 +23,9 @@ def replicas_of(model: nn.Module, starts: Sequence[int], memory: str | Sequence[
 
 
 def run(replicas: Sequence[Replica], units: Sequence[Unit], *, late: bool = False) -> dict[str, torch.Tensor]:
-    """Run units forward through all stages, swapping each at once, then back; return gradients and buffers.
+    """Run units forward through all stages, then backward; return gradients and buffers.
 
-    `late`: nobody asks for what is on the host before a backward needs it.
+    Units are swapped out after their forward. With `late` they aren't swapped in before the backward needs them.
     """
     for unit, (x, target) in enumerate(units):
         values: dict[int, object] = {}

@@ -1,4 +1,4 @@
-"""Results of runs as tests print, compare and record them."""
+"""Made-up results of runs, which tests print, compare and record."""
 
 from dataclasses import replace
 

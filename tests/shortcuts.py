@@ -1,6 +1,6 @@
-"""What runs of tests leave out: pictures that nobody looks at, and MLflow's tables made anew for every store.
+"""Shortcuts of runs in tests: pictures aren't drawn, and new MLflow databases are copies.
 
-They take more than half of a small run's time.
+Both take more than half of a small run's time.
 """
 
 import os
@@ -14,16 +14,20 @@ from PIL import Image, PngImagePlugin
 from pipebench.show import inline
 from pipebench.tracking import connection
 
-TABLES = Path()  # the first store, which conftest.py names
+TABLES = Path()  # the database that others are copies of; conftest.py names it
 
-_composed: dict[object, str | None] = {}  # who made them, of the figures composed since a test file began
+_composed: dict[object, str | None] = {}  # `made_by` of the figures composed since a test file began, by function
 _make_tables = connection._make_tables
 
 
 def take(replace: Callable[[object, str, object], object], tables: Path) -> None:
-    """Take all shortcuts: `replace` sets an attribute; new stores are copies of the one in `tables`, which is made.
+    """Take all shortcuts.
 
-    The first figure of each kind is composed: arguments that its function doesn't take would be noticed.
+    The first figure of each kind is composed, so that wrong arguments of its function are noticed.
+
+    Args:
+        replace: sets an attribute, such as `MonkeyPatch.setattr`.
+        tables: the database that others are copies of; it is made if it doesn't exist.
     """
     global TABLES
     TABLES = tables
@@ -52,7 +56,7 @@ def _draw(figure: Callable[..., Any], of: Sequence[Any], path: Path) -> None:
 
 
 def write_dot(figure: Any, path: str | os.PathLike[str]) -> None:
-    """Write a picture of one dot, with what a figure's file says of who made it."""
+    """Write a picture of one dot instead of a figure, with the metadata of the figure's file."""
     _dot(path, figure.made_by)
 
 

@@ -1,4 +1,4 @@
-"""Small models, a small data set and setups that need no profile, shared by the tests."""
+"""Small models, a small data set and setups with unit costs, shared by the tests."""
 
 import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -33,7 +33,7 @@ from pipebench.zoo.registry import Dataset
 
 
 def raise_as_ours(error: BaseException) -> NoReturn:
-    """Raise an error in a file of pipebench's: what a file outside raises, a test's too, is told as its user's."""
+    """Raise an error in a file of pipebench: errors from other files, also of tests, are reported as the user's."""
     file = Path(pipebench.__file__).with_name("raised_by_a_test.py")
     exec(compile("raise error", str(file), "exec"), {"error": error})
     raise AssertionError
@@ -91,7 +91,7 @@ class Mlp(nn.Module):
 
 
 class HalfTrained(Mlp):
-    """The first linear layer isn't trained, nor is a matrix."""
+    """An `Mlp` whose first linear layer and the weight of another one aren't trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class HalfTrained(Mlp):
 
 
 class FineTuned(HalfTrained):
-    """Besides, layers far apart share a factor that isn't trained, and a constant."""
+    """A `HalfTrained` with two distant layers that share a parameter that isn't trained, and a buffer."""
 
     constant: torch.Tensor
 
@@ -119,7 +119,7 @@ class FineTuned(HalfTrained):
 def unit_profile(graph: LayerGraph, dataset: Any, sizes: Sequence[int]) -> Profile:
     """Return a profile in which every forward takes 1 s and every backward 2 s; bytes are those of real tensors."""
     layers = {}
-    root = copied(graph.root).train()  # running the model here must not touch its statistics
+    root = copied(graph.root).train()  # running the model here must not change its running statistics
     lower([root], graph.rounding)
     exact, averaged = dict(graph.root.named_parameters()) if graph.rounding else {}, averaged_buffers(graph)
     trained = {name: parameter.nbytes for name, parameter in root.named_parameters()}
@@ -153,7 +153,7 @@ def unit_profile(graph: LayerGraph, dataset: Any, sizes: Sequence[int]) -> Profi
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
-    """The default implementation: the engine's own is the fused one."""
+    """Return SGD in torch's default implementation; the engine's is the fused one."""
     return torch.optim.SGD(parameters, 0.1, 0.9, weight_decay=0.01)
 
 
@@ -162,7 +162,7 @@ def flat_cluster(num_workers: int) -> Cluster:
 
 
 def pipeline_of(graph: LayerGraph, plan: Plan, rows: Sequence[LayerProfile], **shape: Any) -> Pipeline:
-    """Return the pipeline of a plan, of this shape otherwise."""
+    """Return the pipeline of a plan; `shape` are the other fields of `Pipeline`."""
     edges = tuple(Edge(a, b, any(rows[v].gradient_bytes for v in values)) for (a, b), values in plan.crossings.items())
     swaps = tuple(i for i, s in enumerate(plan.stages) if SWAP in s.memory)
     ties = tuple(tied_parameters(rows, plan))
@@ -172,7 +172,7 @@ def pipeline_of(graph: LayerGraph, plan: Plan, rows: Sequence[LayerProfile], **s
 
 
 def _memory(graph: LayerGraph, recompute: bool | Container[int]) -> list[str]:
-    """Return what every layer does with what it saves: all or some of them compute it again."""
+    """Return the memory policy of every layer: recomputation of all, none or those in `recompute`."""
     every = range(len(graph.layers))
     chosen = recompute if not isinstance(recompute, bool) else every if recompute else ()
     return [RECOMPUTE if index in chosen else KEEP for index in every]

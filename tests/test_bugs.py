@@ -100,7 +100,7 @@ def test_a_whole_run_shorter_than_a_round(plan: tuple[list[int], list[int]]) -> 
 
 TIED_RECIPE = """\
 name: tied
-model: {target: "tests.models:tied_images"}
+model: {target: "tests.models:TiedImages"}
 dataset: {name: mnist5k}
 train: {minibatch_size: 32, optimizer: {lr: 0.1}, max_epochs: 1}
 cluster: {name: cluster-a}

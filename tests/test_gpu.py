@@ -224,9 +224,9 @@ def test_copies_run_beside_passes() -> None:
         torch.cuda.synchronize()
         replica.swap_out(unit)
         torch.cuda.current_stream().synchronize()
-        left = swap_of(replica, unit)._left
-        assert left is not None
-        under_way = not left.query()  # type: ignore[no-untyped-call]
+        out_done = swap_of(replica, unit)._out_done
+        assert out_done is not None
+        under_way = not out_done.query()  # type: ignore[no-untyped-call]
         replica.backward(unit, {})
         torch.cuda.synchronize()
     assert under_way

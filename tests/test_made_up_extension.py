@@ -5,11 +5,13 @@ changed. Besides, tests of what a run without extensions must not load.
 """
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 
 from pipebench.checkpoint.progress import Facts
@@ -27,10 +29,11 @@ from pipebench.simulate.steady import simulate_all
 from pipebench.tracking.entries import logged_metrics
 from pipebench.train.job import Job
 from pipebench.train.prepare import prepare
-from pipebench.typed_json import read
+from pipebench.train.result import RunResult
+from pipebench.typed_json import read, shown, write
 from tests.checkpoint.support import captured
 from tests.support import make_engine
-from tests.train.test_training import prepared, recipe, train
+from tests.train.test_training import Silent, prepared, recipe, train
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,25 @@ def test_it_changes_what_an_update_does_and_its_metric_is_one_of_the_run_s() -> 
     assert whole.points != plain.points
     warn_of_unlisted(whole.metrics)
     assert logged_metrics(whole)["clamped_elements"] == whole.metrics["clamped_elements"]
+
+
+@pytest.mark.parametrize("value", ["many", None, math.nan, math.inf, [1.0]], ids=str)
+def test_a_metric_that_is_no_finite_number_is_left_out_and_its_extension_named(
+    value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.2.0 kept such a value in the result, which then couldn't be read back, nor be sent to MLflow."""
+    monkeypatch.setitem(EXTENSIONS["clamp"], "metrics", f"{__name__}:{value}")
+    monkeypatch.setitem(
+        globals(), str(value), lambda counted: {"clamped_elements": value, "clamped_rows": np.float32(2)}
+    )
+    notes: list[str] = []
+    monkeypatch.setattr(Silent, "note", lambda _, text: notes.append(text))
+    result, _, _ = train(job_of(Clamp(0.01)))
+    assert "clamped_elements" not in result.metrics
+    assert result.metrics["clamped_rows"] == 2
+    assert read(RunResult, write(result)) == result
+    wrong = "metric clamped_elements of extension clamp is left out"
+    assert notes == [f"{wrong}: got {shown(value)}, allowed is a finite number"]
 
 
 def test_it_changes_what_an_update_takes() -> None:

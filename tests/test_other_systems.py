@@ -92,8 +92,8 @@ def test_ended_processes_are_sent_no_signal(monkeypatch: pytest.MonkeyPatch) -> 
     """MacOS forbids it, where Linux sends it into the void, until the parent has asked for the exit code."""
     forbids = Mock(side_effect=PermissionError(errno.EPERM, os.strerror(errno.EPERM)))
     monkeypatch.setattr(os, "killpg", forbids)
-    attempt = launch.Attempt(lambda *_: Mock(pid=1, returncode=None, poll=lambda: None), 1, 0, {}, {})
-    with contextlib.closing(attempt):
+    with contextlib.closing(launch.Attempt(1, 0)) as attempt:
+        attempt.start(lambda *_: Mock(pid=1, returncode=None, poll=lambda: None), {}, {})
         attempt.kill()
     ui._end(Mock(pid=1))
     assert [call.args[1] for call in forbids.call_args_list] == [signal.SIGKILL, signal.SIGTERM]

@@ -1,4 +1,4 @@
-"""A worker's control where nothing watches it and nobody stops it: its threads aren't started."""
+"""A worker's `Control` without its threads, so without heartbeats, watchdog and requests to stop."""
 
 from torch.distributed import HashStore  # type: ignore[attr-defined] # torch lists it nowhere
 

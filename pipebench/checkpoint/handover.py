@@ -1,7 +1,7 @@
 """State transfer between workers when layers move from stage to stage.
 
 A state is in pieces, each under a key. Every worker offers the pieces that it saves in checkpoints, and requests those
-that its stages need and it lacks, so each piece travels once to every worker that lacks it.
+that its stages need and it lacks. So each piece is sent once to every worker that lacks it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -19,8 +19,8 @@ class StateClaim:
     """What a worker needs of a model's state."""
 
     names: frozenset[str]  # the model's own names of the parameters and buffers of its stages
-    stateful: frozenset[str]  # qualified names of their modules that carry a state
-    share: Share  # of any of its stages: its replica
+    stateful: frozenset[str]  # qualified names of its stages' modules that carry a state
+    share: Share  # of any of its stages, for the replica's index
 
     def wants(self, key: Key) -> bool:
         """Return whether a piece is needed.
@@ -60,18 +60,22 @@ def retained(held: ModelState, claim: StateClaim) -> ModelState:
 def requests_of(
     taker: int, offers: Sequence[Iterable[Key]], has: Collection[Key], claim: StateClaim
 ) -> dict[int, list[Key]]:
-    """Return the pieces that worker `taker` requests, by worker; where several offer one, from the first.
+    """Return the pieces that a worker requests, by the worker that gives them: the first one that offers a piece.
 
-    `offers` has every worker's pieces, `has` those that `taker` holds.
+    Args:
+        taker: the worker that requests.
+        offers: every worker's pieces.
+        has: the pieces that `taker` holds.
+        claim: which pieces it needs.
     """
     found = {*has}
-    asks: dict[int, list[Key]] = {}
+    requests: dict[int, list[Key]] = {}
     for giver, offered in enumerate(offers):
         for key in offered if giver != taker else ():
             if key not in found and claim.wants(key):
                 found.add(key)
-                asks.setdefault(giver, []).append(key)
-    return asks
+                requests.setdefault(giver, []).append(key)
+    return requests
 
 
 def state_bytes(state: ModelState) -> int:

@@ -1,7 +1,7 @@
-"""The identity of a checkpoint's run, and what its weights depend on besides the recipe and plan.
+"""The identity of a checkpoint's run, and what its weights depend on besides recipe and plan.
 
 Files are copied between folders, data sets grow, models are edited. A run that resumes must have the same seed, data
-and minibatches; changed code is reported, and so are samples that changed under the same names and numbers.
+and minibatches. Changed code is reported, and so are other samples under the same names and numbers.
 """
 
 import re
@@ -10,9 +10,10 @@ from dataclasses import dataclass, fields, replace
 from pipebench.checkpoint.state import CheckpointError
 from pipebench.formats import listed
 
-_REPORTED = ("code", "samples")  # may differ
+_REPORTED = ("code", "samples")  # fields that may differ
 _MOST_NAMED = 5  # modules in a sentence
-_ROUNDED = re.compile(r"\b(bfloat16|float16)\b", re.ASCII)  # inputs, in a run of 16 bits; a run of any goes on from it
+# A dataset's input types in mixed precision. They aren't compared: a run may resume in another precision.
+_ROUNDED = re.compile(r"\b(bfloat16|float16)\b", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,11 @@ class RunIdentity:
 
 
 def check_same_run(found: RunIdentity | None, expected: RunIdentity | None) -> None:
-    """Refuse a checkpoint of another run or other data; `expected` resumes. None, of old or folderless runs, passes.
+    """Refuse a checkpoint of another run or of other data.
+
+    Args:
+        found: the run that wrote it; None in old checkpoints, which pass.
+        expected: the run that resumes; None without a folder, which passes.
 
     Raises:
         CheckpointError: names all that differs, what was found and what is expected.
@@ -44,7 +49,7 @@ def check_same_run(found: RunIdentity | None, expected: RunIdentity | None) -> N
 
 
 def changes(found: RunIdentity | None, now: RunIdentity | None, step: int) -> list[str]:
-    """Return what has changed since the checkpoint of a step was written, a sentence each: code, and samples."""
+    """Return sentences on the code and the samples that have changed since the checkpoint of `step` was written."""
     if found is None or now is None:
         return []
     sentences, since = [], f"since the checkpoint of step {step} was written"

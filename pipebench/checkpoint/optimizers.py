@@ -1,6 +1,6 @@
-"""What an optimizer keeps for a parameter, found by letting it take a few steps on one of that shape.
+"""The state that an optimizer keeps for a parameter, found by a few steps on a parameter of the same shape.
 
-So no list of optimizers is needed: the steps show its keys and their shapes and types, which may be the parameter's
+So no list of optimizers is needed. The steps show the state's keys and their shapes and types: the parameter's
 (momentum), scalars (step), rows and columns (Adafactor) or plain numbers.
 """
 
@@ -14,20 +14,20 @@ from pipebench.checkpoint.state import CheckpointError
 from pipebench.checkpoint.tensors import Form, check_form, check_plain, has_nan, kind_of
 from pipebench.model.optimizer import MakeOptimizer, is_known
 
-_STEPS = 3  # some keep a thing from the second step on, or have None in it before
-_COUNTER = "step"  # what every optimizer of torch.optim calls the number of its steps
-_LARGEST = 2**53  # whole numbers that a float holds
+_STEPS = 3  # some keys exist, or aren't None, from the second step on only
+_COUNTER = "step"  # the key of the number of steps in every optimizer of torch.optim
+_LARGEST = 2**53  # up to it, a float holds all whole numbers
 
 _States = list[dict[str, Any]]  # after each step, by key: the form of a tensor, or the value itself
 
 
 def updates_of(states: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return the number of steps on every parameter with optimizer state; None where the state doesn't count them."""
+    """Return the number of steps on every parameter with optimizer state, None where the state doesn't count them."""
     return {name: _count(state.get(_COUNTER)) for name, state in states.items()}
 
 
 def check_updates(expected: Mapping[str, float | None], states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Compare the optimizer states of a checkpoint's parts with `expected`, what `updates_of` returned at writing.
+    """Compare a checkpoint's optimizer states with `expected`, what `updates_of` returned when it was written.
 
     Raises:
         CheckpointError: names the parameter, what was found and what is expected.
@@ -53,7 +53,7 @@ def _number(count: float | None) -> str:
 
 
 class FreshStates:
-    """The states that the recipe's optimizer makes for parameters, cached by shape and type."""
+    """The states that the recipe's optimizer makes for new parameters, cached by shape and type."""
 
     def __init__(self, make_optimizer: MakeOptimizer) -> None:
         self._make_optimizer = make_optimizer
@@ -63,21 +63,21 @@ class FreshStates:
         """Compare a parameter's state with a fresh one; `may_be_nan` if the parameter itself began with NaN elements.
 
         Returns:
-            Whether to load it: an optimizer that keeps nothing (momentum 0 now) has no use for it.
+            Whether to load it. An optimizer that keeps no state (SGD whose momentum is 0 now) has no use for it.
 
         Raises:
             CheckpointError: names the parameter and the key, what was found and what is expected.
         """
         states, all_is_known = self._fresh(parameter)
         if all_is_known and not states[-1]:
-            return False  # one of a user's own may begin to keep something later
+            return False  # a user's own optimizer may have a state after more steps only
         for key in states[0].keys() - found.keys():
             raise CheckpointError(f"the optimizer's {key} of {name}: found nothing, expected is {_said(states, key)}")
         for key, value in found.items():
             where = f"the optimizer's {key} of {name}"
             if any(key in each for each in states):
                 _check_known(where, value, [each[key] for each in states if key in each], may_grow=not all_is_known)
-            elif all_is_known:  # torch's or our own: all its state is there from the first step on
+            elif all_is_known:  # torch's and pipebench's optimizers have all keys by now
                 raise CheckpointError(f"{where}: found {kind_of(value)}, expected is {', '.join(states[0])} only")
             _check_numbers(where, key, value, may_be_nan=may_be_nan)
         return True
@@ -101,21 +101,21 @@ def _said(states: _States, key: str) -> str:
 
 
 def _check_known(where: str, found: Any, forms: list[Any], *, may_grow: bool) -> None:
-    """Compare a value with those of fresh states; a user's own may change its shape from step to step."""
+    """Compare a value with those of fresh states, one per step; a user's own may change its shape with the steps."""
     expected = forms[-1]
     if may_grow and isinstance(found, torch.Tensor) and len({form for form in forms if isinstance(form, Form)}) > 1:
         return
     if isinstance(found, torch.Tensor):
         expected = next((form for form in reversed(forms) if isinstance(form, Form)), expected)
         check_plain(where, found)
-    if isinstance(expected, Form) and not any(found is form for form in forms):  # None: no state yet
+    if isinstance(expected, Form) and not any(found is form for form in forms):  # both may be None: no state yet
         check_form(where, found, expected)
     elif not any(type(found) is type(form) for form in forms) and not isinstance(expected, Form):
         raise CheckpointError(f"{where}: found {kind_of(found)}, expected is {kind_of(expected)}")
 
 
 def _check_numbers(where: str, key: str, value: Any, *, may_be_nan: bool) -> None:
-    """Refuse impossible numbers, in nested lists and dictionaries too."""
+    """Refuse impossible numbers, also in nested lists and dictionaries."""
     if isinstance(value, torch.Tensor):
         check_plain(where, value)
         if has_nan(value) and not may_be_nan:

@@ -10,7 +10,7 @@ from pipebench.schedule.operations import Op
 from pipebench.schedule.repartitions import RepartitionRecord
 from pipebench.typed_json import Amount, Count, Finite, JsonError, Number, read
 
-SentBytes = tuple[str, str, Count]  # of a kind, on a level
+SentBytes = tuple[str, str, Count]  # kind, level, bytes
 
 
 class CurvePoint(TypedDict):
@@ -23,27 +23,27 @@ class CurvePoint(TypedDict):
 
 @dataclass
 class Transfers:
-    """A worker's transfers of one kind on one level; the seconds of overlapping transfers add up."""
+    """A worker's transfers of one kind on one level."""
 
     kind: str
     level: str
     number: Count
-    s: Amount
+    s: Amount  # seconds, added up where transfers overlap
     bytes: Count
 
 
 @dataclass
 class MeterTotals:
-    """The totals of a worker's meter over training, or evaluation."""
+    """The totals of a worker's meter, over training or over evaluations."""
 
     seconds: dict[str, Amount]  # by instruction
     stall_s: Finite  # seconds waited for bytes in transfer
     all_reduce_s: Amount  # seconds during which at least one bucket was in transfer
     transfers: list[Transfers]  # this worker's share of them, a row for each kind and level
-    overlapped_s: Amount = 0.0  # seconds of transfers before computing waited for them, if GPUs tell when these end
+    overlapped_s: Amount = 0.0  # seconds of transfers beside computing, where a GPU's events tell when they end
 
     def __post_init__(self) -> None:
-        """Set 0 s for instructions that a checkpoint doesn't know yet."""
+        """Set 0 s for operations that the checkpoint doesn't have, since it is older than they are."""
         self.seconds = {**dict.fromkeys((op.name for op in Op), 0.0), **self.seconds}
 
     @staticmethod
@@ -52,7 +52,7 @@ class MeterTotals:
         return MeterTotals({}, 0.0, 0.0, [])
 
     def of(self, kind: str, level: str) -> Transfers:
-        """Return the row of a kind and a level, added if missing."""
+        """Return the row of a kind and a level; add it if it is missing."""
         for row in self.transfers:
             if (row.kind, row.level) == (kind, level):
                 return row
@@ -70,7 +70,7 @@ class MeterState:
 
 
 class Facts(TypedDict):
-    """What an engine counted: one process for all workers on the virtual clock, or each worker by its meter."""
+    """What an engine has counted in one process: on a virtual clock for all workers, else for its worker."""
 
     num_bytes: list[SentBytes]
     peak_bytes: list[Count]
@@ -78,49 +78,49 @@ class Facts(TypedDict):
     host_peak_bytes: NotRequired[list[Count]]
     busy_s: NotRequired[Amount]
     stall_s: NotRequired[Finite]
-    again_s: NotRequired[Amount]  # the first checkpoints didn't say so; so it is with the next
-    swap_stall_s: NotRequired[Finite]
+    again_s: NotRequired[Amount]  # seconds of recomputation; not in the first checkpoints
+    swap_stall_s: NotRequired[Finite]  # not in the first checkpoints
     evaluation_s: NotRequired[Amount]
     meter: NotRequired[MeterState]
-    pushes: NotRequired[list[Any]]  # what one extension counted, and what others did
-    extensions: NotRequired[dict[str, list[Any]]]
+    pushes: NotRequired[list[Any]]  # counters of the extension `asynchronous`
+    extensions: NotRequired[dict[str, list[Any]]]  # counters of other extensions, by name
 
 
 @dataclass(frozen=True)
 class SavedProgress:
     """How far a run is, at a drain."""
 
-    taken_by: str  # engine and plan of the facts
-    facts: list[Facts]  # what every process counted
+    taken_by: str  # engine and plan whose workers counted `facts`
+    facts: list[Facts]  # what every process has counted
     samples: Count  # trained on since the start
     epoch: Amount  # the same in epochs
     points: list[CurvePoint]
-    training_s_at: list[Amount]  # seconds of training before each of the curves' points
-    counted_from: tuple[Count, Amount]  # samples and training seconds before the facts begin
-    loss_sum: Finite  # since the last point
-    weight: Amount  # divisor of `loss_sum` for the mean loss
+    training_s_at: list[Amount]  # seconds in training before each point of the curves
+    counted_from: tuple[Count, Amount]  # samples and seconds in training before these workers began to count
+    loss_sum: Finite  # of the samples since the last point
+    weight: Amount  # of these samples: the mean loss is `loss_sum` / `weight`
     training_s: Amount
     evaluation_s: Amount
     checkpoint_s: Amount
     clock_s: Amount  # the run's clock
     saved_at_s: Amount  # wall clock, seconds since the epoch
     lost_s: Amount = 0.0  # seconds on the clock that restarts have cost
-    bytes_before: tuple[SentBytes, ...] = ()  # bytes sent, by kind and level, before the facts begin
-    # The repartitions so far; the last cuts are the checkpoint's, changed from the plan in `taken_by`
+    bytes_before: tuple[SentBytes, ...] = ()  # bytes sent before these workers began to count, by kind and level
+    # The repartitions so far, which lead from the plan in `taken_by` to the checkpoint's cuts
     moves: tuple[RepartitionRecord, ...] = ()
-    # Indices of the first samples of the last minibatch done, which show the order of samples. Empty at the start, and
-    # in early checkpoints of 0.1.0
+    # Indices of the first samples of the last minibatch done, by which the order of samples is compared. Empty at the
+    # start, and in early checkpoints of 0.1.0
     last_samples: tuple[Count, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON data, which nothing changes later."""
+        """Return JSON data that doesn't change while it is written."""
         curves = {"points": [*self.points], "training_s_at": [*self.training_s_at]}
-        # A long run's points: copying each to its numbers, while training waits, would take seconds.
+        # `asdict` copies deeply: for the points of a long run it would take seconds, while training waits.
         return asdict(replace(self, points=[], training_s_at=[])) | curves
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "SavedProgress":
-        """Return what `to_json` returned; early checkpoints of 0.1.0 lack fields that have a default.
+        """Read what `to_json` returned; early checkpoints of 0.1.0 lack fields that have a default.
 
         Raises:
             CheckpointError: names the field, what was found and what is allowed.
@@ -135,14 +135,14 @@ class SavedProgress:
     def _check(self) -> None:
         """Check the rules between fields."""
         samples = [point["samples"] for point in self.points]
-        strange = next((index for index, each in enumerate(self.facts) if not _is_one_engine_s(each)), None)
+        mixed = next((index for index, each in enumerate(self.facts) if not _is_of_one_engine(each)), None)
         problems = (
             (len(self.training_s_at) != len(samples), "training_s_at", f"{len(samples)} items, one for each point"),
             (samples != sorted({*samples}), "points", "points of ascending samples"),
             (any(each > self.samples for each in samples), "points", f"points of at most {self.samples:,} samples"),
             (self.training_s_at != sorted(self.training_s_at), "training_s_at", "ascending seconds"),
             (self.training_s > self.clock_s * (1 + 1e-9), "training_s", f"at most clock_s, {self.clock_s:g}"),
-            (strange is not None, f"facts[{strange}]", "what one kind of engine counts"),
+            (mixed is not None, f"facts[{mixed}]", "what one kind of engine counts"),
             (self.counted_from[0] > self.samples, "counted_from", f"at most {self.samples:,} samples"),
         )
         for is_wrong, name, allowed in problems:
@@ -153,8 +153,8 @@ class SavedProgress:
 _ON_VIRTUAL_CLOCK = {"busy_s", "stall_s", "evaluation_s"}
 
 
-def _is_one_engine_s(facts: Facts) -> bool:
-    """Return whether the facts are complete for one kind of engine, with none of the other's."""
+def _is_of_one_engine(facts: Facts) -> bool:
+    """Return whether facts are complete for one kind of engine, and have none of the other kind's."""
     if "meter" not in facts:
         return facts.keys() >= _ON_VIRTUAL_CLOCK
     meter = facts["meter"]

@@ -11,28 +11,30 @@ from pipebench.model.slice_modules import Cut
 class Share:
     """One worker's part of a model's state."""
 
-    # Name in the stage's module to the model's own name, of every parameter and buffer
+    # The name in the stage's module of every parameter and buffer, to the model's own name
     names: Mapping[str, str] = field(repr=False)
-    replica: int = 0  # position among the replicas of its stage. The first saves parameters, optimizer and buffers
-    num_replicas: int = 1  # of its stage. They take turns with the streams of a text
-    # Samples of every microbatch of a minibatch of text in streams. Empty where samples don't follow each other, so
-    # that no state is carried
+    replica: int = 0  # index among the replicas of its stage; the first one saves parameters, optimizer and buffers
+    num_replicas: int = 1  # of its stage; they take turns with the streams of a text
+    # Samples of every microbatch, for text in streams; empty for other data, where no state is carried
     unit_sizes: tuple[int, ...] = ()
-    elsewhere: frozenset[str] = frozenset()  # own names of tied parameters that an earlier stage has, too, and saves
-    slice_index: int = 0  # position among the processes that layers are divided among. The first saves what all have
-    # Own name to the part that this one has, of every divided parameter of the model
+    elsewhere: frozenset[str] = frozenset()  # own names of tied parameters that an earlier stage saves
+    slice_index: int = 0  # index among the processes of a worker's tensor slices; the first one saves what all have
+    # Own name to this process's slice, of every parameter of the model that is divided
     cuts: Mapping[str, Cut] = field(default_factory=dict, repr=False)
 
     def holds(self, stream: int) -> bool:
-        """Return whether this replica carries a stream's state: segments start at multiples of the streams."""
+        """Return whether this replica carries a stream's state.
+
+        Replicas take turns with minibatches, and minibatches with streams. Segments begin at multiples of the streams.
+        """
         return bool(self.unit_sizes) and stream % self.num_replicas == self.replica
 
 
 def own_names(graph: LayerGraph) -> dict[str, str]:
     """Return the model's own name of every parameter and buffer of its layer graph.
 
-    A tied one has several names, and which comes first in a stage depends on the cut; its own is the model's first.
-    Tensors added by tracing (made in forward, second copies of random layers) keep their names.
+    A tied one has several names, and which of them comes first in a stage depends on the cuts. Its own name is the
+    first in the model. Tensors added by tracing (made in `forward`, second copies of random layers) keep their names.
     """
     own: dict[int, str] = {}
     for part in (graph.model, graph.root):
@@ -45,7 +47,7 @@ def own_names(graph: LayerGraph) -> dict[str, str]:
 
 
 def own_cuts(graph: LayerGraph) -> dict[str, Cut]:
-    """Return the part that this process has of every divided parameter, by the model's own name."""
+    """Return this process's slice of every parameter that is divided, by the model's own name."""
     if graph.slices is None:
         return {}
     own = own_names(graph)

@@ -1,4 +1,4 @@
-"""The model's state in a checkpoint: by the model's own names, whatever plan it is trained under."""
+"""The model's state in a checkpoint: under the model's own names, so independent of the plan."""
 
 import math
 from collections import OrderedDict
@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map_only
 from pipebench.errors import UserError
 from pipebench.model.slice_modules import Cut
 
-_SINCE = ("mean_change", "loss_scale", "pieces", "slices")
-_FEW_HAVE = ("pieces", "slices")
+_ADDED_LATER = ("mean_change", "loss_scale", "pieces", "slices")  # sections that the first checkpoints don't have
+_WRITTEN_IF_ANY = ("pieces", "slices")  # sections that are left out if they are empty
 
 
 class CheckpointError(UserError, ValueError):
@@ -28,44 +28,43 @@ class ModelState:
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     # The optimizer's state (tensors, numbers) by the parameter's name
     optimizer: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # By the model's own name; those that replicas average, and the first replica's others
+    # By the model's own name: buffers that replicas average, and the other buffers of the first replica
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    # `replica/name` to the buffers that aren't averaged (integers) of replicas other than the first
+    # By `replica/name`: buffers that aren't averaged (integers), of replicas other than the first
     counters: dict[str, torch.Tensor] = field(default_factory=dict)
-    # `stream/microbatch/module` to the state that a module carries to that stream's next minibatch
+    # By `stream/microbatch/module`: the state that a module carries to the stream's next minibatch
     carried: dict[str, Any] = field(default_factory=dict)
-    # A parameter's mean change per update, by its name, where a weight policy uses it
+    # A parameter's mean change per update, by its name, where the weight policy uses it
     mean_change: dict[str, torch.Tensor] = field(default_factory=dict)
-    # The scale of a parameter's gradients and its two counters, by its name, in fp16
+    # In fp16, the loss scale of a parameter's stage and its two counters, by the parameter's name
     loss_scale: dict[str, torch.Tensor] = field(default_factory=dict)
-    # Of a parameter of which this is a part, by its name: its first element, flat, and the whole's shape. Parameter and
-    # optimizer state are that part's
+    # Where replicas are sharded, by a parameter's name: [first element in the flat whole, *shape of the whole] int64.
+    # Parameter and optimizer state are those of the piece
     pieces: dict[str, torch.Tensor] = field(default_factory=dict)
-    # Of a parameter that is divided among devices, by its name: the dimension, the device's first position in it, and
-    # the whole's shape. What is here is that device's; `pieces` are of it
+    # Where layers are divided into tensor slices, by a parameter's name: [dimension, first index in it, *shape of the
+    # whole] int64. Parameter and optimizer state are those of the slice, and `pieces` are pieces of the slice
     slices: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def joined(cls, states: Iterable["ModelState"]) -> "ModelState":
-        """Return the same as `merge` with parameters, and their optimizer state, put together of their pieces.
+        """Merge states, and join the pieces and slices of parameters and their optimizer state into whole ones.
 
         Raises:
-            CheckpointError: a part of a parameter is missing.
+            CheckpointError: a piece or a slice of a parameter is missing.
         """
         given = list(states)
         if any(state.slices for state in given):
             return _with_slices(cls.joined([state._named_by_slice() for state in given]), given)
         if not any(state.pieces for state in given):
             return cls.merge(given)
-        merged = cls.merge(replace(s, parameters={}, optimizer={}, pieces={}) for s in given)
-        joined: dict[str, int] = {}
+        merged = cls.merge(replace(state, parameters={}, optimizer={}, pieces={}) for state in given)
+        num_joined: dict[str, int] = {}  # elements
         for state in given:
-            whole = state.parameters.keys() - state.pieces.keys()
-            merged.parameters.update({name: state.parameters[name] for name in state.parameters if name in whole})
-            merged.optimizer.update({name: state.optimizer[name] for name in state.optimizer if name in whole})
+            merged.parameters.update({n: p for n, p in state.parameters.items() if n not in state.pieces})
+            merged.optimizer.update({n: own for n, own in state.optimizer.items() if n not in state.pieces})
             for name, place in state.pieces.items():
-                joined[name] = joined.get(name, 0) + _join(merged, state, name, place)
-        for name, count in joined.items():
+                num_joined[name] = num_joined.get(name, 0) + _join(merged, state, name, place)
+        for name, count in num_joined.items():
             if count != merged.parameters[name].numel():
                 total = merged.parameters[name].numel()
                 raise CheckpointError(f"{name}: found {count:,} elements, expected of all replicas are {total:,}")
@@ -73,7 +72,7 @@ class ModelState:
 
     @classmethod
     def merge(cls, states: Iterable["ModelState"]) -> "ModelState":
-        """Return the whole model's state from those of its stages and replicas; tensors are shared."""
+        """Return one state with all that is in several, of other stages and replicas; tensors are shared."""
         merged = cls()
         for state in states:
             for section in fields(cls):
@@ -86,7 +85,7 @@ class ModelState:
             getattr(self, section.name).clear()
 
     def of_slice(self, cuts: Mapping[str, Cut]) -> "ModelState":
-        """Return the state of a device that has these parts of the whole's tensors, by name; views."""
+        """Return the state of a process that has these slices of the whole tensors, by name: views."""
 
         def cut(name: str, value: Any) -> Any:
             is_whole = name in cuts and isinstance(value, torch.Tensor) and tuple(value.shape) == cuts[name].shape
@@ -102,7 +101,7 @@ class ModelState:
         )
 
     def _named_by_slice(self) -> "ModelState":
-        """Return the state with the names of divided parameters followed by where a device's part begins."""
+        """Return the state with names that tell slices apart: a divided parameter's, and where its slice begins."""
         sections = {
             section: {_name_of(self.slices, name): value for name, value in getattr(self, section).items()}
             for section in ("parameters", "optimizer", "mean_change", "pieces")
@@ -110,16 +109,16 @@ class ModelState:
         return replace(self, **sections, slices={})
 
     def to_plain(self) -> dict[str, dict[str, Any]]:
-        """Return dictionaries of tensors on the CPU, none of them a view of something larger.
+        """Return dictionaries of tensors on the CPU, none of them a view of a larger storage, which would be written.
 
         Raises:
             CheckpointError: a state is of a type that `torch.load(weights_only=True)` wouldn't read back.
         """
         plain = self._mapped(_on_cpu)
-        return {section: values for section, values in plain.items() if values or section not in _FEW_HAVE}
+        return {section: values for section, values in plain.items() if values or section not in _WRITTEN_IF_ANY}
 
     def copied(self) -> "ModelState":
-        """Return a copy on the host, which training doesn't change; one from a GPU isn't there until it synchronises.
+        """Return a copy on the host, which training doesn't change; from a GPU, complete once that synchronises.
 
         Raises:
             CheckpointError: as `to_plain`.
@@ -139,10 +138,10 @@ class ModelState:
         """Return the state that `to_plain` wrote; raises a CheckpointError if it isn't one."""
         names = {section.name for section in fields(cls)}
         if isinstance(data, dict):
-            data = {**{section: {} for section in _SINCE}, **data}  # checkpoints had none at first
+            data = {**{section: {} for section in _ADDED_LATER}, **data}
         if not isinstance(data, dict) or data.keys() != names or not all(map(_is_section, data.values())):
             raise CheckpointError("is not a checkpoint of pipebench")
-        for section in ("parameters", "buffers", "counters", *_SINCE):
+        for section in ("parameters", "buffers", "counters", *_ADDED_LATER):
             if not all(isinstance(value, torch.Tensor) for value in data[section].values()):
                 raise CheckpointError(f"holds something that isn't a tensor among its {section}")
         if not all(map(_is_section, data["optimizer"].values())):
@@ -151,7 +150,7 @@ class ModelState:
 
 
 def _join(whole: ModelState, part: ModelState, name: str, place: torch.Tensor) -> int:
-    """Put a piece of a parameter, and of its optimizer state, into the whole's; return its elements."""
+    """Copy a piece of a parameter, and of its optimizer state, into the whole; return the piece's elements."""
     start, *shape = place.tolist()
     piece, state = part.parameters[name], part.optimizer.get(name, {})
     if piece.numel() == math.prod(shape):
@@ -173,12 +172,15 @@ def _join(whole: ModelState, part: ModelState, name: str, place: torch.Tensor) -
 
 
 def _name_of(slices: Mapping[str, torch.Tensor], name: str) -> str:
-    """Return the name of a device's part of a parameter, or the parameter's if it isn't divided."""
+    """Return the name of a slice of a parameter, or the parameter's if it isn't divided."""
     return f"{name}@{int(slices[name][1])}" if name in slices else name
 
 
 def _with_slices(joined: ModelState, states: Iterable[ModelState]) -> ModelState:
-    """Put divided parameters, and their optimizer state, together of all devices' parts, each of its own name."""
+    """Join the slices of parameters and of their optimizer state, which `_named_by_slice` has given names of their own.
+
+    `states` have the places of the slices.
+    """
     parts: dict[str, dict[int, torch.Tensor]] = {}
     for state in states:
         for name, place in state.slices.items():
@@ -201,7 +203,7 @@ def _with_slices(joined: ModelState, states: Iterable[ModelState]) -> ModelState
 
 
 def _of_parts(values: list[Any], own: list[torch.Tensor], dimension: int) -> Any:
-    """Return what an optimizer keeps of a whole parameter, of what it keeps of its parts."""
+    """Join what an optimizer keeps for the slices of a parameter: along their dimension if it is of their shape."""
     alike = all(isinstance(v, torch.Tensor) and v.shape == p.shape for v, p in zip(values, own, strict=True))
     return torch.cat(values, dimension) if alike else values[0]
 
@@ -224,7 +226,7 @@ def check_types(value: Any, name: str) -> None:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in the host's memory, of a GPU's tensor in pinned memory, which torch reuses."""
+    """Return a copy on the host; that of a GPU's tensor is in pinned memory, which torch reuses."""
     if not tensor.is_cuda:
         return tensor.detach().clone()
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor.detach(), non_blocking=True)

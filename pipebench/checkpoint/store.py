@@ -43,8 +43,8 @@ class CheckpointFile:
     file: str  # its name in the checkpoint's folder
     num_bytes: Count
     sha256: str  # of its content, in hexadecimal
-    # The optimizer's number of steps on every parameter that it has state for, None where it doesn't count; None
-    # altogether in early checkpoints of 0.1.0
+    # The optimizer's number of steps on every parameter with optimizer state, None where that doesn't count them. None
+    # in early checkpoints of 0.1.0
     updates: dict[str, Number | None] | None = None
 
 
@@ -66,7 +66,7 @@ class Checkpoint(Manifest):
     path: Path = field(kw_only=True)
 
     def load(self) -> ModelState:
-        """Return the model's state, mapped from the files: only what is used is read.
+        """Return the model's state. Files are mapped into memory, so that only what is used is read.
 
         Raises:
             CheckpointError: a part can't be read as one; names it.
@@ -74,7 +74,11 @@ class Checkpoint(Manifest):
         return ModelState.joined(_load_part(self.path / part.file) for part in self.parts)
 
     def check(self) -> None:
-        """Read and check all parts; raises a CheckpointError that names what is missing or isn't what was written."""
+        """Read and check all parts.
+
+        Raises:
+            CheckpointError: names the part that is missing or isn't what was written.
+        """
         for part in self.parts:
             path = self.path / part.file
             try:
@@ -93,11 +97,11 @@ class Checkpoint(Manifest):
 
 
 class Checkpoints:
-    """The checkpoints of a run. Every worker writes its part; then one of them commits.
+    """The checkpoints of a run. Every worker writes its parts; then one of them commits the checkpoint.
 
     Args:
-        folder: where they are; need not exist.
-        keep: number of complete ones to retain, the newest; at least 1.
+        folder: where they are; it needn't exist.
+        keep: how many complete ones to retain, the newest; at least 1.
         run: the run that writes and resumes; None for one without a folder.
     """
 
@@ -105,7 +109,7 @@ class Checkpoints:
         self.folder = folder
         self.keep = keep
         self.run = run
-        self.best: int | None = None  # the step that is retained beside them, None without one
+        self.best: int | None = None  # a step that is retained besides the newest ones
 
     def write_part(self, step: int, part: str, state: ModelState) -> CheckpointFile:
         """Write one worker's part of a step to disk and sync it; its state must not change meanwhile.
@@ -128,7 +132,7 @@ class Checkpoints:
         return CheckpointFile(named.name, written.num_bytes, written.sha256, updates_of(plain["optimizer"]))
 
     def commit(self, step: int, parts: Sequence[CheckpointFile], progress: Mapping[str, Any]) -> None:
-        """Complete a checkpoint of all workers' parts; then remove all but the newest `keep`, and leftovers.
+        """Complete a checkpoint of all workers' parts; then remove old checkpoints and leftovers.
 
         `progress` is JSON data, stored in the manifest.
 
@@ -141,7 +145,7 @@ class Checkpoints:
             self._prune(step)
 
     def abandon(self, step: int) -> None:
-        """Remove the parts of a step that won't be committed; an earlier checkpoint of that step stays."""
+        """Remove the parts of a step that won't be committed; an earlier checkpoint of the same step stays."""
         folder = self._folder(step)
         if not (folder / MANIFEST).exists():
             shutil.rmtree(folder, ignore_errors=True)
@@ -150,16 +154,16 @@ class Checkpoints:
                 self._tidy(_read(folder))
 
     def remove(self) -> None:
-        """Remove all of them."""
+        """Remove all checkpoints."""
         for path, _ in self._entries():
             _remove(path)
 
     def latest(
         self, fits: Callable[[Checkpoint], object] = lambda checkpoint: None
     ) -> tuple[Checkpoint | None, list[str]]:
-        """Return the newest checkpoint that is intact and fits, or None, and a sentence for each newer one skipped.
+        """Return the newest checkpoint that is intact and fits, if any, and a sentence for each newer one.
 
-        `fits` raises `CheckpointError` for an intact one that can't be used.
+        `fits` raises a CheckpointError for an intact checkpoint that can't be used.
         """
         skipped: list[str] = []
         for step in sorted(self.steps(), reverse=True):
@@ -172,7 +176,7 @@ class Checkpoints:
         return None, skipped
 
     def at(self, step: int, *, check: bool = True) -> Checkpoint:
-        """Return the checkpoint of a step; `check` reads all of it, False where another process has just done so.
+        """Return the checkpoint of a step; `check` reads all of it, which one process does for all.
 
         Raises:
             CheckpointError: there is none, or it isn't intact; names the file and the reason.
@@ -183,11 +187,11 @@ class Checkpoints:
         return checkpoint
 
     def steps(self) -> list[int]:
-        """Return the steps with a folder, complete or not, ascending."""
+        """Return the steps of all checkpoints, complete or not, ascending."""
         return sorted(step for _, step in self._entries())
 
     def epochs(self) -> float:
-        """Return the epochs trained by the newest checkpoint whose progress can be read; 0 without one."""
+        """Return the epochs trained at the newest checkpoint whose progress can be read; 0 if there is none."""
         for step in reversed(self.steps()):
             with suppress(CheckpointError):
                 return SavedProgress.from_json(self.at(step, check=False).progress).epoch
@@ -197,13 +201,14 @@ class Checkpoints:
         return self.folder / f"step-{step:08d}"
 
     def _entries(self) -> Iterator[tuple[Path, int]]:
+        """Yield the folder and the step of every checkpoint, complete or not."""
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             matched = _STEP.fullmatch(path.name)
             if matched and path.name == f"step-{int(matched[1]):08d}":
                 yield path, int(matched[1])
 
     def _prune(self, committed: int) -> None:
-        """Remove older checkpoints, leftovers, and later steps, from which the run was set back."""
+        """Remove older checkpoints, leftovers, and later steps: the run has resumed from an earlier one."""
         self._tidy(_read(self._folder(committed)))
         num_left = 1
         for path, step in sorted(self._entries(), key=lambda entry: -entry[1]):
@@ -217,7 +222,7 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
 
     def _tidy(self, checkpoint: Checkpoint) -> None:
-        """Remove parts that don't belong to a checkpoint from its folder."""
+        """Remove parts that a checkpoint doesn't name, and unfinished ones, from its folder."""
         used = {part.file for part in checkpoint.parts}
         for path in checkpoint.path.iterdir():
             is_part = _PART.fullmatch(path.name) or path.name.endswith(files.ASIDE)
@@ -285,7 +290,7 @@ def _load_part(path: Path) -> ModelState:
             raise CheckpointError("is empty")
         data = _loaded(path)
         if isinstance(data, dict):
-            data.pop("written", None)  # in those of 0.1.0
+            data.pop("written", None)  # checkpoints of 0.1.0 have it
         return ModelState.from_plain(data)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path}: refused, it holds more than tensors and plain data") from error
@@ -320,7 +325,7 @@ def _hash_of(text: str) -> str:
 
 
 def _seems_whole(folder: Path) -> bool:
-    """Return whether a checkpoint's files have their sizes; reading them at every commit would take long."""
+    """Return whether a checkpoint's files have the right sizes; to read them at every commit would take too long."""
     try:
         parts = _read(folder).parts
         return all((folder / part.file).stat().st_size == part.num_bytes for part in parts)
@@ -329,7 +334,7 @@ def _seems_whole(folder: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint atomically, so that no reader finds half of one."""
+    """Remove a checkpoint by renaming it first, so that no reader finds half of one."""
     out_of_sight = path.with_name(f".removed-{path.name}")
     shutil.rmtree(out_of_sight, ignore_errors=True)
     if path.is_dir():

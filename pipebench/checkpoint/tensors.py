@@ -1,7 +1,7 @@
-"""Checks on tensors that are read back: dense, of the expected shape and type, as pipebench writes them.
+"""Checks on tensors that are read back: whether they are dense, and of the expected shape and type.
 
-Kernels trust their arguments: an optimizer state of another shape than its parameter, or with overlapping elements, is
-written beyond its end. So every tensor is checked before use.
+Kernels trust their arguments: they write beyond the end of an optimizer state that has another shape than its
+parameter, or overlapping elements. So every tensor is checked before use.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Form:
 
 
 def check_plain(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor that isn't dense on the CPU, with a place in its storage for each element and no more.
+    """Refuse a tensor that isn't dense on the CPU, with one place in its storage for each element and no more.
 
     Raises:
         CheckpointError: begins with `name` and says what it is instead.
@@ -39,7 +39,7 @@ def check_plain(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_form(name: str, found: object, expected: Form) -> None:
-    """Raise a CheckpointError, of found and expected, for anything but a plain tensor of this shape and type."""
+    """Raise a CheckpointError for anything but a plain tensor of this shape and type; it names found and expected."""
     if not isinstance(found, torch.Tensor):
         raise CheckpointError(f"{name}: found {kind_of(found)}, expected is {expected}")
     check_plain(name, found)
@@ -58,7 +58,7 @@ def has_infinite(tensor: torch.Tensor) -> bool:
 
 
 def kind_of(value: object) -> str:
-    """Return a value's kind, for a sentence."""
+    """Return what a value is, for a sentence: a tensor's form, or its class."""
     if isinstance(value, torch.Tensor):
         return str(Form.of(value))
     name = type(value).__name__
@@ -66,6 +66,7 @@ def kind_of(value: object) -> str:
 
 
 def _problem(tensor: torch.Tensor) -> str | None:
+    """Return why a tensor isn't plain; None if it is."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"of class {type(tensor).__name__}"
     if tensor.layout is not torch.strided or tensor.is_nested:

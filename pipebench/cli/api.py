@@ -1,8 +1,9 @@
-"""`pipebench.run`, `plan` and the others: what the commands do, for scripts and notebooks.
+"""The commands as functions for scripts and notebooks: `pipebench.run`, `plan` and others.
 
-A recipe is a name of `pipebench ls recipes`, a file, or a dict. Its keys are changed by name, `train={"max_epochs": 1}`
-or `**{"train.max_epochs": 1}`. A model may be a `torch.nn.Module`, or what makes one; a data set two torch data sets,
-or loaders, to train on and held out. A mistake raises a `UserError` with the sentence that the command would print.
+A recipe is a name from `pipebench ls recipes`, a file, or a dict. Keyword arguments change its keys:
+`train={"max_epochs": 1}` or `**{"train.max_epochs": 1}`. A model may be a `torch.nn.Module` or a function that makes
+one, and a data set two torch data sets or loaders, to train on and to evaluate on. A mistake raises a `UserError` with
+the sentence that the command would print.
 """
 
 import json
@@ -34,7 +35,7 @@ OnProgress = Callable[[dict[str, Any]], None] | None
 
 
 def load_recipe(recipe: Recipe, /, **keys: Any) -> LoadedRecipe:
-    """Return a recipe, checked, with everything filled in: `.recipe` has its values, `.plain` the same as a dict.
+    """Return a recipe, validated, with defaults filled in: `.recipe` has its values, `.plain` the same as a dict.
 
     Args:
         recipe: a name, a file, a dict, or what this function returned.
@@ -51,8 +52,8 @@ def run(recipe: Recipe, /, *, on_progress: OnProgress = None, **keys: Any) -> Ru
 
     Args:
         recipe: a name, a file, a dict, or what `load_recipe` returned.
-        on_progress: gets a mapping per evaluation, and about every second one on how far training is, of runs in
-            processes in a thread; without it, lines are printed.
+        on_progress: called with a mapping per evaluation, and about every second with one on how far training is; for
+            runs in processes it is called in another thread. Without it, progress is printed.
         keys: keys of the recipe and their values.
 
     Raises:
@@ -62,7 +63,7 @@ def run(recipe: Recipe, /, *, on_progress: OnProgress = None, **keys: Any) -> Ru
 
 
 def simulate(recipe: Recipe, /, **keys: Any) -> Run:
-    """Run a recipe without training: durations, bytes and memory, as `engine.kind: simulated` gives them.
+    """Simulate a recipe: return durations, bytes and memory without training, as with `engine.kind: simulated`.
 
     Args:
         recipe: a name, a file, a dict, or what `load_recipe` returned.
@@ -82,11 +83,11 @@ def compare(
     Args:
         recipes: names, files, folders of recipes, or dicts.
         seeds: run each once per seed.
-        on_progress: as of `run`.
+        on_progress: as for `run`.
         keys: keys of every recipe; a list of values makes a run of each: `parallelism={"mode": ["dp", "gpipe"]}`.
 
     Raises:
-        UserError: a mistake in a recipe; nothing has run.
+        UserError: a mistake in a recipe, found before anything runs.
     """
     loaded = [each for recipe in recipes for each in _loaded(recipe, keys, load_all)]
     if not loaded:
@@ -100,10 +101,11 @@ def recorded(*runs: str) -> RunComparison:
     """Return recorded runs side by side, and what differs in their recipes, as `pipebench compare` prints them.
 
     Args:
-        runs: MLflow's ids or names, names of folders in `pipebench-runs/`, or beginnings of ids; or one comparison's.
+        runs: MLflow's ids or names of runs, names of their folders in `pipebench-runs/`, or beginnings of ids; or one
+            comparison's.
 
     Raises:
-        UserError: there is no such run, or several go by that name.
+        UserError: there is no such run, or several have that name.
     """
     if not runs:
         raise UserError('name a comparison, or two runs at least, such as pipebench.recorded("06a675db", "1acc9300")')
@@ -128,11 +130,11 @@ def plan(recipe: Recipe, /, *, others: bool = True, **keys: Any) -> PlanAnswer:
 
 
 def profile(recipe: Recipe, /, *, samples: int | None = None, **keys: Any) -> ModelProfile:
-    """Return what every layer of a recipe's model costs, or of a profile's file (`.json`, or a `graph.txt`).
+    """Return the costs of every layer of a recipe's model, or in a profile's file (`.json`, or a `graph.txt`).
 
     Args:
         recipe: a name, a file, a dict, or what `load_recipe` returned; or a profile's file.
-        samples: which size to show; by default the largest.
+        samples: the number of samples to show, one of those profiled; by default the largest.
         keys: keys of the recipe and their values.
 
     Raises:
@@ -178,11 +180,11 @@ def _are_seeds(seeds: object) -> bool:
 def _loaded(
     recipe: Recipe, keys: Mapping[str, Any], read: Callable[[Sequence[str], Sequence[str]], list[LoadedRecipe]]
 ) -> list[LoadedRecipe]:
-    """Return a recipe, once per combination of its lists; `read` reads those that are names or files."""
+    """Return a recipe, once per combination of its lists; `read` loads recipes that are names or files."""
     if isinstance(recipe, LoadedRecipe):
         if keys:
             raise UserError(f"{next(iter(keys))}: a loaded recipe stays as it is: give load_recipe this key, too")
-        return [replace(recipe, path=Path.cwd() / IN_MEMORY)]  # its overrides are in no file
+        return [replace(recipe, path=Path.cwd() / IN_MEMORY)]  # no file has its overrides
     if not isinstance(recipe, Mapping | str | os.PathLike):
         raise UserError(
             f"recipe: got a {type(recipe).__name__}, allowed is a name, a file, a dict or what load_recipe returned: "
@@ -202,12 +204,12 @@ def _loaded(
 
 
 def _file(given: str) -> str:
-    """Return what gave a key, for messages: the command line of `_texts` is the arguments of a function."""
+    """Return the name of a key's source for messages: here, words of a command line come from arguments."""
     return "arguments" if given == COMMAND_LINE else given
 
 
 def _texts(keys: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return keys as the words of a command line, which other processes of a run get."""
+    """Return keys as words of a command line, which the processes of a run get."""
     flat = {
         f"{section}.{name}" if name else section: value
         for section, given in keys.items()
@@ -218,7 +220,7 @@ def _texts(keys: Mapping[str, Any]) -> tuple[str, ...]:
 
 @contextmanager
 def _mistakes() -> Iterator[None]:
-    """Raise what the user's own code raised as a `UserError`, as the command line prints it."""
+    """Raise exceptions of the user's own code as a `UserError` with the sentence that the command line prints."""
     try:
         yield
     except Exception as error:

@@ -15,9 +15,9 @@ from pipebench.report.load import load_report
 def calibrate(name: str, writes: bool) -> None:
     """Fit the constants that a report names under `calibration`, each on the cells that are named for it.
 
-    Prints the constants, every cell with a published number as fitted or predicted, and geometric-mean errors and rank
-    correlations: of the fitted cells, of the others, and of all of them where each is predicted by constants that were
-    fitted without it.
+    Prints the constants, every cell with a published number (fitted or predicted), geometric-mean errors and rank
+    correlations: of the fitted cells, of the others, and of all cells, each predicted by constants that were fitted
+    without it.
 
     \b
     Examples:

@@ -27,10 +27,10 @@ from pipebench.show.terminal import standard_error
 def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
     """Print the results of recorded runs side by side, and what differs in their recipes; draw all curves in a picture.
 
-    COMPARISON is one that `pipebench runs` lists, by its id, the beginning of it, or its name: all of its runs. It may
-    stand for a RUN, too: a sweep that was interrupted and the rest of it are two comparisons.
+    COMPARISON stands for all of its runs. It is the id, the beginning of the id, or the name of one that
+    `pipebench runs` lists. Several may be given: a sweep that was interrupted and the rest of it are two comparisons.
     RUN is MLflow's id of a run, the name of its folder under pipebench-runs/, the beginning of one of these, or a name
-    that no other run has: MLflow's, its recipe's, or the one printed. Runs that MLflow hasn't taken are found, too.
+    that no other run has: MLflow's, its recipe's, or the printed one. Runs that aren't in MLflow yet are found, too.
 
     \b
     Examples:
@@ -50,8 +50,9 @@ def compare(runs: tuple[str, ...], out: Path | None, as_json: bool) -> None:
     refuse_to_overwrite([page, picture])
     found = recorded(runs, records())
     print_answer(found, as_json=as_json)
+    console = standard_error() if as_json else None
     drawn = has_picture(found.results)
-    console, text = standard_error() if as_json else None, markdown(found.results, "curves.png" if drawn else None)
+    text = markdown(found.results, "curves.png" if drawn else None)
     page.write(lambda path: path.write_text(text, encoding="utf-8"), console)
     if drawn:
         picture.write(lambda path: figures.curves_figure(found.results).write(path), console)

@@ -25,20 +25,20 @@ PICTURES = (MEMORY, "occupancy")
 
 @click.command
 @click.argument("words", metavar="RECIPE [KEY=VALUE...]", nargs=-1, required=True, shell_complete=complete)
-@click.option("--versions", is_flag=True, help="Tell which weight version each uses: F3@1.")
+@click.option("--versions", is_flag=True, help="Show the weight version that each pass uses, as in F3@1.")
 @option("--out", FILE, "OUT.csv", "Write one update's passes here, in the CSV form of torch.distributed.pipelining.")
 @option("--picture", FILE, "OUT.png", "Draw memory over time here.")
-@click.option("--of", "what", type=click.Choice(PICTURES), help="What --picture draws instead.  [default: memory]")
+@click.option("--of", "what", type=click.Choice(PICTURES), help="What --picture draws.  [default: memory]")
 @tracebacks
 def draw(words: tuple[str, ...], versions: bool, out: Path | None, picture: Path | None, what: str | None) -> None:
-    """Draw the start of the pipeline that a recipe makes: workers downwards, time to the right. Trains nothing.
+    """Draw the start of a recipe's pipeline: workers downwards, time to the right. Trains nothing.
 
-    F3 is the forward of minibatch 3, or of microbatch 3, B3 its backward, I3 and W3 the input and weight part of one
-    that is split; where workers have several stages the stage stands first, 2F3. With --versions, F3@1 uses the weights
-    after update 1; updates count from the start. F3@1~2 has them predicted 2 updates ahead, B3@3~-2 taken back by 2.
+    F3 is the forward of minibatch or microbatch 3, and B3 its backward. I3 and W3 are the input and the weight part of
+    a split backward. Where workers have several stages, the stage comes first: 2F3. With --versions, F3@1 uses the
+    weights after update 1, counted from the start, F3@1~2 predicts them for 2 updates later, B3@3~-2 for 2 earlier.
 
-    --picture draws every worker's memory over simulated time, by kind, beside its capacity; with --of occupancy when it
-    computes, waits for bytes on their way, or for others.
+    --picture draws every worker's memory by kind over simulated time, beside its capacity; with --of occupancy, when
+    every worker computes, waits for messages in transfer, or waits for other workers.
 
     \b
     Examples:
@@ -56,9 +56,8 @@ def draw(words: tuple[str, ...], versions: bool, out: Path | None, picture: Path
         loaded = load_one(words)
         from pipebench.run import runner
 
-    kind, schedule = what or MEMORY, Output("--out", out, "a schedule", is_schedule)
-    what = f"a picture of {kind} over time"
-    drawing = Output("--picture", picture, what, lambda path: is_picture_by(_drawing(kind)[0], path), PNG)
+    kind = what or MEMORY
+    schedule, drawing = Output("--out", out, "a schedule", is_schedule), _picture(kind, picture)
     refuse_to_overwrite([schedule, drawing])
     preflight(loaded, trains=False)
     if out is not None:
@@ -72,11 +71,17 @@ def draw(words: tuple[str, ...], versions: bool, out: Path | None, picture: Path
         click.echo(runner.draw(loaded, versions=versions))
 
 
+def _picture(kind: str, path: Path | None) -> Output:
+    what = f"a picture of {kind} over time"
+    return Output("--picture", path, what, lambda file: is_picture_by(_drawing(kind)[0], file), PNG)
+
+
 def _drawing(kind: str) -> tuple[str, Callable[["MemoryForecast"], "InlineFigure"]]:
-    """Return what a picture's file says that it was made by, and what draws it."""
+    """Return the origin that a picture's file names, and the function that draws the picture."""
     from pipebench.show import memory_picture, occupancy_picture, over_time  # late: matplotlib
 
     if kind == MEMORY:
         return memory_picture.MADE_BY, lambda forecast: memory_picture.memory_figure(forecast.memory)
-    parts, drawn = over_time.NUM_PARTS, occupancy_picture
-    return drawn.MADE_BY, lambda forecast: drawn.occupancy_figure(forecast.occupancy(parts))
+    return occupancy_picture.MADE_BY, lambda forecast: occupancy_picture.occupancy_figure(
+        forecast.occupancy(over_time.NUM_PARTS)
+    )

@@ -21,11 +21,11 @@ from pipebench.garbage import freeze_all, without_collector
 from pipebench.recipe.users_code import as_users, traceback_of
 
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 3, 130, 141
-_SHORT_S = 1.0  # what takes no longer needs no word on it
-_VERBOSE = "pipebench.verbose"  # in click's meta, which outlives the command
+_SHORT_S = 1.0  # a command that takes longer to begin prints what it is loading
+_VERBOSE = "pipebench.verbose"  # key in click's `meta`, which outlives the command
 
 
-# Descriptions by name: of a module here and the command in it, imported when used.
+# Command to description. The module of the same name has the command, and is imported when it is used.
 COMMANDS: Mapping[str, str] = {
     "calibrate": "Fit a report's constants on the cells that it names.",
     "compare": "Set recorded runs side by side.",
@@ -45,11 +45,11 @@ COMMANDS: Mapping[str, str] = {
 
 
 class _ReaderGoneError(Exception):
-    """The reader of our output has gone, as in `pipebench ls | head -1`."""
+    """The process that reads the output has ended, as in `pipebench ls | head -1`."""
 
 
 class _EndOfFileError(Exception):
-    """A file ended early, such as the user's data; never the terminal, which no command reads."""
+    """An EOFError, such as of the user's data. It isn't from the terminal, which no command reads."""
 
     def __init__(self, ending: EOFError) -> None:
         self.ending = ending
@@ -81,11 +81,11 @@ class Commands(click.Group):
             formatter.write_dl([*COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; hide broken pipes and ends of files from click, which would attribute them to the terminal."""
+        """Run a command; raise BrokenPipeError and EOFError as others, since click takes them for the terminal's."""
         self._meta = ctx.meta
         _require_working_directory()
         try:
-            with _telling(ctx):
+            with _loading_notice(ctx):
                 result = super().invoke(ctx)
             sys.stdout.flush()
             return result
@@ -93,7 +93,7 @@ class Commands(click.Group):
             # click would take any broken pipe for the output's and exit silently with 1.
             raise (_ReaderGoneError() if _reader_is_gone() else RuntimeError("a pipe broke inside")) from error
         except SystemExit as ending:
-            # rich takes the reader's end for one of the command, with 1: a target that was missed.
+            # If the reader is gone, rich exits with 1, which would mean a target that was missed.
             if isinstance(ending.__context__, BrokenPipeError):
                 raise _ReaderGoneError() from ending
             raise
@@ -102,11 +102,11 @@ class Commands(click.Group):
             raise _EndOfFileError(error) from error
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
-        """Run the command line and exit with its code, or return it if not `standalone_mode`."""
+        """Run the command line, and exit with its code, or return the code if not `standalone_mode`."""
         outlive_terminal()
         code = self._exit_code(*args, **extra)
         if standalone_mode:
-            freeze_all()  # else the collector scans all of torch's objects: seconds on a busy machine
+            freeze_all()  # otherwise the collector scans all of torch's objects at exit, which may take seconds
             sys.exit(code)
         return code
 
@@ -116,14 +116,17 @@ class Commands(click.Group):
             code: object = super().main(*args, standalone_mode=False, **extra)  # type: ignore[call-overload]
             return code if isinstance(code, int) else 0
         except BaseException as error:
-            # After Ctrl-C any failure follows from it: of a module that was imported in part, or of a closed terminal.
+            # After a signal, any other failure follows from it, such as of a module that was imported in part.
             by_signal = interrupts.exit_code()
             return self._failed(error) if by_signal is None else by_signal
 
     def _failed(self, error: BaseException) -> int:
-        """Print what ended a command, with its traceback if it is a fault of ours; return the exit code."""
+        """Print what ended a command, with its traceback if it is pipebench's fault; return the exit code."""
         if isinstance(error, click.BadParameter) and not isinstance(error, click.MissingParameter) and error.param:
             return self._mistake(UserError(f"{error.param.opts[-1]}: {error.message}"))
+        if isinstance(error, click.exceptions.NoArgsIsHelpError):
+            error.show()
+            return USER_ERROR
         if isinstance(error, click.ClickException):
             return self._mistake(UserError(_in_a_sentence(error)))
         if isinstance(error, UserError):
@@ -136,7 +139,7 @@ class Commands(click.Group):
         return self._failed_inside(error.ending if isinstance(error, _EndOfFileError) else error)
 
     def _failed_inside(self, error: BaseException) -> int:
-        """Print what is neither a mistake in what was given nor an end that was asked for; return the exit code."""
+        """Print an error that is no `UserError` and no interrupt; return the exit code."""
         theirs = as_users(error)
         if theirs is not None:
             return self._mistake(theirs)
@@ -151,22 +154,22 @@ class Commands(click.Group):
         if (limit := limit_text(error)) is not None:
             return self._mistake(UserError(limit))
         if is_out_of_memory(error):
-            _say(f"pipebench: error: {printable(memory_text(error))}")
+            _print_error(f"pipebench: error: {printable(memory_text(error))}")
             return INTERNAL_ERROR
         trace = "".join(traceback.format_exception(error))
-        _say(f"pipebench: internal error: {type(error).__name__}: {error}\n{trace}")
+        _print_error(f"pipebench: internal error: {type(error).__name__}: {error}\n{trace}")
         return INTERNAL_ERROR
 
     def _mistake(self, error: UserError) -> int:
         for line in printable_lines(str(error) or type(error).__name__):
             click.echo(f"pipebench: error: {line}", err=True)
         if self._meta.get(_VERBOSE):
-            _say(traceback_of(error))
+            _print_error(traceback_of(error))
         return USER_ERROR
 
 
 def _require_working_directory() -> None:
-    """Raise a UserError if the working directory is gone: files are sought there, and torch needs it to be loaded."""
+    """Raise a UserError if the working directory was removed: files are searched there, and torch's import needs it."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -174,23 +177,23 @@ def _require_working_directory() -> None:
 
 
 def _drop_output() -> None:
-    """Give the interpreter's last flush a target that takes it: Python >= 3.13 exits with 120 where it fails."""
+    """Redirect the output to /dev/null, since from 3.13 on Python exits with 120 if its last flush fails."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _in_a_sentence(error: click.ClickException) -> str:
-    """Return a mistake in what was given, and which help says what is allowed."""
+    """Return the message of click's error, and the command whose help says what is allowed."""
     text = error.format_message()
     if not isinstance(error, click.UsageError) or error.ctx is None:
         return text
-    if isinstance(error, click.NoSuchOption):  # of which click's versions have sentences of their own
+    if isinstance(error, click.NoSuchOption):  # versions of click have different sentences
         text = f"No such option {error.option_name!r}{_hint(error.option_name, error.ctx)}"
     ending = "" if text.endswith((".", "?")) else "."
     return f"{text}{ending} See {error.ctx.command_path} --help."
 
 
 def _hint(option: str, ctx: click.Context) -> str:
-    """Return what an unknown option was meant for: another one, or, where a command takes keys, a key such as --lr."""
+    """Return a hint for an unknown option: a similar option or, if the command takes keys, a key, as for `--lr`."""
     parameters = ctx.command.params
     words = [item.value for each in parameters for item in each.shell_complete(ctx, "")]
     keys = [word.rstrip("=") for word in words if word.endswith("=")]
@@ -200,13 +203,13 @@ def _hint(option: str, ctx: click.Context) -> str:
 
 
 @contextmanager
-def _telling(ctx: click.Context) -> Iterator[None]:
-    """Say on the standard error what a command loads for longer than 1 s."""
+def _loading_notice(ctx: click.Context) -> Iterator[None]:
+    """Print on the standard error what a command is loading if it takes longer than `_SHORT_S`."""
     try:
         has_reader = sys.stderr.fileno() >= 0 and "RANK" not in os.environ
     except (OSError, ValueError):  # no file
         has_reader = False
-    timer = Timer(_SHORT_S, lambda: _say(f"{_named(ctx)}: {_what_is_loading(sys.modules)}"))
+    timer = Timer(_SHORT_S, lambda: _print_error(f"{_named(ctx)}: {_what_is_loading(sys.modules)}"))
     timer.daemon = True
     if has_reader:
         timer.start()
@@ -222,12 +225,12 @@ def _named(ctx: click.Context) -> str:
 
 
 def _what_is_loading(modules: Container[str]) -> str:
-    """Return what takes the first seconds of a command, by the modules whose import has begun."""
+    """Return what a command is doing in its first seconds, by the modules whose import has begun."""
     return next((f"loading {name}" for name in ("matplotlib", "mlflow", "torch") if name in modules), "starting")
 
 
 def note_verbose(ctx: click.Context, option: click.Parameter, value: bool) -> bool:
-    """Store whether to show tracebacks of errors in a user's code; an option's callback."""
+    """Store whether to print tracebacks of errors in the user's code; the callback of `--verbose`."""
     ctx.meta[_VERBOSE] = value
     return value
 
@@ -246,11 +249,11 @@ trust = click.option(
     "--trust",
     "trusts",
     is_flag=True,
-    help="Take a run's folder, and execute the code that it names, though they belong to another user.",
+    help="Use a run's folder that belongs to another user, and execute the code that it names.",
 )
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     for line in printable_lines(text):
         click.echo(line, err=True)
 

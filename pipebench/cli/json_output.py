@@ -21,7 +21,10 @@ def print_json(data: Any) -> None:
 
 @contextlib.contextmanager
 def only_json() -> Iterator[Callable[[str], None]]:
-    """Send what is printed, by child processes too, to standard error; yields what writes to standard output."""
+    """Redirect all that is printed, also by child processes, to standard error; yield a function that writes JSON.
+
+    The function writes a text and a newline to standard output.
+    """
     output = sys.stdout
     output.flush()
     stdout = os.dup(1)
@@ -44,12 +47,12 @@ def only_json() -> Iterator[Callable[[str], None]]:
 
 
 def json_text(data: Any) -> str:
-    """Return plain data as JSON, with null for numbers that aren't finite, which JSON lacks."""
+    """Return plain data as indented JSON, with null for numbers that aren't finite, which JSON doesn't have."""
     return json.dumps(_finite(data), indent=1, allow_nan=False)
 
 
 def json_line(data: Any) -> str:
-    """Return the same on one line."""
+    """Return plain data as JSON like `json_text`, on one line."""
     return json.dumps(_finite(data), allow_nan=False)
 
 

@@ -21,9 +21,9 @@ from pipebench.show.terminal import standard_error
 def largest(words: tuple[str, ...], as_json: bool) -> None:
     """Find the largest minibatch with which a recipe's plan fits in the memory of its cluster's devices.
 
-    The simulator predicts the memory of the fullest worker; nothing is trained. (`pipebench plan` shows a formula's,
-    with buffers for transfers, a few percent off.) Sizes tried are powers of two and seven more between two of them.
-    What the recipe leaves to the planner is planned anew for every size.
+    The simulator predicts the memory of the fullest worker; nothing is trained. (`pipebench plan` shows memory by a
+    formula that includes buffers for transfers and is a few percent off.) Sizes are powers of two, and seven between
+    each two of them. What the recipe leaves to the planner is planned for every size.
 
     \b
     Examples:
@@ -37,8 +37,9 @@ def largest(words: tuple[str, ...], as_json: bool) -> None:
 
     preflight(loaded, trains=False)
     trials: list[Trial] = []
-    name, work, console = loaded.recipe.name, "looking for the largest minibatch", standard_error() if as_json else None
-    with faults_of(loaded), preparing(name, console, work=work) as say:
+    work = "looking for the largest minibatch"
+    console = standard_error() if as_json else None
+    with faults_of(loaded), preparing(loaded.recipe.name, console, work=work) as say:
 
         def on_trial(trial: Trial) -> None:
             trials.append(trial)

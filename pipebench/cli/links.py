@@ -1,4 +1,4 @@
-"""`pipebench links`: what a cluster's links carry, measured here, as a cluster's file."""
+"""`pipebench links`: measures what a cluster's links carry, and writes a cluster's file."""
 
 import os
 import sys
@@ -11,6 +11,7 @@ import click
 from pipebench.cli.group import tracebacks
 from pipebench.cli.outputs import Output, refuse_to_overwrite
 from pipebench.errors import UserError
+from pipebench.files import start_of
 from pipebench.formats import num_bytes, seconds
 from pipebench.garbage import without_collector
 from pipebench.show.progress import lasting
@@ -27,14 +28,17 @@ _ALONE = (
 @click.command
 @click.option("--out", type=click.Path(path_type=Path), default="cluster.yaml", show_default=True, help="The new file.")
 @click.option("--workers", type=click.IntRange(2, 1024), help="Start so many processes on this host, as torchrun does.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True,
+    help="Where messages start and end.",
+)  # fmt: skip
 @tracebacks
 def links(out: Path, workers: int | None, device: str) -> None:
-    """Measure what a cluster's links carry, and write them as a file for `cluster.name`.
+    """Measure what a cluster's links carry, and write a cluster's file that recipes name as `cluster.name`.
 
-    Start it as training is started: on every host, one process per GPU. Messages are timed between two GPUs of a
-    server, and between all GPUs of two servers at the same time, sums among the GPUs of a server and among servers.
-    That takes about a minute. Nothing else should use the links meanwhile.
+    Start it as training is started: one process per GPU on every host. It times messages between two GPUs of a server,
+    messages between all GPUs of two servers at the same time, and sums among the GPUs of a server and among servers.
+    This takes about a minute, in which nothing else should use the links.
 
     \b
     Examples:
@@ -54,15 +58,15 @@ def links(out: Path, workers: int | None, device: str) -> None:
     if os.environ.get("WORLD_SIZE") == "1":
         raise UserError(_ALONE)
     measuring = _measuring()
-    with lasting("links", "waiting for all workers to join", shown=is_first) as tell:
-        found = measuring.measure_here(device, tell)
+    with lasting("links", "waiting for all workers to join", shown=is_first) as on_progress:
+        found = measuring.measure_here(device, on_progress)
     if is_first:
         _print(found)
         output.write(lambda path: path.write_text(measuring.cluster_text(found, _MADE_BY), encoding="utf-8"))
 
 
 def _start(out: Path, workers: int | None, device: str) -> None:
-    """Become torchrun on this host, whose processes run the command."""
+    """Replace this process by torchrun, whose processes run the command on this host."""
     if workers is None:
         raise UserError(_ALONE)
     _measuring().check_device(device)
@@ -90,7 +94,4 @@ def _print(found: Any) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    try:
-        return _MADE_BY in path.read_text(encoding="utf-8").partition("\n")[0]
-    except (OSError, UnicodeDecodeError):
-        return False
+    return _MADE_BY.encode() in start_of(path, 1000).partition(b"\n")[0]

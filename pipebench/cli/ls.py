@@ -1,4 +1,4 @@
-"""`pipebench ls`: what a recipe can name, one line each, without importing torch, which takes seconds."""
+"""`pipebench ls`: lists what a recipe can name, without importing torch, which takes seconds."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -6,11 +6,10 @@ from typing import Any
 import click
 
 from pipebench.cli.json_output import json_flag, print_json
-from pipebench.errors import UserError
+from pipebench.errors import UserError, shown
 from pipebench.recipe.catalog import cluster_names, find_cluster, recipe_names, recipes_folder, summary
 from pipebench.recipe.clusters import sources
 from pipebench.recipe.named import KINDS, OPTIMIZER, SCHEDULE
-from pipebench.recipe.typecheck import shown
 from pipebench.schedule.modes import MODES
 from pipebench.zoo.registry import DATASETS, MODELS
 
@@ -22,9 +21,9 @@ LISTS = ("models", "datasets", "optimizers", "schedules", "clusters", "modes", "
 @click.argument("word", required=False)
 @json_flag
 def ls(what: str | None, word: str | None, as_json: bool) -> None:
-    """List what a recipe can name, one line each; with a WORD the lines that have it.
+    """List what a recipe can name, one line each; with a WORD, only lines that have it.
 
-    With --json an object per list, from name to description.
+    With --json, prints an object per list, from name to description.
 
     \b
     Examples:
@@ -46,7 +45,7 @@ def ls(what: str | None, word: str | None, as_json: bool) -> None:
 
 
 def _lines(word: str | None, what: str, indent: str = "") -> Iterator[str]:
-    """Yield name and description of every thing of a kind that has a word in them."""
+    """Yield a line with name and description for every entry of a list that has a word in them."""
     rows = _rows_with(word, what)
     width = max((len(name) for name in rows), default=0)
     for name, about in rows.items():
@@ -77,7 +76,7 @@ def _rows(what: str) -> dict[str, str]:
 
 
 def _classes(what: str) -> dict[str, str]:
-    """Return the parameters of optimizers or schedules by name, with defaults, `...` for required ones."""
+    """Return the parameters of optimizers or schedules by name, with their defaults, or `...` if required."""
     kind = KINDS[OPTIMIZER if what == "optimizers" else SCHEDULE]
     rows = {name: kind.about[name] for name in kind.ours}
     for name in (name for name in kind.names() if name not in kind.ours):

@@ -1,6 +1,7 @@
 """The command line's entry point.
 
-A command's module is imported when it runs, and heavy ones (torch, mlflow) when it needs them: `--help` is immediate.
+A command's module is imported when the command runs, and torch and MLflow only if it needs them, so that `--help` is
+immediate.
 """
 
 import click

@@ -1,4 +1,4 @@
-"""What a command prints, and the files that it writes: new, or replacing one of the same kind, lest data be lost."""
+"""Prints the answers of commands and writes their files, which replace only files of the same kind."""
 
 import secrets
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from rich.console import Console
 
 from pipebench.cli.json_output import print_json
 from pipebench.errors import UserError
-from pipebench.files import folder_problem, rename
+from pipebench.files import folder_problem, rename, start_of
 from pipebench.show.console import print_written
 from pipebench.show.shown import Shown
 from pipebench.show.terminal import standard_output
@@ -30,17 +30,17 @@ def print_answer(answer: Shown, *, as_json: bool) -> None:
 class Output:
     """A file to write."""
 
-    option: str  # names it
-    path: Path | None  # None to write nothing
-    what: str  # in words
+    option: str  # the option that names it
+    path: Path | None  # None: nothing is written
+    what: str  # its kind, in words
     is_ours: Callable[[Path], bool]  # whether an existing file is of the same kind
-    suffixes: tuple[str, ...] = ()  # one of which its name has; () for any
+    suffixes: tuple[str, ...] = ()  # allowed ends of its name; () for any
 
     def write(self, write: Callable[[Path], object], console: Console | None = None) -> None:
-        """Write it beside its place and rename it, unless `path` is None, and print its path.
+        """Write the file beside its target, rename it, and print its path; do nothing if `path` is None.
 
         Raises:
-            UserError: it can't be written; what was there stays.
+            UserError: the file can't be written; an existing one stays.
         """
         if self.path is None:
             return
@@ -58,12 +58,8 @@ class Output:
 
 
 def is_picture_by(made_by: str, path: Path) -> bool:
-    """Return whether a file is a picture with this origin."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(4096)
-    except OSError:
-        return False
+    """Return whether a file is a PNG that names this origin as its software."""
+    start = start_of(path, 4096)
     return start.startswith(b"\x89PNG\r\n") and f"Software\0{made_by}".encode() in start
 
 
@@ -71,7 +67,7 @@ def refuse_to_overwrite(outputs: Sequence[Output]) -> None:
     """Check all files before any work.
 
     Raises:
-        UserError: names the option if one isn't writable, exists as something else, or is given twice.
+        UserError: a file isn't writable, exists and is of another kind, is given twice, or has a wrong suffix.
     """
     taken: dict[Path, str] = {}
     for each in outputs:
@@ -80,7 +76,7 @@ def refuse_to_overwrite(outputs: Sequence[Output]) -> None:
             continue
         there = True
         try:
-            path.stat()  # not `exists`: which errors it passes over changes with Python's versions
+            path.stat()  # not `exists`, which ignores different errors in different versions of Python
         except (FileNotFoundError, NotADirectoryError):
             there = False
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Types of options for click: counts, names, quantities with units, levels of links, seeds.
+"""Types of click's options: counts, names, quantities with units, levels of links, seeds.
 
 A wrong value is refused in one sentence that names the option.
 """
@@ -15,7 +15,7 @@ from pipebench.errors import UserError, choice
 from pipebench.units import UnitError, parse_bandwidth
 
 FILE = click.Path(path_type=Path)
-MOST_WORKERS = 1 << 20  # on --levels: where planning still takes seconds
+MOST_WORKERS = 1 << 20  # of --levels and --servers; planning for so many still takes seconds only
 _MOST_LEVELS = 8
 _LONGEST_TEXT = 60
 _LEVELS_FORM = "is N@BYTES_PER_S for every level, innermost first, joined by commas, such as 4@1e10,4@1.25e9"
@@ -26,12 +26,12 @@ zip_flag = click.option(
     "--zip",
     "zipped",
     is_flag=True,
-    help="Of several keys with lists, take the first elements together, then the second ones, and so on.",
+    help="Combine the lists of several keys by position: the first elements, the second ones, and so on.",
 )
 
 
 class Parameter(click.ParamType):  # type: ignore[type-arg] # in older versions of click it is no generic class
-    """The type of an option: `parse` returns a text's value or raises a ValueError."""
+    """The type of an option; `parse` returns the value of a text, or raises a ValueError."""
 
     name = "text"
 
@@ -39,7 +39,7 @@ class Parameter(click.ParamType):  # type: ignore[type-arg] # in older versions 
         self._parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the value of a text; a default is already one; raises a UserError that names the option."""
+        """Return the value of a text (a default is a value already); raises a UserError that names the option."""
         if not isinstance(value, str):
             return value
         try:
@@ -50,7 +50,7 @@ class Parameter(click.ParamType):  # type: ignore[type-arg] # in older versions 
 
 
 def option(name: str, kind: Any, metavar: str, about: str) -> Callable[[Any], Any]:
-    """Return the decorator of an option with a value; `kind` is a `Parameter`, or a type of click's."""
+    """Return the decorator of an option that takes a value; `kind` is a `Parameter` or a type of click."""
     return click.option(name, type=kind, metavar=metavar, help=about)
 
 
@@ -71,17 +71,17 @@ def name_of(names: Iterable[str]) -> Parameter:
 
     def parse(text: str) -> str:
         if text not in known:
-            raise ValueError(choice(text[:_LONGEST_TEXT], known))
+            raise ValueError(choice(text, known))
         return text
 
     return Parameter(parse)
 
 
 def parse_levels(text: str) -> Cluster:
-    """Return the cluster that `4@1e10,4@1.25e9` describes: levels, innermost first, of anonymous devices.
+    """Return the cluster that `4@1e10,4@1.25e9` describes by its levels, innermost first; its device has no name.
 
     Raises:
-        ValueError: other texts, or more than MOST_WORKERS workers.
+        ValueError: the text has another form, or there are more than MOST_WORKERS workers.
     """
     levels: list[Level] = []
     num_workers = 1
@@ -104,7 +104,7 @@ def parse_levels(text: str) -> Cluster:
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
-    """Return the seeds in a text such as `0,1,2`; raises a ValueError for other texts or repeated seeds."""
+    """Return the seeds in a text such as `0,1,2`; raises a ValueError for other texts and repeated seeds."""
     try:
         seeds = [int(part) for part in text.split(",")]
     except ValueError:

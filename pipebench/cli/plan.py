@@ -27,7 +27,7 @@ _COST_MODEL, _MODE = (name_of(CHOICES[f"parallelism.{key}"]) for key in ("cost_m
 @option("--servers", count(MOST_WORKERS), "N", "How many components of the cluster's outermost level.  [default: 1]")
 @option(
     "--levels", Parameter(parse_levels), "N@RATE[,...]",
-    "Instead of a cluster: workers and bytes/s per level, innermost first.",
+    "Instead of a cluster: components, and bytes/s of each, per level, innermost first.",
 )  # fmt: skip
 @option(
     "--memory", Parameter(parse_bytes), "BYTES",
@@ -37,7 +37,7 @@ _COST_MODEL, _MODE = (name_of(CHOICES[f"parallelism.{key}"]) for key in ("cost_m
     "--latency", Parameter(parse_duration), "DURATION",
     "With --levels: latency of every link, with a unit, such as 10us.  [default: 0]",
 )  # fmt: skip
-@option("--cost-model", _COST_MODEL, "NAME", "How times add up, from `pipebench ls cost-models`.")
+@option("--cost-model", _COST_MODEL, "NAME", "How the planner adds up times, from `pipebench ls cost-models`.")
 @option("--mode", _MODE, "NAME|auto", "The mode to plan, from `pipebench ls modes`; auto: the fastest.")
 @option("--minibatch-size", count(2**31), "N", "Samples per minibatch of a profile file.")
 @option("--out", FILE, "OUT.json", "Write the plan here, to be edited and run with parallelism.plan=OUT.json.")
@@ -46,18 +46,18 @@ _COST_MODEL, _MODE = (name_of(CHOICES[f"parallelism.{key}"]) for key in ("cost_m
 @click.option(
     "--others/--no-others",
     default=True,
-    help="Whether to plan the other modes, too, once the plan asked for is printed.  [default: --others]",
+    help="Plan the other modes, too, after the requested plan is printed.  [default: --others]",
 )
 @json_flag
 @tracebacks
 def plan(words: tuple[str, ...], zipped: bool, **given: Any) -> None:
     """Find the best plan: which layers make a stage, how many workers run it, its predicted time, and why.
 
-    The planner is exact for its cost model, or says how far off it may be; the simulator then predicts throughput.
-    With a RECIPE everything comes from it unless an option says otherwise, and the plan is one that `pipebench run`
-    can follow. Without one, a profile file and links are enough. The plan asked for is printed as soon as it is found;
-    the best plan of every other mode follows, unless --no-others leaves these out: of models with thousands of layers
-    they take most of the time. KEY=A,B,C plans each and shows the plans side by side.
+    The planner finds the optimum of its cost model, or says how far off it may be; the simulator then predicts
+    throughput. With a RECIPE, everything comes from it that no option gives, and `pipebench run` can run the plan.
+    Without one, a profile file and links are enough. The requested plan is printed as soon as it is found. The best
+    plan of every other mode follows, which takes most of the time for models with thousands of layers; --no-others
+    leaves these out. KEY=A,B,C makes a plan for each value, and shows the plans side by side.
 
     \b
     Examples:
@@ -91,7 +91,7 @@ def plan(words: tuple[str, ...], zipped: bool, **given: Any) -> None:
 
 
 def _links(levels: Cluster | None, memory_bytes: int | None, latency_s: float | None) -> Cluster | None:
-    """Return the anonymous devices of three options, None without the first."""
+    """Return the cluster that --levels, --memory and --latency describe; None without --levels."""
     if levels is None:
         return None
     own = tuple(replace(level, latency_s=latency_s or 0.0) for level in levels.levels)
@@ -99,7 +99,7 @@ def _links(levels: Cluster | None, memory_bytes: int | None, latency_s: float | 
 
 
 def _check_combination(given: Mapping[str, Any], words: Sequence[str]) -> None:
-    """Check that the options are compatible, before any work."""
+    """Raise a UserError if options exclude each other, or one lacks another that it needs."""
     references, overrides = split(words)
     files = [word for word in references if word.endswith((".json", ".txt"))]
     if files:

@@ -1,7 +1,7 @@
-"""`pipebench plan`: build the planner's request from recipe, profile file and options.
+"""`pipebench plan`: builds the planner's request from recipe, profile file and options, and prints the answer.
 
-Without a recipe, plans under the papers' cost models may be cut anywhere in the graph, as in the papers. All others are
-cut along the order of execution, so that an engine can run them.
+Without a recipe, plans under the papers' cost models may be cut anywhere in the graph, as in the papers. Other plans
+are cut along the order of execution, so that an engine can run them.
 """
 
 import os
@@ -23,7 +23,7 @@ from pipebench.planner.compare import compare, with_others
 from pipebench.planner.cost_models import COST_MODELS, DEFAULT
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
-from pipebench.planner.states import Known
+from pipebench.planner.states import PlanningCache
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
 from pipebench.profile.load import load_profile, plain_name
 from pipebench.profile.model import Profile
@@ -41,7 +41,7 @@ from pipebench.train.profile_cache import ToPlan, to_plan
 from pipebench.train.request import choose_slices, plan_request
 from pipebench.zoo.registry import Dataset
 
-_DIFFERS = 1.1  # predictions above this many times the bottleneck are explained
+_DIFFERS = 1.1  # a prediction of more than this times the bottleneck is explained
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,17 @@ class PlanOptions:
 
 
 def with_options(loaded: LoadedRecipe, options: PlanOptions) -> LoadedRecipe:
-    """Return a recipe changed by the options."""
+    """Return a recipe with the options' cluster, profile and cost model."""
     recipe = loaded.recipe
     cluster, engine, parallelism = recipe.cluster, recipe.engine, recipe.parallelism
     if options.cluster is not None:
-        # A relative path on the command line is relative to the working directory, not to the recipe.
+        # A path on the command line is relative to the working directory, not to the recipe.
         is_file = options.cluster.endswith((".yaml", ".yml")) and os.path.exists(options.cluster)
         cluster = replace(cluster, name=os.path.abspath(options.cluster) if is_file else options.cluster)
     if options.servers is not None:
         cluster = replace(cluster, servers=options.servers)
     if options.profile is not None:
-        # With a folder in its path no file is mistaken for a keyword of engine.timing.
+        # With a folder in its path, a file is never taken for a keyword of engine.timing.
         engine = replace(
             engine, timing=options.profile if os.sep in options.profile else os.path.join(".", options.profile)
         )
@@ -89,9 +89,9 @@ def with_options(loaded: LoadedRecipe, options: PlanOptions) -> LoadedRecipe:
 
 
 def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
-    """Plan the requested mode, print and draw it, then plan the other modes.
+    """Plan the requested mode, print and draw the plan, then plan the other modes.
 
-    `loaded` is the recipe from `with_options`, None for a profile file alone.
+    `loaded` is a recipe from `with_options`, or None for a profile file alone.
 
     Raises:
         UserError: profile or cluster is missing, or nothing fits in memory.
@@ -102,14 +102,14 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
     )
     refuse_to_overwrite((out, picture))
     began_s = time.perf_counter()
-    known = Known()
-    answer = _of_recipe(loaded, options, known) if loaded is not None else _of_file(options, known)
+    cache = PlanningCache()
+    answer = _of_recipe(loaded, options, cache) if loaded is not None else _of_file(options, cache)
     if not options.as_json:
         print_plan(answer, standard_output())
     form = form_of(answer.comparison.best.plan, answer.layer_names)
     out.write(lambda path: path.write_text(form.text(), encoding="utf-8"), _progress(options))
     picture.write(lambda path: _pictures().plan_figure(answer).write(path), _progress(options))
-    everything = _with_others(answer, options, known)
+    everything = _with_others(answer, options, cache)
     everything = replace(everything, total_s=time.perf_counter() - began_s)
     if options.as_json:
         print_json(plan_data(everything))
@@ -118,10 +118,10 @@ def plan(loaded: LoadedRecipe | None, options: PlanOptions) -> None:
 
 
 def findings(loaded: LoadedRecipe, *, others: bool) -> PlanFindings:
-    """Return what `plan` prints of a recipe, with the `others`, the best plans of the other modes, if asked."""
-    began_s, known = time.perf_counter(), Known()
+    """Return what `plan` prints about a recipe; with `others` also the best plans of the other modes."""
+    began_s, cache = time.perf_counter(), PlanningCache()
     options = PlanOptions(others=others)
-    answer = _with_others(_of_recipe(loaded, options, known), options, known)
+    answer = _with_others(_of_recipe(loaded, options, cache), options, cache)
     return replace(answer, total_s=time.perf_counter() - began_s)
 
 
@@ -142,11 +142,11 @@ def plan_each(loaded: Sequence[LoadedRecipe], options: PlanOptions) -> None:
             raise UserError(f"{option} is for one plan, and the recipe makes {len(loaded)}: give one value per key")
     answers, refused = [], {}
     for each in loaded:
-        known = Known()
+        cache = PlanningCache()
         try:
-            answer = _of_recipe(each, options, known)
+            answer = _of_recipe(each, options, cache)
             if options.as_json:  # the table has no room for other modes
-                answer = _with_others(answer, options, known)
+                answer = _with_others(answer, options, cache)
             answers.append(replace(answer, name=each.varied_name))
         except RecipeError as error:
             refused[each.varied_name] = "; ".join(fault.problem for fault in error.faults)
@@ -160,30 +160,30 @@ def plan_each(loaded: Sequence[LoadedRecipe], options: PlanOptions) -> None:
         print_plans(answers, refused, standard_output())
 
 
-def _of_recipe(loaded: LoadedRecipe, options: PlanOptions, known_states: Known) -> PlanFindings:
+def _of_recipe(loaded: LoadedRecipe, options: PlanOptions, cache: PlanningCache) -> PlanFindings:
     mode = options.mode or loaded.recipe.parallelism.mode
     with faults_of(loaded):
         loaded = _with_slices(loaded, options, mode)
         recipe, own = loaded.recipe, loaded.cluster
         parallelism = recipe.parallelism
-        # The recipe's own plan is compared with the model's layers if it names them.
+        # If the recipe's own plan names layers, it is compared with the model's.
         names_layers = is_plan_file(parallelism.plan) or parallelism.cuts is not None
         with preparing(recipe.name, _progress(options)) as on_progress:
             known = to_plan(loaded, on_progress, needs_graph=names_layers)
         cluster = own if options.links is None else replace(options.links, device=own.device)
         if parallelism.tensor != 1:
-            cluster = own  # of these links, see `_with_slices`
+            cluster = own  # `_with_slices` has made it of `options.links`
         request = plan_request(recipe, cluster, known.profile, known.dataset)
         if mode != parallelism.mode:
             request = replace(request, row=None)
-        answer = _answer(recipe.name, request, mode, options, known_states, says_samples=True)
+        answer = _answer(recipe.name, request, mode, options, cache, says_samples=True)
         if request.row is not None:
             answer = replace(answer, given=_given(parallelism, known, request, mode))
     return answer
 
 
 def _with_slices(loaded: LoadedRecipe, options: PlanOptions, mode: str) -> LoadedRecipe:
-    """Return a recipe with as many slices as are fastest, if it leaves that to the planner, on the given links."""
+    """Return a recipe with sliced layers on the given links, and with the fastest number of slices for `auto`."""
     tensor = loaded.recipe.parallelism.tensor
     if tensor == 1:
         return loaded
@@ -200,7 +200,7 @@ def _with_slices(loaded: LoadedRecipe, options: PlanOptions, mode: str) -> Loade
 
 
 def _given(parallelism: ParallelismRecipe, known: ToPlan, request: Request, mode: str) -> PlanEstimate | None:
-    """Return the recipe's own plan, None if it has none or one for another number of workers."""
+    """Return the recipe's own plan; None if it has none, or one for another number of workers."""
     planner, cluster = Planner(request, mode), request.cluster
     if is_plan_file(parallelism.plan):
         from pipebench.train.plan import plan_of_file  # late: imports torch
@@ -214,14 +214,16 @@ def _given(parallelism: ParallelismRecipe, known: ToPlan, request: Request, mode
         replicas = parse_plan(parallelism.plan, planner.mode, cluster.num_workers)
     except PlanError:  # --cluster and --levels may have changed it
         return None
-    one_stage = planner.mode.is_one_stage  # only its cuts and its number of workers can differ from the planner's
-    if one_stage and parallelism.cuts is None and replicas == parse_plan(AUTO, planner.mode, cluster.num_workers):
+    # A plan of one stage can differ from the planner's only in its cuts and its number of workers.
+    is_whole = planner.mode.is_one_stage and parallelism.cuts is None
+    if is_whole and replicas == parse_plan(AUTO, planner.mode, cluster.num_workers):
         return None
     starts = None
     if parallelism.cuts is not None:
         assert known.graph is not None
         starts, chunks = starts_of_cuts(known.graph, parallelism.cuts), planner.mode.chunks
-        make_plan(known.graph, starts, replicas * chunks, chunks=chunks, ties=planner.ties)  # refuses as for a run
+        # Raises if a run would refuse the cuts.
+        make_plan(known.graph, starts, replicas * chunks, chunks=chunks, ties=planner.ties)
     return planner.for_replicas(replicas, starts)
 
 
@@ -229,7 +231,7 @@ def _progress(options: PlanOptions) -> Console | None:
     return standard_error() if options.as_json else None
 
 
-def _of_file(options: PlanOptions, known_states: Known) -> PlanFindings:
+def _of_file(options: PlanOptions, cache: PlanningCache) -> PlanFindings:
     assert options.profile is not None
     given = options.minibatch_size
     profile = load_profile(options.profile, given or 1)
@@ -249,17 +251,17 @@ def _of_file(options: PlanOptions, known_states: Known) -> PlanFindings:
     model = COST_MODELS[options.cost_model or DEFAULT]
     request = Request(profile, cluster, model, size, runnable=False)
     name = plain_name(Path(options.profile))
-    return _answer(name, request, options.mode or "pipedream", options, known_states, says_samples=says_samples)
+    return _answer(name, request, options.mode or "pipedream", options, cache, says_samples=says_samples)
 
 
 def _answer(
-    name: str, request: Request, mode: str, options: PlanOptions, known_states: Known, *, says_samples: bool
+    name: str, request: Request, mode: str, options: PlanOptions, cache: PlanningCache, *, says_samples: bool
 ) -> PlanFindings:
-    """Return the plan of the requested mode, without other modes."""
+    """Return the plan of the requested mode alone."""
     if mode == AUTO and not options.others:
         raise UserError("--no-others goes with one mode: auto plans them all, to find the fastest")
-    with preparing(name, _progress(options), work="planning") as tell:
-        comparison = compare(request, None if mode == AUTO else mode, others=False, known=known_states, tell=tell)
+    with preparing(name, _progress(options), work="planning") as on_search:
+        comparison = compare(request, None if mode == AUTO else mode, others=False, cache=cache, on_search=on_search)
     best = comparison.best
     asked = request if best.plan.mode == mode else replace(request, row=None)
     row = best.chosen(asked.row or MODES[best.plan.mode])
@@ -270,7 +272,7 @@ def _answer(
 
 
 def _one_deeper_s(planner: Planner, best: PlanEstimate) -> float | None:
-    """Return a plan's seconds per minibatch with one more in flight; None if its updates are of too few for that."""
+    """Return a plan's seconds per minibatch with one more minibatch in flight; None if an update has too few."""
     depth = best.plan.depth + 1
     accumulate = planner.accumulated(depth)
     if planner.weights.accumulates and accumulate < depth:
@@ -279,9 +281,9 @@ def _one_deeper_s(planner: Planner, best: PlanEstimate) -> float | None:
     return planner.with_prediction(deeper).minibatch_s
 
 
-def _with_others(answer: PlanFindings, options: PlanOptions, known_states: Known) -> PlanFindings:
-    """Add the other modes to an answer, if requested."""
+def _with_others(answer: PlanFindings, options: PlanOptions, cache: PlanningCache) -> PlanFindings:
+    """Return an answer with the best plans of the other modes, if they are requested."""
     if not options.others:
         return answer
-    with preparing(answer.name, _progress(options), work="planning") as tell:
-        return replace(answer, comparison=with_others(answer.request, answer.comparison, known_states, tell))
+    with preparing(answer.name, _progress(options), work="planning") as on_search:
+        return replace(answer, comparison=with_others(answer.request, answer.comparison, cache, on_search))

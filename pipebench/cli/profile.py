@@ -23,7 +23,9 @@ from pipebench.show.terminal import standard_error
 @option("--picture", FILE, "OUT.png", "Write the picture here.")
 @json_flag
 @click.option(
-    "--samples", type=click.IntRange(1), help="Which size to show, by default the largest; of a graph.txt, its."
+    "--samples",
+    type=click.IntRange(1),
+    help="The number of samples to show; of a graph.txt, the number that its costs are for.  [default: the largest]",
 )
 @click.option("--all", "show_all", is_flag=True, help="Show every layer, however many there are.")
 @tracebacks
@@ -32,10 +34,10 @@ def profile(
 ) -> None:
     """Show what every layer of a model costs: time forward and backward, activations, parameters.
 
-    RECIPE is profiled as it says (engine.timing): measured on this machine, computed for its cluster's device, or read
-    from a file. NAME.profile.json and NAME.profile.png are written to the current folder, NAME being the recipe's.
-    FILE is a profile (.json) or the PipeDream artifact's graph.txt (.txt); it is shown, and NAME.profile.png written.
-    With --json only what --out and --picture name is written.
+    A RECIPE is profiled as its engine.timing says: measured on this machine, computed for its cluster's device, or read
+    from a file. NAME.profile.json and NAME.profile.png are written to the current folder, where NAME is the recipe's.
+    A FILE is a profile (.json) or the PipeDream artifact's graph.txt (.txt); it is shown, and NAME.profile.png is
+    written. With --json, only the files that --out and --picture name are written.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`pipebench profile`: make or read a profile, write it as JSON, graph.txt and picture."""
+"""`pipebench profile`: makes or reads a profile, and writes it as JSON, graph.txt and picture."""
 
 import json
 from collections.abc import Sequence
@@ -22,14 +22,20 @@ from pipebench.show.progress import preparing
 
 
 def name_of(source: LoadedRecipe | Path) -> str:
-    """Return what a recipe, or a profile's file, is called."""
+    """Return the name of a recipe or of a profile's file."""
     return plain_name(source) if isinstance(source, Path) else source.recipe.name
 
 
 def profile(source: LoadedRecipe | Path, num_samples: int | None = None, *, show_all: bool = False) -> ModelProfile:
-    """Profile a recipe's model, or read a profile file; raises a UserError if that fails, or the size isn't there.
+    """Profile a recipe's model, or read a profile file.
 
-    By default the largest size is shown, of a long model the heaviest layers.
+    Args:
+        source: the recipe, or the file.
+        num_samples: the size to show; by default the largest.
+        show_all: show all layers, not only the heaviest ones of a long model.
+
+    Raises:
+        UserError: profiling or reading fails, or the size isn't in the profile.
     """
     made = load_profile(source, num_samples or 1) if isinstance(source, Path) else _profiled(source)
     size = max(made.layers) if num_samples is None else num_samples
@@ -40,9 +46,12 @@ def profile(source: LoadedRecipe | Path, num_samples: int | None = None, *, show
 
 
 def outputs(source: LoadedRecipe | Path, out: Path | None, picture: Path | None, *, by_default: bool) -> list[Output]:
-    """Return the files to write: JSON, graph.txt and picture, in this order; raises a UserError if one can't be.
+    """Return the files to write: JSON, graph.txt and picture, in this order.
 
-    `by_default` also writes `NAME.profile.png`, and of a recipe `NAME.profile.json` where no other JSON is named.
+    `by_default` adds `NAME.profile.png`, and for a recipe `NAME.profile.json`, where no other file is named.
+
+    Raises:
+        UserError: a file can't be written, or is there and of another kind.
     """
     is_graph = out is not None and out.suffix == ".txt"
     own_json, own_picture = (
@@ -60,7 +69,7 @@ def outputs(source: LoadedRecipe | Path, out: Path | None, picture: Path | None,
 
 
 def write_all(found: ModelProfile, files: Sequence[Output], console: Console | None) -> None:
-    """Write the files of `outputs`, and print their names."""
+    """Write the files from `outputs`, and print their names."""
     as_json, as_graph, picture = files
     size, made = found.num_samples, found.profile
     as_json.write(lambda path: path.write_text(write_profile(made), encoding="utf-8"), console)
@@ -84,7 +93,7 @@ def _is_our_json(path: Path) -> bool:
 
 
 def _is_our_graph_txt(path: Path) -> bool:
-    """Return whether a file has exactly our form, unlike the artifact's own files."""
+    """Return whether pipebench wrote a graph.txt: its form differs from that of the artifact's files."""
     try:
         text = read_text(path)
         return write_graph_txt(read_graph_txt(text, str(path)), 1) == text

@@ -1,4 +1,4 @@
-"""The recipes and overrides on a command line: `quickstart train.seed=1`."""
+"""Splits and loads the recipes and overrides of a command line: `quickstart train.seed=1`."""
 
 import os
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from pipebench.run.preflight_all import faults_together
 
 
 def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Return the recipes and keys that a word on a command line may become, for the shell; `=` follows a key."""
+    """Return the recipes and keys (with `=`) that begin with an incomplete word, for completion in the shell."""
     keys = [*full_keys(), "model.name", "dataset.name"]
     sections = {key.rpartition(".")[0] for key in keys}
     known = [*recipe_names(), *(f"{key}=" for key in keys if key not in sections)]
@@ -24,7 +24,7 @@ def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> lis
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split words into recipes and overrides; `=` makes an override unless the word is an existing path.
+    """Split words into recipes and overrides: words with `=` that aren't existing paths.
 
     Raises:
         UserError: a word is a key without a value.
@@ -39,10 +39,10 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def find_cluster_named(words: Sequence[str]) -> Path | None:
-    """Return the file of the only cluster named, by short name or path; None otherwise.
+    """Return the file of a cluster if the only word that is no override names one, by short name or path; else None.
 
     Raises:
-        UserError: overrides stand beside it.
+        UserError: there are overrides, too.
     """
     references, overrides = split(words)
     if len(references) != 1:
@@ -70,8 +70,8 @@ def load_one(words: Sequence[str], *, builds: bool = True) -> LoadedRecipe:
 def load_to_plan(words: Sequence[str], *, zipped: bool) -> list[LoadedRecipe]:
     """Load one recipe with its overrides, once per combination of the elements of its lists.
 
-    Several combinations have their models built to raise all faults together; a single one is built with its profile,
-    if needed.
+    The models of several combinations are built, so that all faults are reported together. That of a single one isn't,
+    since its profile may not need it.
     """
     references, overrides = split(words)
     if len(references) != 1:
@@ -117,7 +117,7 @@ def load_all(references: Sequence[str], overrides: Sequence[str], *, zipped: boo
 
 
 def _refuse_zip_alone(loaded: Sequence[LoadedRecipe]) -> None:
-    """Raise a UserError if no recipe has a list, whose elements --zip would take."""
+    """Raise a UserError if no recipe has a list: --zip combines lists."""
     if not any(each.varied for each in loaded):
-        why = "--zip takes the elements of lists together, and no key has one"
+        why = "--zip combines lists by position, and no key has a list"
         raise UserError(f"{why}: leave it out, or give KEY=A,B,C")

@@ -28,28 +28,27 @@ def parse_rows(text: str) -> tuple[str, ...]:
 
 @click.command
 @click.argument("name", metavar="[NAME]", required=False)
-@option("--only", Parameter(parse_rows), "ROW,...", "These rows; patterns such as 'vgg16-*', too.")
-@option(
-    "--engine", name_of(ENGINES), "KIND",
-    f"{', '.join(ENGINES)}: for every run but those that are the same in all columns.",
-)  # fmt: skip
-@click.option("--fresh", is_flag=True, help="Run everything again, whatever is recorded or kept.")
-@click.option("--keep", "keeps", is_flag=True, help="Keep the results of runs that trained in kept/ beside the report.")
+@option("--only", Parameter(parse_rows), "ROW,...", "Only these rows, by name or by pattern such as 'vgg16-*'.")
+@option("--engine", name_of(ENGINES), "KIND", f"Use {', '.join(ENGINES)} for runs that not all columns share.")
+@click.option("--fresh", is_flag=True, help="Run everything again, even if results are recorded or kept.")
+@click.option(
+    "--keep", "keeps", is_flag=True, help="Store the results of runs that trained in a folder kept/ beside the report."
+)
 @click.option("--no-training", is_flag=True, help="Leave out seeds that aren't trained yet; the page says which.")
 @option("--out", FILE, "FOLDER", "Write here.  [default: rendered/NAME/ in the working directory]")
 @click.option(
     "--list",
     "lists",
     is_flag=True,
-    help="List the reports; of NAME, say how many results are there, and how long the rest takes.",
+    help="List the reports; with NAME, print how many results are there, and how long the rest takes.",
 )
 @tracebacks
 def report(name: str | None, lists: bool, out: Path | None, **given: Any) -> int:
-    """Make a report: run what it takes and hasn't run yet, and set it beside what was published.
+    """Make a report: run what it needs and hasn't run yet, and set the results beside published ones.
 
-    NAME is a report from `pipebench report --list`, or the path of a YAML file of your own. What MLflow has of a
-    recipe, run with this version, isn't run again; an interrupted report goes on. Markdown, a page of HTML and
-    pictures are written to rendered/NAME/ in the working directory, and recorded in MLflow with all runs.
+    NAME is a report from `pipebench report --list`, or the path of a YAML file of your own. Runs of a recipe by this
+    version that MLflow has aren't repeated, so an interrupted report goes on. Markdown, a page of HTML and pictures
+    are written to rendered/NAME/ in the working directory, and recorded in MLflow with all runs.
 
     \b
     Examples:
@@ -90,7 +89,7 @@ def _made(
     with preparing(name, work="loading recipes"):
         definition, asked = load_report(path, only or (), engine)
         with without_collector():
-            from pipebench.report.make import Making, make_report
+            from pipebench.report.make import MakeOptions, make_report
 
     if given["keeps"]:
         require_keepable(path)
@@ -98,4 +97,4 @@ def _made(
     options += [f"--engine {engine}"] if engine else []
     options += ["--no-training"] if no_training else []
     command = " ".join(["pipebench report", shlex.quote(name), *options])
-    return make_report(definition, asked, Making(command, folder, **given, trains=not no_training))
+    return make_report(definition, asked, MakeOptions(command, folder, **given, trains=not no_training))

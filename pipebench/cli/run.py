@@ -1,4 +1,4 @@
-"""`pipebench run`: train recipes or resume a run, as a user's command or as one of a run's processes."""
+"""`pipebench run`: trains recipes or resumes a run, as a user's command or as one of a run's processes."""
 
 import os
 import sys
@@ -33,29 +33,29 @@ from pipebench.run.suite import Suite, suite_name
 @click.option(
     "--resume",
     metavar="RUN",
-    help="Go on with a run from its last checkpoint: its folder in pipebench-runs/, the beginning of its name, or its "
-    "MLflow run id. Keys may be changed.",
+    help="Go on with a run from its last checkpoint. RUN is its folder in pipebench-runs/, the beginning of its name, "
+    "or its MLflow run id. Keys may be changed.",
 )
 @trust
 @click.option(
     "--verbose",
     is_flag=True,
     callback=note_verbose,
-    help="Log what every worker does, with its time; show the whole traceback of an error in your own code.",
+    help="Log every worker's instructions with their times; show the whole traceback of an error in your own code.",
 )
 @json_flag
 @click.option(
     "--json-lines",
     is_flag=True,
-    help="Print a line of JSON per evaluation and, every second, on how far training is; then one per result, and of "
-    "several runs one with their table.",
+    help="Print a line of JSON per evaluation and, every second, one on how far training is; at the end one per "
+    "result, and for several runs one with their table.",
 )
 def run(seeds: tuple[int, ...] | None, as_json: bool, json_lines: bool, **asked: Any) -> int:
     """Train recipes to their target and record the answers in MLflow.
 
     RECIPE is a file, a folder of recipes, or a short name from `pipebench ls recipes`. KEY=VALUE overrides a key
     of every recipe named; `pipebench show RECIPE` prints all keys. KEY=A,B,C makes a run of each, side by side.
-    Everything is checked before anything runs. With --json what people read goes to standard error.
+    Everything is checked before anything runs. With --json, text for people goes to standard error.
 
     \b
     Examples:
@@ -87,7 +87,7 @@ def run(seeds: tuple[int, ...] | None, as_json: bool, json_lines: bool, **asked:
 
 
 def _run_all(seeds: Sequence[int] | None, *, as_json: bool, json_lines: bool, **asked: Any) -> int:
-    """Check and run what is asked for, as a user's command; return the exit code."""
+    """Check and run what a user's command asks for; return the exit code."""
     can_copy = sys.platform == "linux" and _has_computed_nothing()
     with without_collector():
         loaded, suite = _to_run(**asked)
@@ -101,28 +101,28 @@ def _run_all(seeds: Sequence[int] | None, *, as_json: bool, json_lines: bool, **
 
 
 def _has_computed_nothing() -> bool:
-    """Return whether no thread of torch's can be running in this process: it hasn't been imported."""
+    """Return whether torch isn't imported yet, and so no thread of torch can be running in this process."""
     return "torch" not in sys.modules
 
 
 def _template(loaded: Sequence[LoadedRecipe]) -> AbstractContextManager[Template | None]:
-    """Return what workers are copies of, once everything is imported; None for recipes without processes.
+    """Return the process whose copies are workers, with everything imported; None for recipes without processes.
 
-    To be called before anything computes: what loads a recipe builds models, but without weights.
+    It must be called before anything computes. Loading recipes builds models, but without weights.
     """
     if not any(engine_kind(each.recipe).in_processes for each in loaded):
         return nullcontext()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # as in `worker_settings`; torch reads it when imported
     with without_collector():
         from pipebench.run import runner  # noqa: F401 # what workers import, too
-    freeze_all()  # else the collector scans all of it again and again, while MLflow is imported
+    freeze_all()  # otherwise the collector scans all of it again and again while MLflow is imported
     return Template(main)
 
 
 def _run(
     loaded: Sequence[LoadedRecipe], suite: Suite, seeds: Sequence[int] | None, *, as_json: bool, json_lines: bool
 ) -> int:
-    """Run recipes that passed all checks; print the results as asked; return the exit code."""
+    """Run recipes that passed all checks, print the results in the requested form, and return the exit code."""
     with without_collector():
         from pipebench.run import runner
 
@@ -146,7 +146,7 @@ def _run(
 def _to_run(
     *, words: Sequence[str], zipped: bool, resume: str | None, trusts: bool, verbose: bool
 ) -> tuple[list[LoadedRecipe], Suite]:
-    """Return the recipes to run or the one to resume, and the suite."""
+    """Return the recipes to run, or the one to resume, and how to run them."""
     references, overrides = split(words)
     if resume is None:
         if not references:
@@ -155,13 +155,13 @@ def _to_run(
         return loaded, Suite(suite_name(loaded), tuple(overrides), verbose)
     if references:
         raise click.UsageError(f"--resume goes on with a run's own recipe: leave out {references[0]}")
-    checked = "PIPEBENCH_RUN" in os.environ and _started_as_worker()  # by our parent
-    tells = not checked and os.environ.get("RANK", "0") == "0"
-    folder, recipe = resumed(resume, overrides, trusts=trusts or checked, tells=tells)
+    checked = "PIPEBENCH_RUN" in os.environ and _started_as_worker()  # by the process that started this one
+    prints = not checked and os.environ.get("RANK", "0") == "0"
+    folder, recipe = resumed(resume, overrides, trusts=trusts or checked, prints=prints)
     return [recipe], Suite(folder.read().suite, tuple(overrides), verbose, folder)
 
 
-_ALONE = (None, "", "1")  # WORLD_SIZE of a process without others; joining them judges any other text
+_ALONE = (None, "", "1")  # WORLD_SIZE of a process without others; any other text is checked when processes join
 
 
 def _started_as_worker() -> bool:
@@ -176,7 +176,7 @@ def _work(seeds: Sequence[int] | None, **asked: Any) -> None:
     loaded, suite = _to_run(**asked)
     from pipebench.distributed.launch_worker import launched_by_us
 
-    # One process tries for all; the launcher `pipebench run` already has.
+    # One process tries a minibatch for all; the launcher of `pipebench run` has done so already.
     preflight_all(loaded, tries=not launched_by_us() and os.environ.get("RANK") == "0")
     from pipebench.run.processes import work
 

@@ -1,4 +1,4 @@
-"""`pipebench show`: a recipe or cluster with everything filled in."""
+"""`pipebench show`: prints a recipe or a cluster with everything filled in."""
 
 import click
 from omegaconf import OmegaConf
@@ -15,8 +15,8 @@ from pipebench.recipe.yaml_file import parse
 def show(words: tuple[str, ...], as_json: bool) -> None:
     """Print a recipe as YAML with its base, overrides and defaults filled in; the output is a recipe of its own.
 
-    Names, types and rules are checked; what a model makes of its options' values, the commands that build it say.
-    A cluster, by its name or its file, comes with what it extends, every number with its source.
+    Names, types and rules are checked. Values of a model's options are checked only by commands that build the model.
+    A cluster, by its name or its file, is printed with all that it extends, every number with its source.
 
     \b
     Examples:

@@ -1,7 +1,4 @@
-"""The terminal that a command writes to, which may be closed before the command ends.
-
-Such a command ends as SIGHUP asks, not because it can't print.
-"""
+"""Keeps a command running whose terminal is closed, so that SIGHUP ends it, and not a failure to print."""
 
 import errno
 import io
@@ -11,7 +8,7 @@ from typing import Any
 
 
 class _Terminal(io.FileIO):
-    """A terminal; what is written to it after it was closed is dropped."""
+    """A terminal that drops what is written after it was closed."""
 
     def write(self, data: "bytes | bytearray | memoryview") -> int:  # type: ignore[override]
         """Write bytes, and return how many."""
@@ -27,7 +24,7 @@ class _Terminal(io.FileIO):
 
 
 def outlive_terminal() -> None:
-    """Let this process, and copies of it, write to its outputs after their terminal was closed; none may be closed."""
+    """Let this process and its forks write to stdout and stderr after their terminal was closed, or without any."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed, as by `>&-`

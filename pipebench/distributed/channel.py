@@ -1,19 +1,21 @@
 """Channels: one-way, ordered flows of messages between two workers, received ahead and sent in the background.
 
 A message goes into a buffer that the receiver posted earlier, so it travels while both sides compute. Both ends derive
-buffer sizes from earlier messages by one rule. Activations and gradients have separate channels and tags, so that
+buffer sizes from earlier messages by the same rule. Activations and gradients have separate channels and tags, so that
 neither waits for the other.
 
-A send returns at once and owns its buffer until the message has left. Gloo reports that only to a wait, so every
-message carries the number of messages taken the other way, and buffers are reused by that. All messages are waited for
-before the process group ends. Received tensors own the posted buffer; the next receive gets a new one.
+A send returns at once, and its buffer stays in use until the message has left. Gloo says so only to a wait. To avoid
+waits, every message carries the number of messages that its sender has received the other way; their buffers are free
+again. All messages are waited for before the process group ends. Received tensors own the posted buffer; the next
+receive gets a new one.
 
-What the sender has on its host arrives on the receiver's: packed sequences' lengths, for example, mustn't be on a GPU.
+A tensor that the sender has on its host arrives on the receiver's host. Packed sequences' lengths, for example, mustn't
+be on a GPU.
 
-By NCCL, torch records an event before and after an operation on its stream of a group, if the group times its
-operations (`World.new_group`). A send begins when its stream has come to it and ends when its tensor is received or in
-NCCL's buffers. So the sending GPU's clock alone times a message, without one more stream for each channel: streams
-beyond CUDA's hardware queues would wait for each other.
+With NCCL, torch records an event before and after every operation of a group that times its operations
+(`World.new_group`). A send begins when its stream reaches it, and ends when the tensor is received or in NCCL's
+buffers. So the sending GPU's clock alone times a message. A further stream for each channel would be more than CUDA has
+hardware queues for, and streams that share a queue wait for each other.
 """
 
 from array import array
@@ -34,17 +36,25 @@ from pipebench.model.memory_format import as_bytes, in_order
 
 
 class DirectSends:
-    """What a channel sends by NCCL to `peer` in the group of the two workers; `timer` times it, None times nothing."""
+    """Sends a channel's tensors by NCCL.
+
+    Args:
+        group: the group of the two workers.
+        peer: the receiver's rank.
+        timer: times every message; None for no times.
+    """
 
     def __init__(self, group: Any, peer: int, timer: HostTimer | None) -> None:
         self._group, self._peer, self._timer = group, peer, timer
-        self._leaving: deque[tuple[list[Any], list[torch.Tensor]]] = deque()  # the device still reads the tensors
-        self._starts_s, self._lasted_s = array("d"), array("d")
+        # Messages that the device may still read: operations, and the tensors that they send.
+        self._leaving: deque[tuple[list[Any], list[torch.Tensor]]] = deque()
+        # Of every message since the last `times_s`: when it could leave, on the run's clock, and its duration.
+        self._starts_s, self._durations_s = array("d"), array("d")
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Send tensors, in order, when all computing until here is done."""
+        """Send tensors, in their order, when the computations launched so far are done."""
         self._drop_sent()
-        leaving = [as_bytes(in_order(tensor.detach())) for tensor in tensors]  # NCCL doesn't know all types, as int16
+        leaving = [as_bytes(in_order(tensor.detach())) for tensor in tensors]  # NCCL doesn't know all types: no int16
         if self._timer is not None:
             start = self._timer.mark()
             self._timer.then(lambda: self._starts_s.append(start.s))
@@ -53,7 +63,7 @@ class DirectSends:
         self._leaving.append((works, leaving))
 
     def flush(self) -> None:
-        """Let later computing wait until everything has left."""
+        """Let later computations wait until everything has left."""
         with peers():
             for works, _ in self._leaving:
                 for work in works:
@@ -62,16 +72,16 @@ class DirectSends:
             self._leaving.clear()
 
     def times_s(self) -> list[float]:
-        """Return of every message since the last call when it could leave, and how long it took from then.
+        """Return, of every message since the last call, when it could leave and how long it took from then.
 
-        Everything is sent, and all moments are known.
+        To be called when everything has been sent, and all moments are known.
         """
         self._drop_sent()
         found, end_s = list[float](), 0.0
-        for start_s, lasted_s in zip(self._starts_s, self._lasted_s, strict=True):
-            end_s = max(start_s, end_s) + lasted_s  # one after the other
+        for start_s, duration_s in zip(self._starts_s, self._durations_s, strict=True):
+            end_s = max(start_s, end_s) + duration_s  # messages leave one after the other
             found.extend((start_s, end_s - start_s))
-        self._starts_s, self._lasted_s = array("d"), array("d")
+        self._starts_s, self._durations_s = array("d"), array("d")
         return found
 
     def _drop_sent(self) -> None:
@@ -79,12 +89,12 @@ class DirectSends:
             while self._leaving and all(work.is_completed() for work in self._leaving[0][0]):
                 works, _ = self._leaving.popleft()
                 if self._timer is not None:
-                    self._lasted_s.append(sum(work._get_duration() for work in works) / 1e3)
+                    self._durations_s.append(sum(work._get_duration() for work in works) / 1e3)
 
 
 AHEAD = 2  # receives posted before they are waited for; more would only take memory
-# Gloo locks the connection of two ranks while bytes arrive: posting the receive after next would wait for them, a
-# millisecond per megabyte. With as many connections, in turn, the one that is posted to is idle.
+# Connections between two workers that messages use in turn. Gloo locks a connection while bytes arrive on it, a
+# millisecond per megabyte. Posting the receive after next on the same connection would wait for the lock.
 LANES = AHEAD
 _ROOM_FOR_TEXT = 2048  # bytes in the first buffers for layout texts
 
@@ -94,15 +104,14 @@ class ChannelLink:
     """A connection between two workers."""
 
     peer: int  # the other worker's rank
-    lanes: Sequence[Any]  # Gloo groups of all ranks, only for messages, used in turn
+    lanes: Sequence[Any]  # `LANES` Gloo groups of all ranks, only for messages, used in turn
     tag: int  # of this direction and kind of message
-    direct: Any  # the two workers' NCCL group for tensors; None if they travel inside the messages
+    direct: Any  # the two workers' NCCL group for tensors; None if tensors travel inside the messages
     device: torch.device  # of the values
     clock: Callable[[], float]  # the run's clock, seconds
-    # With NCCL on a GPU: a stream that stays empty (tests pass a fake one), and what times its work
-    idle: Any = None
-    timer: HostTimer | None = None
-    pins: bool = True  # buffers that a GPU copies to or from
+    idle: Any = None  # with NCCL on a GPU, a stream on which nothing else is launched; tests pass a fake one
+    timer: HostTimer | None = None  # with NCCL on a GPU, times messages
+    pins: bool = True  # whether buffers that a GPU copies to or from are in pinned memory
 
     @property
     def spill_tag(self) -> int:
@@ -110,33 +119,38 @@ class ChannelLink:
         return self.tag + 1
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
-        """Return a new buffer of bytes on the CPU, usually pinned if a GPU copies to or from it."""
+        """Return a new buffer on the CPU: [num_bytes] uint8."""
         is_copied = self.device.type == "cuda" and self.direct is None
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_copied and self.pins)
 
 
 class _Capacity:
-    """The size of the buffer posted for the next message: the largest message so far.
+    """The size of the buffer posted for the next message: that of the largest message so far.
 
-    The receiver posts message j's buffer after taking message j - AHEAD, so the sender ignores the sizes of the last
-    AHEAD - 1 messages. Between segments the receiver knows of more messages and posts larger buffers than assumed.
+    The receiver posts message j's buffer after it has received message j - AHEAD. So the sender leaves out the sizes of
+    the last AHEAD - 1 messages. After a segment the receiver may have posted larger buffers than the sender assumes.
+
+    Args:
+        first_bytes: expected size of the values.
+        num_left_out: number of latest messages whose sizes don't count yet.
     """
 
-    def __init__(self, first_bytes: int, leave_out: int) -> None:
-        self._latest: deque[int] = deque([0] * leave_out)
-        self.now = message.HEADER_BYTES + _ROOM_FOR_TEXT + message.aligned(first_bytes)
+    def __init__(self, first_bytes: int, num_left_out: int) -> None:
+        self._latest: deque[int] = deque([0] * num_left_out)
+        self.num_bytes = message.HEADER_BYTES + _ROOM_FOR_TEXT + message.aligned(first_bytes)
 
     def count(self, num_bytes: int) -> None:
-        """Count a message of this size, sent or taken."""
+        """Count a message of this size, sent or received."""
         self._latest.append(num_bytes)
-        self.now = max(self.now, self._latest.popleft())
+        self.num_bytes = max(self.num_bytes, self._latest.popleft())
 
 
 @dataclass
 class _Buffer:
-    """Bytes of a message, with the tensors' views of it by layout."""
+    """A buffer for messages, with the tensors' views of it."""
 
-    data: torch.Tensor
+    data: torch.Tensor  # [bytes] uint8
+    # By the layout's number and the byte where the tensors begin
     views: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
 
     def places(self, layout: message.MessageLayout, number: int, start: int) -> list[torch.Tensor]:
@@ -148,14 +162,19 @@ class _Buffer:
 
 
 class ChannelSender(SendingEnd):
-    """The sending end; `first_bytes` is the expected size of values."""
+    """The sending end.
+
+    Args:
+        link: the connection.
+        first_bytes: expected size of the values; buffers grow if they turn out to be larger.
+    """
 
     def __init__(self, link: ChannelLink, first_bytes: int) -> None:
         self._link = link
         self._capacity = _Capacity(first_bytes, AHEAD - 1)
         self._layouts = message.Layouts()
-        self._leaving: deque[tuple[_Buffer, list[Any]]] = deque()
-        self._num_left = 0
+        self._leaving: deque[tuple[_Buffer, list[Any]]] = deque()  # messages under way, with their operations
+        self._num_left = 0  # messages that have been waited for
         self._direct = None if link.direct is None else DirectSends(link.direct, link.peer, link.timer)
         self._free: list[_Buffer] = []
         self._num_sent = 0
@@ -168,23 +187,28 @@ class ChannelSender(SendingEnd):
         number, layout, text = self._layouts.of(key)
         body_bytes = 0 if self._link.direct is not None else layout.num_bytes
         num_bytes = message.HEADER_BYTES + len(text) + body_bytes
-        spills = num_bytes > self._capacity.now
+        spills = num_bytes > self._capacity.num_bytes
         self._capacity.count(num_bytes)
         buffer = self._take(num_bytes)
         places = buffer.places(layout, number, message.HEADER_BYTES + len(text)) if body_bytes else ()
         message.pack(buffer.data, text, places, tensors if body_bytes else ())
-        # Copying waits for a GPU: only now is the message ready.
+        # Written last, for the time of the send: copying from a GPU waits for it, so only now is the message ready.
         header = message.Header(unit, number, len(text), num_bytes, int(spills), self._link.clock(), note, taken)
         message.write_header(buffer.data, header)
-        cuts = [(0, message.HEADER_BYTES, self._link.tag), (message.HEADER_BYTES, num_bytes, self._link.spill_tag)]
-        pieces = cuts if spills else [(0, num_bytes, self._link.tag)]
+        # Start, stop and tag of every piece: a message that doesn't fit the posted buffer is sent in two.
+        pieces = [(0, num_bytes, self._link.tag)]
+        if spills:
+            first = message.HEADER_BYTES
+            pieces = [(0, first, self._link.tag), (first, num_bytes, self._link.spill_tag)]
         lane = self._link.lanes[self._num_sent % len(self._link.lanes)]
         self._num_sent += 1
         with peers():
-            works = [dist.isend(buffer.data[a:b], self._link.peer, group=lane, tag=tag) for a, b, tag in pieces]
-            self._leaving.append((buffer, works))
+            works = [
+                dist.isend(buffer.data[start:stop], self._link.peer, group=lane, tag=tag) for start, stop, tag in pieces
+            ]
+        self._leaving.append((buffer, works))
         if self._direct is not None:
-            self._direct.send([tensor.to(self._link.device) for tensor in tensors])  # NCCL has no others
+            self._direct.send([tensor.to(self._link.device) for tensor in tensors])  # NCCL takes only those of GPUs
         return layout.payload_bytes
 
     def taken(self, num_messages: int) -> None:
@@ -216,7 +240,7 @@ class ChannelSender(SendingEnd):
             buffer = self._free.pop()
             if len(buffer.data) >= num_bytes:  # smaller ones are dropped
                 return buffer
-        return _Buffer(self._link.buffer(max(num_bytes, self._capacity.now)))
+        return _Buffer(self._link.buffer(max(num_bytes, self._capacity.num_bytes)))
 
 
 class Receiver(ReceivingEnd):
@@ -226,20 +250,20 @@ class Receiver(ReceivingEnd):
         self._link = link
         self._capacity = _Capacity(first_bytes, 0)
         self._layouts: list[message.MessageLayout] = []
-        self._posted: deque[tuple[Any, torch.Tensor, Any]] = deque()
+        self._posted: deque[tuple[Any, torch.Tensor, Any]] = deque()  # operation, buffer and lane
         self._num_posted = 0
+        self._num_unposted = 0  # expected messages without a buffer yet
         self.num_taken = 0
-        self._unposted = 0
 
     def expect(self, num_messages: int) -> None:
         """Post buffers for future messages, now and as others are received."""
-        self._unposted += num_messages
-        while self._unposted > 0 and len(self._posted) < AHEAD:
+        self._num_unposted += num_messages
+        while self._num_unposted > 0 and len(self._posted) < AHEAD:
             self._post()
 
     def receive(self, unit: int | None) -> Received:
         """Wait for the next message; see `ReceivingEnd`."""
-        if not self._posted:  # not announced by `expect`
+        if not self._posted:  # the caller hasn't announced it by `expect`
             self.expect(1)
         work, buffer, lane = self._posted.popleft()
         self._wait(work)
@@ -276,10 +300,10 @@ class Receiver(ReceivingEnd):
         return buffer
 
     def _directly(self, layout: message.MessageLayout) -> list[torch.Tensor]:
-        """Receive the tensors by NCCL; the device waits, and the host for what it gets.
+        """Receive the tensors by NCCL. The GPU waits for them; the host waits only for those that it gets itself.
 
-        NCCL receives after the current stream's earlier work; on the idle stream that is nothing, so bytes arrive while
-        the GPU computes. The GPU's later work waits for them, and so does reuse of the idle stream's memory.
+        NCCL receives after the current stream's earlier work. The idle stream has none, so bytes arrive while the GPU
+        computes. The GPU's later work waits for them, and so does reuse of the idle stream's memory.
         """
         link = self._link
         with peers(), nullcontext() if link.idle is None else torch.cuda.stream(link.idle):
@@ -293,10 +317,10 @@ class Receiver(ReceivingEnd):
         return [leaf.of(run.cpu() if leaf.on_host else run) for leaf, run in leaves]
 
     def _post(self) -> None:
-        buffer = self._link.buffer(self._capacity.now)
+        buffer = self._link.buffer(self._capacity.num_bytes)
         lane = self._link.lanes[self._num_posted % len(self._link.lanes)]
         self._num_posted += 1
         with peers():
             work = dist.irecv(buffer, self._link.peer, group=lane, tag=self._link.tag)
         self._posted.append((work, buffer, lane))
-        self._unposted -= 1
+        self._num_unposted -= 1

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pipebench.distributed.instruction_times import HostTimer, Moment
 from pipebench.distributed.launch_join import leave, peers
 from pipebench.distributed.meter import MeasuredMeter
-from pipebench.distributed.reducer import Reducer, ServerSum, Summing, shared_bytes
+from pipebench.distributed.reducer import Reducer, ServerSum, Summing, shared_bytes, sum_now
 from pipebench.distributed.shard_exchange import Exchange, ShardReducer, WeightGather
 from pipebench.distributed.shared_sum import SharedFile, share
 from pipebench.distributed.world import World
@@ -32,14 +32,22 @@ class TimeSpan(NamedTuple):
 
     start: Moment
     end: Moment
-    waited: Moment | None = None  # since when computing has waited for it
+    waited: Moment | None = None  # the moment from which computations have waited for it; None if they haven't
 
 
 class ProcessCollectives:
     """The process groups of one worker, and its operations in them. All workers make one, at the same time.
 
-    Methods raise `PeerLostError` if another worker is gone. `timer` times every all-reduce and every wait, `meter`
-    records them; bytes sent are added to `num_bytes`, by kind and level.
+    Methods raise `PeerLostError` if another worker is gone. Groups of workers are those of a stage's replicas, by the
+    stage's index, and those of a tie's copies, by the number of stages plus the tie's index.
+
+    Args:
+        setup: what to run.
+        world: the workers.
+        worker: this process's.
+        timer: times every all-reduce and every wait.
+        meter: records them.
+        num_bytes: gets the bytes that this worker sends, by kind and level.
     """
 
     def __init__(
@@ -54,13 +62,14 @@ class ProcessCollectives:
         self.setup, self.world, self.worker = setup, world, worker
         self.timer, self.meter, self.num_bytes = timer, meter, num_bytes
         self.ranks = ranks_of(setup)  # by worker
-        self._rings: dict[int, list[int]] = {}  # of stages with replicas and of ties, like the next two
-        self.stage_groups: dict[int, Any] = {}  # of replicas, by stage
+        # The next three have the groups of which this worker is a member.
+        self._rings: dict[int, list[int]] = {}  # members, by worker
+        self.stage_groups: dict[int, Any] = {}
         self._reducers: dict[int, Reducer | ShardReducer] = {}
         self._gathers: dict[int, WeightGather] = {}  # of sharded stages
-        # That several stages share, by purpose and ranks: groups, or files of members that exchange in memory
+        # How sharded stages exchange, by purpose and ranks: a process group, or a file for members that share memory
         self._groups_of: dict[tuple[str, ...], tuple[Any, SharedFile | None]] = {}
-        self._shared: list[SharedFile] = []
+        self._shared: list[SharedFile] = []  # to close
         self._norm_group = world.new_group("gloo") if setup.pipeline.shares_norm else None
         self.groups: list[Any] = [] if self._norm_group is None else [self._norm_group]  # to leave
         for group in range(setup.pipeline.num_stages + len(setup.pipeline.ties)):
@@ -87,8 +96,8 @@ class ProcessCollectives:
         """Wait for a round's gradients."""
         start, pipeline = self.timer.mark(), self.setup.pipeline
 
-        def arrived(num_bytes: int, set_out: Moment, end: Moment) -> None:
-            span = TimeSpan(set_out, end, start)
+        def arrived(num_bytes: int, started: Moment, ended: Moment) -> None:
+            span = TimeSpan(started, ended, start)
             self._count(stage, pipeline.way, pipeline.sum_kind, f"R{round_index}", num_bytes, span)
 
         gradients = self._reducers[stage].wait(arrived)
@@ -96,7 +105,7 @@ class ProcessCollectives:
         return gradients
 
     def waited(self, start: Moment) -> None:
-        """Count the time from `start` until now as waited for bytes."""
+        """Record the time from `start` until now as a wait for bytes in transfer."""
         end = self.timer.mark()
         self.timer.then(lambda: self.meter.stalled(end.s - start.s))
 
@@ -116,7 +125,7 @@ class ProcessCollectives:
     def tied(self, group: int, round_index: int) -> list[torch.Tensor | None]:
         """Return the sum of a tie's gradients; waits for those of the other workers that have copies."""
         own = self.worker.tied[group].gradients()
-        if group not in self._reducers:  # there is none
+        if group not in self._reducers:  # no other worker has a copy
             return own
         self._reducers[group].finish(own)
         return self.wait(group, 0, round_index)
@@ -141,7 +150,7 @@ class ProcessCollectives:
         return norm
 
     def drained(self) -> None:
-        """Average running statistics over every stage's replicas; extensions exchange their own state."""
+        """Average running statistics over every stage's replicas; let extensions exchange their own state."""
         for stage, ring in self._rings.items():
             start, buffers = self.timer.mark(), self.worker.buffers(stage)
             for indices in of_one_type(range(len(buffers)), buffers):
@@ -153,7 +162,7 @@ class ProcessCollectives:
                 span = TimeSpan(start, self.timer.mark())
                 self._count(stage, self.setup.pipeline.buffer_way, BUFFERS, "buffers", flat.nbytes, span)
         for extension in self.extensions.values():
-            deque(extension.drained(), maxlen=0)
+            deque(extension.drained(), maxlen=0)  # runs the generator
 
     def close(self) -> None:
         """Leave the groups."""
@@ -164,7 +173,7 @@ class ProcessCollectives:
         leave(self.groups)
 
     def _connect(self) -> None:
-        """Use every stage's group in every way once, before any worker waits for anything else."""
+        """Use every group once for each purpose, before any worker waits for anything else: see `Reducer.connect`."""
         for reducer in self._reducers.values():
             reducer.connect()
         for gather in self._gathers.values():
@@ -175,17 +184,14 @@ class ProcessCollectives:
                 self._sum(stage, torch.cat([torch.zeros_like(buffers[index]).reshape(-1) for index in indices]))
 
     def _sum(self, stage: int, flat: torch.Tensor) -> torch.Tensor:
-        """Return the sum over a stage's replicas, on the device."""
+        """Return the sum of a flat tensor over a stage's replicas, on its device."""
         travels = flat if self.world.direct else flat.cpu()
-        if self.setup.pipeline.sums == ORDERED:
-            total = ServerSum(travels, self.stage_groups[stage])
-            with peers():
-                total.start()
-                total.go_on()
-                total.wait()
-            return travels.to(flat.device)
+        group = self.stage_groups[stage]
         with peers():
-            dist.all_reduce(travels, group=self.stage_groups[stage])
+            if self.setup.pipeline.sums == ORDERED:
+                sum_now(ServerSum(travels, group))
+            else:
+                dist.all_reduce(travels, group=group)
         return travels.to(flat.device)
 
     def _make_group(self, stage: int) -> None:
@@ -193,7 +199,7 @@ class ProcessCollectives:
         setup, world = self.setup, self.world
         ring = setup.ring(setup.pipeline.members(stage))
         ranks = [self.ranks[worker] for worker in ring]
-        group = world.new_group("nccl" if world.direct else "gloo", ranks)
+        group = world.new_group(world.backend, ranks)
         self.groups.append(group)
         is_member = self.worker.index in ring
         if is_member:
@@ -201,7 +207,7 @@ class ProcessCollectives:
         sync = SYNCS[setup.pipeline.sync]
         if not sync.waits:
             return
-        if setup.pipeline.shards(stage):
+        if setup.pipeline.shards_stage(stage):
             self._make_exchange(stage, ring, ranks)
             return
         like, buckets = self.worker.summed(stage) if is_member else ([], [])
@@ -209,50 +215,51 @@ class ProcessCollectives:
         if shared is not None:
             self._shared.append(shared)
         if is_member:
-            host_copy = setup.device.type == "cuda" and not world.direct
-            summing = Summing(group, host_copy, setup.pipeline.way, shared)
+            summing = Summing(group, world.host_copy, setup.pipeline.way, shared)
             self._reducers[stage] = Reducer(buckets, like, summing, self.timer)
 
     def _make_exchange(self, stage: int, ring: Sequence[int], ranks: Sequence[int]) -> None:
-        """Make what scatters a sharded stage's gradients and gathers its weights; all workers take part.
+        """Make the objects that scatter a sharded stage's gradients and gather its weights; all workers take part.
 
-        Groups of layers on the same workers share groups of processes, one for sums and one for weights: all members
-        start the same ones in the same order. Where a stage's replicas are on them the other way round (`dualpipe`),
-        they don't, so it has groups of its own.
+        Stages on the same workers share process groups, one for sums and one for weights, since all members start the
+        same operations in the same order. They don't if a stage's replicas are on the workers in the reverse order
+        (`dualpipe`), so that stage has groups of its own.
         """
-        setup, world, pipeline = self.setup, self.world, self.setup.pipeline
-        in_place = pipeline.num_stages == pipeline.chunks
+        world, pipeline = self.world, self.setup.pipeline
+        in_place = pipeline.num_stages == pipeline.chunks  # every worker has a replica of every stage
         order = [pipeline.replica_of(worker, stage) for worker in ring]
         made = []
         for purpose in (REDUCE_SCATTER, ALL_GATHER):
             key = (purpose, *map(str, ranks), *map(str, order), "" if in_place else str(stage))
             if key not in self._groups_of:
-                self._groups_of[key] = self._make_way(ranks)
+                self._groups_of[key] = self._make_file_or_group(ranks)
             made.append(self._groups_of[key])
         if stage not in self.worker.replicas:
             return
-        weights, native = self.worker.replicas[stage].weights, world.direct and pipeline.sums == RING
-        host_copy, own = setup.device.type == "cuda" and not world.direct, ring.index(self.worker.index)
+        weights = self.worker.replicas[stage].weights
+        native = world.direct and pipeline.sums == RING
+        own = ring.index(self.worker.index)
         scatter, gather = (
-            Exchange(group, order, own, native=native, host_copy=host_copy, shared=shared) for group, shared in made
+            Exchange(group, order, own, native=native, host_copy=world.host_copy, shared=shared)
+            for group, shared in made
         )
         assert weights.sharding is not None
         self._reducers[stage] = ShardReducer(weights.sharding, weights.newest.parameters, scatter, self.timer)
         self._gathers[stage] = WeightGather(weights, gather, self.timer)
 
-    def _make_way(self, ranks: Sequence[int]) -> tuple[Any, SharedFile | None]:
-        """Make files in memory in which some workers exchange or, where that can't be, a group; all workers call it."""
+    def _make_file_or_group(self, ranks: Sequence[int]) -> tuple[Any, SharedFile | None]:
+        """Return a file in memory by which some workers exchange or, if they can't, a group; all workers call it."""
         shared = share(self.world, ranks, 0)
         if shared is not None:
             self._shared.append(shared)
         if any(self.world.exchange(shared is not None)):
             return None, shared
-        group = self.world.new_group("nccl" if self.world.direct else "gloo", list(ranks))
+        group = self.world.new_group(self.world.backend, ranks)
         self.groups.append(group)
         return group, None
 
     def _count(self, stage: int, sync: str, kind: str, label: str, num_bytes: int, span: TimeSpan) -> None:
-        """Count the bytes that this worker sends of a sum over a stage's replicas; record it in the timeline."""
+        """Count the bytes that this worker sends for an operation of a stage's replicas, and record the operation."""
         ring, total, levels = self._rings[stage], 0, set()
         for sender, receiver, sent in traffic(sync, num_bytes, len(ring)):
             level = self.setup.level_between(ring[sender], ring[receiver])
@@ -265,11 +272,10 @@ class ProcessCollectives:
         self.record(Transfer(kind, label, members, members, slowest, total, 0.0, 0.0), span)
 
     def record(self, transfer: Transfer, span: TimeSpan) -> None:
-        """Record a transfer, when its times are known."""
-        start, end, waited = span
+        """Record a transfer as soon as its times are known."""
 
         def record_timed() -> None:
-            timed = replace(transfer, start_s=start.s, end_s=end.s)
-            self.meter.transfer(timed, None if waited is None else waited.s)
+            timed = replace(transfer, start_s=span.start.s, end_s=span.end.s)
+            self.meter.transfer(timed, None if span.waited is None else span.waited.s)
 
         self.timer.then(record_timed)

@@ -1,7 +1,7 @@
 """The threads beside a worker's training: they detect stalls, report them to the others, and agree on where to stop.
 
-The training thread only notes its current instruction. One thread talks to the store; another watches the training
-thread without waiting for answers, so that a stalled worker is reported even if the launcher hangs.
+The training thread only notes its current instruction. One thread talks to the store. The other watches the training
+thread and waits for no answer, so that a stalled worker is reported even if the launcher hangs.
 """
 
 import json
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from torch.distributed import Store  # type: ignore[attr-defined] # torch lists it nowhere
 
@@ -27,11 +27,12 @@ from pipebench.schedule.pipeline import Pipeline
 STOP_KEY = "pipebench/stop"  # set to a reason, also by the launcher
 _HEARTBEAT_KEY, _POSITION_KEY = "pipebench/heartbeat", "pipebench/position"
 _LOG = logging.getLogger("pipebench.distributed.control")
-_AGREEING_S = 0.02  # short, since all workers may wait for the agreement
-_SILENT_HEARTBEATS, _SILENT_S = 4, 2.0  # heartbeats until one is overdue; seconds, since a loaded host may be slow
-_WATCHDOG_S = 0.5
-LONGEST_WORK = 10  # times the limit, for work other than instructions
-_FAILED = 3
+_AGREEING_S = 0.02  # between two looks at the others' answers; short, since all workers may wait for the agreement
+# A worker is silent after so many missing heartbeats, and so many seconds, since a loaded host may be slow.
+_SILENT_HEARTBEATS, _SILENT_S = 4, 2.0
+_WATCHDOG_S = 0.5  # between two looks at the training thread
+LONGEST_WORK = 10  # limit of work other than instructions, as a multiple of an instruction's limit
+_FAILED = 3  # exit code
 
 
 def end_quietly() -> NoReturn:
@@ -39,26 +40,35 @@ def end_quietly() -> NoReturn:
     os._exit(_FAILED)
 
 
+class _CurrentWork(NamedTuple):
+    """The training thread's current work; see `Control.at`."""
+
+    instruction: Instruction | None
+    name: str
+    since_s: float  # by `time.monotonic`
+
+
 class Control(AdmissionControl):
     """One worker's admission control and its control threads.
 
-    Stop agreement: see `pipebench/engine/admission.py`. The key `pipebench/stop` has the reason; the first one counts.
-    Every worker answers it with its position under a key of its own; all positions together determine the cut. A stop
-    is final: segments after it have no minibatches.
+    Workers agree on a stop as `pipebench/engine/admission.py` says. The key `pipebench/stop` has the reason; the first
+    one counts. Every worker answers with its position, under a key of its own, and all positions together determine the
+    cut. A stop is final: segments after it have no minibatches.
 
     Args:
         store: shared by all workers, new in every attempt; cloned here, so that its connection isn't shared.
-        process: index of this process: its worker's, times `slices`, and which of the worker's it is.
+        process: index of this process: `slices` times its worker's index, plus its own among the worker's processes.
         num_processes: number of processes.
         pipeline: the pipeline.
-        stall_limit_s: a worker longer than this at one instruction, or at other named work, ends the job.
-        multiple_of: segments end early at multiples of this number of minibatches: a text's streams, whose states
-            would otherwise be on other replicas than the next minibatches.
-        slices: processes of a worker.
+        stall_limit_s: the job ends if a worker is at one instruction for longer, in seconds; for other named work the
+            limit is `LONGEST_WORK` times as long.
+        multiple_of: segments that end early have a multiple of this number of minibatches. It is a text's number of
+            streams: their states would be on other replicas than the next minibatches if it weren't.
+        slices: number of processes per worker.
         on_stall: called in a control thread with the report; ends the process.
         on_orphan: ends the process when the store is gone, i.e. the launcher was killed.
-        heartbeat_s: seconds between workers' reports of their current work, which many workers send more rarely, and
-            between two looks for a request to stop.
+        heartbeat_s: seconds between two looks for a request to stop, and between two reports of a worker's current
+            work; with many workers, reports are rarer.
     """
 
     def __init__(
@@ -80,20 +90,17 @@ class Control(AdmissionControl):
         # A suspended launcher (Ctrl-Z) is not gone: only a broken connection means that.
         self._store.set_timeout(timedelta(days=365))
         self._own, self._slices, self._pipeline = process, slices, pipeline
-        self._stall_limit_s, self._look_s, self._beat_s = (
-            stall_limit_s,
-            heartbeat_s,
-            beat_period_s(heartbeat_s, num_processes),
-        )
+        self._stall_limit_s, self._look_s = stall_limit_s, heartbeat_s
+        self._beat_s = beat_period_s(heartbeat_s, num_processes)
         self._on_stall, self._on_orphan = on_stall, on_orphan
-        self._place: tuple[Instruction | None, str, float] = (None, "", time.monotonic())
-        self._heard: dict[int, tuple[bytes, float]] = {}  # each worker's last heartbeat, and when it arrived here
-        self._started_s = self._listened_s = time.monotonic()
-        self._heartbeats = 0
+        self._work = _CurrentWork(None, "", time.monotonic())
+        self._heard: dict[int, tuple[bytes, float]] = {}  # each process's last heartbeat, and when it arrived here
+        self._started_s = self._listened_s = time.monotonic()  # of the threads; when the store answered last
+        self._num_heartbeats = 0
         self._heartbeat_keys = [f"{_HEARTBEAT_KEY}/{peer}" for peer in range(num_processes)]
         self._position_keys = [f"{_POSITION_KEY}/{peer}" for peer in range(num_processes)]
-        self._request: str | None = None
-        self._answered = False
+        self._request: str | None = None  # reason for which this worker requests a stop
+        self._answered = False  # whether this worker has set its position
         self.stop_reason: str | None = None  # once agreed; workers learn it at slightly different times
         self._closed, self._wake = threading.Event(), threading.Event()
         self._threads = [
@@ -118,28 +125,29 @@ class Control(AdmissionControl):
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(timeout=2.0)
 
-    def at(self, instruction: Instruction | None, wait: str = "") -> None:
+    def at(self, instruction: Instruction | None, work: str = "") -> None:
         """Note the training thread's current work; costs well under a microsecond.
 
-        It is an instruction, or, with None, other work named by `wait` ("exchange" and "barrier" wait for all workers,
-        others are the worker's own), which also says what an instruction that isn't training, numbered by minibatch,
-        belongs to. Without either nothing is watched.
+        Args:
+            instruction: None for other work.
+            work: the name of other work, of which `EXCHANGE` and `BARRIER` wait for all workers; or of what an
+                instruction belongs to that isn't training. Without an instruction, "" is nothing to watch.
         """
-        self._place = (instruction, wait, time.monotonic())
+        self._work = _CurrentWork(instruction, work, time.monotonic())
 
     def admit(self, minibatch: int) -> bool:
         """Return whether a minibatch, numbered since the drain, may begin on this worker; False ends the segment.
 
-        `admitted_program` calls it before the minibatch's first instruction on this worker and before a replica without
-        a unit in the last round joins that round. Waits while workers agree on a stop.
+        `admitted_program` calls it before the minibatch's first instruction on this worker. It also does before a
+        replica joins a segment's last round in which it has no unit. Waits while workers agree on a stop.
         """
         if self.is_undecided(minibatch):
-            place = self._place
+            before = self._work
             self.at(None, ADMIT)
             try:
                 return super().admit(minibatch)
             finally:
-                self.at(*place[:2])
+                self.at(before.instruction, before.name)
         return super().admit(minibatch)
 
     def request_stop(self, reason: str) -> None:
@@ -156,7 +164,7 @@ class Control(AdmissionControl):
                 self._wake.clear()
                 if time.monotonic() >= beat_s:
                     beat_s = time.monotonic() + self._beat_s
-                    self._tell()
+                    self._beat()
                     self._listen()
                 self._agree()
                 agreeing = self._answered and self.stop_reason is None
@@ -166,9 +174,9 @@ class Control(AdmissionControl):
                 _LOG.debug("the store is gone: %s", error)
                 self._on_orphan()
 
-    def _tell(self) -> None:
-        self._heartbeats += 1
-        beat = {"count": self._heartbeats, **asdict(self._activity())}
+    def _beat(self) -> None:
+        self._num_heartbeats += 1
+        beat = {"count": self._num_heartbeats, **asdict(self._activity())}
         self._store.set(self._heartbeat_keys[self._own], json.dumps(beat))
 
     def _listen(self) -> None:
@@ -199,29 +207,34 @@ class Control(AdmissionControl):
             self.settle(max(Position(segment, bound) for segment, bound, _ in answers))
 
     def _watchdog(self) -> None:
-        """Measure how long the training thread is at one place, without time in which this process was suspended."""
+        """Measure how long the training thread is at its current work, and report it if that is too long.
+
+        Time in which this process was suspended doesn't count: the time between two looks counts as four periods at
+        most.
+        """
         period_s = min(_WATCHDOG_S, self._stall_limit_s / 10)
-        place, place_s, before_s = self._place, 0.0, time.monotonic()
+        work, elapsed_s, before_s = self._work, 0.0, time.monotonic()
         while not self._closed.wait(period_s):
             now_s = time.monotonic()
-            if self._place is not place:
-                place = self._place
-                place_s = min(now_s - place[2], 4 * period_s)
+            if self._work is not work:
+                work = self._work
+                elapsed_s = min(now_s - work.since_s, 4 * period_s)
             else:
-                place_s += min(now_s - before_s, 4 * period_s)
+                elapsed_s += min(now_s - before_s, 4 * period_s)
             before_s = now_s
-            if (place[0] is not None or place[1]) and place_s > self._limit_s(place) and not self._has_reason(place):
+            is_watched = work.instruction is not None or work.name
+            if is_watched and elapsed_s > self._limit_s(work) and not self._waits_for_others_work(work):
                 self._on_stall(self._report())
                 return
 
-    def _limit_s(self, place: tuple[Instruction | None, str, float]) -> float:
+    def _limit_s(self, work: _CurrentWork) -> float:
         """Return the time limit of some work: checkpoints and searches take longer than instructions."""
-        is_own_work = place[0] is None and place[1] not in (ADMIT, EXCHANGE, BARRIER)
-        return self._stall_limit_s * (LONGEST_WORK if is_own_work else 1)
+        is_own = work.instruction is None and work.name not in (ADMIT, EXCHANGE, BARRIER)
+        return self._stall_limit_s * (LONGEST_WORK if is_own else 1)
 
-    def _has_reason(self, place: tuple[Instruction | None, str, float]) -> bool:
-        """Return whether this worker waits for another whose own work is watched there."""
-        if place[0] is not None or place[1] not in (EXCHANGE, BARRIER):
+    def _waits_for_others_work(self, work: _CurrentWork) -> bool:
+        """Return whether this worker waits for all, and another one is at its own work, which is watched there."""
+        if work.instruction is not None or work.name not in (EXCHANGE, BARRIER):
             return False
         now_s = time.monotonic()
         recent_s = max(_SILENT_S, _SILENT_HEARTBEATS * self._beat_s)
@@ -229,12 +242,12 @@ class Control(AdmissionControl):
         return any(beat["text"] != NOTHING and not beat["waits"] for beat in recent)
 
     def _activity(self) -> Activity:
-        instruction, work, since_s = self._place
+        instruction, name, since_s = self._work
         worker, elapsed_s = self._own // self._slices, time.monotonic() - since_s
-        return describe(self._pipeline, worker, instruction, work, self.num_minibatches, elapsed_s)
+        return describe(self._pipeline, worker, instruction, name, self.num_minibatches, elapsed_s)
 
     def _report(self) -> str:
-        """Return the stall report. Ages end when this worker last heard from the store."""
+        """Return the stall report. Durations end when this worker last heard from the store."""
         now_s, listened_s = time.monotonic(), self._listened_s
         overdue_s = max(_SILENT_HEARTBEATS * self._beat_s, min(_SILENT_S, self._stall_limit_s / 2))
         own = self._own // self._slices
@@ -249,7 +262,7 @@ class Control(AdmissionControl):
                 said = json.loads(beat)
                 del said["count"]
                 found = Activity(**said | {"since_s": said["since_s"] + listened_s - heard_s})
-                # Of a worker's processes the one that has been at it for longest.
+                # A worker's activity is that of its process that has been at one for longest.
                 activities[worker] = max(found, activities.get(worker, found), key=lambda each: each.since_s)
             if listened_s - heard_s > overdue_s:
                 silent_s[worker] = max(listened_s - heard_s, silent_s.get(worker, 0.0))

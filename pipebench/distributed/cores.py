@@ -15,10 +15,11 @@ Shares = Sequence[Mapping[str, Any]]  # a process's `processor_shares`
 
 
 def processor_shares(device: torch.device) -> list[dict[str, Any]]:
-    """Return what this process takes of its cores and, where one computes, of its GPU, which is last; JSON.
+    """Return how this process uses its cores and, if it computes on a GPU, the GPU, as JSON data.
 
-    Per processor its name, which no other one has on any host, its host, its kind, how many threads this process
-    computes with on it, and how many it has at once.
+    Returns:
+        A row per processor; the last one computes. `name` is unique among all hosts' processors, `kind` is `core` or
+        `GPU`, `threads` is how many threads of this process run there, `capacity` how many threads it can run at once.
     """
     host, on_gpu = socket.gethostname(), device.type == "cuda"
     # A process with a GPU keeps one core busy to launch kernels.
@@ -32,7 +33,7 @@ def processor_shares(device: torch.device) -> list[dict[str, Any]]:
 
 
 def numbered(everyone: Sequence[Shares]) -> list[list[dict[str, Any]]]:
-    """Return all processes' shares with numbers for names: alike after a restart, and on other cores of the hosts."""
+    """Return all processes' shares with numbers as names: they are the same after a restart on other cores or hosts."""
     names = list(dict.fromkeys(share["name"] for shares in everyone for share in shares))
     return [[{**share, "name": names.index(share["name"])} for share in shares] for shares in everyone]
 
@@ -45,9 +46,11 @@ class Turn(NamedTuple):
 
 
 def turn_of(everyone: Sequence[Shares], rank: int) -> Turn:
-    """Return a rank's turn such that in each turn every thread has its processor to itself, if its process allows.
+    """Return a rank's turn. In each turn every thread has a core or GPU of its own, if its process alone allows that.
 
-    `everyone` has all processes' `processor_shares`, by rank.
+    Args:
+        everyone: all processes' `processor_shares`, by rank.
+        rank: this process's.
     """
     turns: list[int] = []
     taken: Counter[tuple[str, int]] = Counter()  # threads, by processor and turn
@@ -65,7 +68,7 @@ def _has_room(threads: float, share: Mapping[str, Any]) -> bool:
 def shared_processors(everyone: Sequence[Shares]) -> SharedProcessors | None:
     """Return how the processors that processes compute on are shared; None if every thread has its own.
 
-    None, too, where they differ in how many threads they run at once, which isn't simulated.
+    It is None, too, if processors differ in how many threads they run at once, which isn't simulated.
     """
     computing = [shares[-1] for shares in everyone]
     if len({share["capacity"] for share in computing}) > 1 or not _crowded(computing):
@@ -81,8 +84,9 @@ def shared_processors(everyone: Sequence[Shares]) -> SharedProcessors | None:
 def crowding(everyone: Sequence[Shares], *, simulated: bool = False) -> str:
     """Return a sentence on the processor with most threads for its capacity; "" if every thread can have its own.
 
-    `everyone` has all processes' `processor_shares`; `simulated` whether the prediction models the sharing of those
-    that compute.
+    Args:
+        everyone: all processes' `processor_shares`.
+        simulated: whether the prediction models how the processors that compute are shared.
     """
     groups = _crowded([share for shares in everyone for share in shares])
     if not groups:
@@ -93,7 +97,7 @@ def crowding(everyone: Sequence[Shares], *, simulated: bool = False) -> str:
     one = f"{threads[0]} thread{'s' * (threads[0] > 1)}"
     many = one if len(threads) == 1 else f"{threads[0]} to {threads[-1]} threads"
     num_hosts = len({shares[0]["host"] for shares in everyone})
-    on_one = len({share["host"] for share in worst}) == 1  # containers share, too
+    on_one = len({share["host"] for share in worst}) == 1  # containers, which have host names of their own, share, too
     where = f" on one of {num_hosts} hosts" if on_one and num_hosts > 1 else ""
     processes = f"{len(worst)} process{'es' * (len(worst) > 1)}"
     what = f"{capacity:g} usable core{'s' * (capacity != 1)}" if kind == "core" else "one GPU"
@@ -104,7 +108,7 @@ def crowding(everyone: Sequence[Shares], *, simulated: bool = False) -> str:
 
 
 def _crowded(shares: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Return the shares of every processor that more threads want than it has at once."""
+    """Return the shares of every processor that has more threads than it can run at once."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for share in shares:
         found.setdefault(share["name"], []).append(share)

@@ -11,8 +11,8 @@ class Received:
     unit: int
     values: Any  # as sent, on the receiver's device
     payload_bytes: int  # of all tensors
-    sent_s: float  # on the run's clock
-    arrived_s: float  # at the end of the wait or at the request
+    sent_s: float  # when it was sent, on the run's clock
+    arrived_s: float  # when this worker had it, on the run's clock
     note: float  # a number sent with it
     taken: int  # messages of the other direction that the sender has taken
 

@@ -1,6 +1,6 @@
 """The distributed engine: one worker of the plan in this process, on the wall clock.
 
-It executes its worker's program. See `transport.py` on what blocks, `engine/worker.py` on the arithmetic, which the
+It executes its worker's program. `transport.py` says what blocks. The arithmetic is in `engine/worker.py`, which the
 virtual engine shares.
 """
 
@@ -40,10 +40,10 @@ from pipebench.simulate.timeline import Transfer
 
 
 class DistributedEngine(TrainingEngine):
-    """Trains this process's worker. `train` and `evaluate` leave the pipeline drained; all processes call them alike.
+    """Trains this process's worker. All processes call `train` and `evaluate`, which leave the pipeline drained.
 
-    Where layers are divided, a worker is several processes; each sees the same one of every other worker's, and what
-    they count is added up where it leaves the engine.
+    If layers are divided, a worker is several processes. Each exchanges values with its counterpart of every other
+    worker, and `facts` adds up what a worker's processes count.
 
     Args:
         setup: what to run, on this process's `setup.device`. Its model loses its weights to the stage.
@@ -66,16 +66,16 @@ class DistributedEngine(TrainingEngine):
         on_unit: OnUnit = lambda samples, loss, clock_s: None,
     ) -> None:
         super().__init__(setup, on_loss, on_unit)
-        self._all = world
-        self._slices, self.world = connected_slices(setup, world, self.num_bytes)
+        self._all = world  # of all processes
+        self._slices, self.world = connected_slices(setup, world, self.num_bytes)  # `self.world`: of this one's slice
         world = self.world
         self._control = control
-        self._ranks = ranks_of(setup)
+        self._ranks = ranks_of(setup)  # by worker
         self.workers = [Worker(setup, self._ranks.index(world.rank))]
         self._first_stage = min(self.worker.replicas)
         ahead = runs_ahead(setup.device)
         direct = ahead and world.direct
-        self.meter = MeasuredMeter(setup.pipeline, self.worker.index, self._all.rank, tells_overlap=direct)
+        self.meter = MeasuredMeter(setup.pipeline, self.worker.index, self._all.rank, measures_overlap=direct)
         self._origin_s = time.perf_counter()
         self._segment = 0
         self._num_losses = 0
@@ -89,15 +89,16 @@ class DistributedEngine(TrainingEngine):
             warm_up(setup, world, self.worker)
         elif any(not replica.is_last or replica.scale is not None for replica in self.worker.replicas.values()):
             import_for_backward()
-        if not setup.repartitions and (not self.is_first or setup.dataset.generates_with is None):
-            # The stage has copies of what it needs; frees the rest of the model's memory.
-            for whole in (setup.graph.model, setup.graph.root, setup.graph.evaluated.root):
-                whole.to("meta")
+        needs_whole_model = setup.repartitions or (self.is_first and setup.dataset.generates_with is not None)
+        if not needs_whole_model:
+            # Free the model's memory: the stage has copies of its part.
+            for module in (setup.graph.model, setup.graph.root, setup.graph.evaluated.root):
+                module.to("meta")
 
     # Called by the training loop.
 
     def start_clock(self, clock_s: float = 0.0) -> None:
-        """Start the run's clock here, at the same moment on all workers."""
+        """Start the run's clock at `clock_s`, at the same moment on all workers."""
         self.set_activity("opening data")
         self.worker.open_data()
         self.loaders.prepare()
@@ -141,14 +142,14 @@ class DistributedEngine(TrainingEngine):
         return self._stop or self._control.stop_reason
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return every worker's value, by worker; values travel as JSON."""
+        """Return every worker's value, by worker; values are JSON data."""
         self.set_activity("exchange")
         values = self.world.exchange(value)
         self.set_activity("")
         return [values[rank] for rank in self._ranks]
 
     def gathering(self) -> Gather:
-        """See `TrainingEngine`; beside the group of all processes, whose collectives are the training thread's."""
+        """See `TrainingEngine`. Values travel by the store, as the training thread alone uses the default group."""
         gather, slices = self.world.gathering(), self.world.slices
 
         def by_worker(value: Any) -> list[Any]:
@@ -160,7 +161,8 @@ class DistributedEngine(TrainingEngine):
     def train(self, first_minibatch: int, num_minibatches: int) -> int:
         """Train on minibatches from `first_minibatch`, then drain; return how many, fewer after an agreed stop."""
         feed, divisors = training_feed(self.setup, first_minibatch, num_minibatches, self.loaders)
-        self._feed, by_extension = feed, self._begin_segment()
+        self._feed = feed
+        by_extension = self._begin_segment()
         self.worker.begin_training(feed, first_minibatch, num_minibatches, divisors, by_extension)
         with nullcontext() if self._slices is None else self._slices.counting():
             try:
@@ -182,15 +184,16 @@ class DistributedEngine(TrainingEngine):
             self.worker.took(event.instruction, event.end_s - event.start_s)
 
     def _run_evaluation(self, feed: Feed) -> None:
-        self._feed, pipeline, count = feed, self.setup.evaluation.pipeline, self.setup.held_out.minibatches_per_epoch
-        expected, own = (forward_programs(pipeline, count)[self.worker.index] for _ in range(2))
+        self._feed = feed
+        pipeline, num_minibatches = self.setup.evaluation.pipeline, self.setup.held_out.minibatches_per_epoch
+        expected, program = (forward_programs(pipeline, num_minibatches)[self.worker.index] for _ in range(2))
         self._transport.expect(expected, lambda unit: False)
-        for instruction in own:
+        for instruction in program:
             self._execute(instruction)
         self._settle()
 
     def _settle(self) -> None:
-        """Wait until everything executed is done, and record it."""
+        """Wait until all executed instructions are done, and record their transfers."""
         self._transport.flush()
         self._timer.sync_clock()
         self.set_activity("exchange")
@@ -198,38 +201,46 @@ class DistributedEngine(TrainingEngine):
         self.set_activity("")
 
     def switch_setup(self, setup: Setup) -> None:
-        """Continue at a drain with another setup of the same model: other cuts or other idle cells; see `replan`."""
+        """Continue at a drain with another setup of the same model: other cuts or other idle cells; see `replan`.
+
+        Every worker offers the states that it has. Each then asks for what its new stages need and it doesn't have
+        itself, and gets it in one message per worker.
+        """
         assert self.setup.repartitions, "the model that stages are cut from is gone"
         old = self.worker
         self._cut_stages(setup)
-        given = ModelState.merge(part for _, part in old.parts())
-        offers = [[(section, name) for section, name in keys] for keys in self.exchange(keys_of(given))]
+        offered = ModelState.merge(part for _, part in old.parts())
+        offers = [[(section, name) for section, name in keys] for keys in self.exchange(keys_of(offered))]
         claim = self.worker.claim()
         state = retained(old.held(), claim)
-        asks = self.exchange(list(requests_of(self.worker.index, offers, keys_of(state), claim).items()))
+        requests = self.exchange(list(requests_of(old.index, offers, keys_of(state), claim).items()))
         parcels = {
-            taker: pieces(given, [(section, name) for section, name in keys])
-            for taker, of_taker in enumerate(asks)
-            for giver, keys in of_taker
-            if giver == self.worker.index
+            receiver: pieces(offered, [(section, name) for section, name in keys])
+            for receiver, by_sender in enumerate(requests)
+            for sender, keys in by_sender
+            if sender == old.index
         }
-        start_s = self.clock()
-        self.set_activity("migration")
-        arrived = self.world.hand_over({self._ranks[taker]: to_bytes(moved) for taker, moved in parcels.items()})
-        for taker, moved in parcels.items():
-            self.num_bytes[MIGRATION, self.setup.level_between(old.index, taker).name] += state_bytes(moved)
-        for rank, content in arrived.items():
-            moved = from_bytes(content)
-            state = ModelState.merge([state, moved])
-            sender, own = self._ranks.index(rank), old.index
-            level, end_s = self.setup.level_between(sender, own).name, self.clock()
-            size = state_bytes(moved)
-            self.meter.transfer(Transfer(MIGRATION, "layers", (sender,), (own,), level, size, start_s, end_s))
-        self.worker.restore(state)
+        self.worker.restore(ModelState.merge([state, *self._handed_over(parcels)]))
         self.worker.follow(old)
         old.close()
         self.set_activity("")
         self.sync_clock()
+
+    def _handed_over(self, parcels: Mapping[int, ModelState]) -> list[ModelState]:
+        """Send states to workers, by worker; return the states sent to this one, and record their transfers."""
+        start_s, own, setup = self.clock(), self.worker.index, self.setup
+        self.set_activity("migration")
+        arrived = self.world.hand_over({self._ranks[receiver]: to_bytes(part) for receiver, part in parcels.items()})
+        for receiver, part in parcels.items():
+            self.num_bytes[MIGRATION, setup.level_between(own, receiver).name] += state_bytes(part)
+        found = []
+        for rank, content in arrived.items():
+            sender, part = self._ranks.index(rank), from_bytes(content)
+            level, workers = setup.level_between(sender, own).name, ((sender,), (own,))
+            transfer = Transfer(MIGRATION, "layers", *workers, level, state_bytes(part), start_s, self.clock())
+            self.meter.transfer(transfer)
+            found.append(part)
+        return found
 
     def _cut_stages(self, setup: Setup) -> None:
         self.setup = setup
@@ -250,7 +261,7 @@ class DistributedEngine(TrainingEngine):
             self._slices.close()
 
     def facts(self) -> dict[str, Any]:
-        """See `TrainingEngine`; of all of the worker's processes: bytes of all, and the most that one held."""
+        """See `TrainingEngine`. Of a worker's processes, bytes are added up, and peaks are those of the largest."""
         found = super().facts()
         return found if self._slices is None else combined(self._all.exchange(found), self.world)
 
@@ -259,7 +270,7 @@ class DistributedEngine(TrainingEngine):
         self.set_activity("taking up a checkpoint")
         super().restore(*given, **named)
         self.set_activity("")
-        if self.world.slice_index > 0:  # the worker's first process goes on with what all have counted
+        if self.world.slice_index > 0:  # a checkpoint has the sum over a worker's processes, which the first continues
             self.num_bytes.clear()
 
     def _meter_facts(self) -> dict[str, Any]:
@@ -281,10 +292,8 @@ class DistributedEngine(TrainingEngine):
         """Return all workers' measurements; all call it."""
         allocator = allocator_of(self.setup.device)
         allocated = {} if allocator is None else allocator.most_bytes
-        shares = self.exchange([self.meter.share(), allocated])
-        found = with_allocated(
-            merge([share for share, _ in shares], self.setup.pipeline, training_s), [most for _, most in shares]
-        )
+        shares, columns = zip(*self.exchange([self.meter.share(), allocated]), strict=True)
+        found = with_allocated(merge(shares, self.setup.pipeline, training_s), columns)
         simulated = self.setup.costs.host.shared is not None
         crowded = crowding(self._all.exchange(processor_shares(self.setup.device)), simulated=simulated)
         return replace(found, notes={**found.notes, PREDICTION: crowded}) if crowded else found
@@ -320,8 +329,8 @@ class DistributedEngine(TrainingEngine):
             self._pace.step()
         if loss is not None:
             self._take_loss(loss)
-        if instruction.op in ENDS and instruction.stage == self._first_stage:  # its last of the unit
-            # Counts for all replicas of the stage, which are as far as this one.
+        if instruction.op in ENDS and instruction.stage == self._first_stage:  # this worker's last one of the unit
+            # An estimate: it assumes that all replicas of the stage have trained on as many units as this one.
             samples = self._feed.size(instruction.number) * self.setup.pipeline.replicas[instruction.stage]
             self._on_unit(samples, transport.latest_loss, self.clock())
 
@@ -331,13 +340,13 @@ class DistributedEngine(TrainingEngine):
         except DivergedError as diverged:
             self._stop = self._stop or str(diverged)
             self._control.request_stop(str(diverged))
-        # Every so many of this worker's own losses: its units depend on the number of replicas.
+        # Reading a loss from a GPU waits for it, so only every so many of this worker's own losses are read.
         if not loss.total.is_cuda or self._num_losses % CUDA_LOSS_EVERY == 0:
             self._transport.latest_loss = float(loss.total) / loss.weight
         self._num_losses += 1
 
     def _whole_model_metrics(self) -> dict[str, float]:
-        """Gather the newest weights on rank 0, which computes the metrics of the whole model while the others wait."""
+        """Gather the newest weights on rank 0, which computes the whole model's metrics while the others wait."""
         self.set_activity("whole-model metrics")
         stages = self._all.gather(self.worker.tensors())
         found: dict[str, float] = {}

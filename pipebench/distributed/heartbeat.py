@@ -20,17 +20,18 @@ from pipebench.distributed.launch_join import HostLostError, HostSlot, lost
 
 _LOG = logging.getLogger("pipebench.distributed.heartbeat")
 _BEAT_S = 1.0
-_LONGEST_PERIOD_S = 0.5
-_JOINING_S = 2.0
-_DONE = "done"
-_MANY = 128  # processes, whose heartbeats twice a second, read by all of them, take a tenth of a core of the store's
-_LAST_SIGNS = 2
-_SIGNS = 4  # heartbeats of a living worker, or one less, that arrive during a wait for them
+_LONGEST_PERIOD_S = 0.5  # between two checks of the others' heartbeats
+_JOINING_S = 2.0  # for a thread to end
+_DONE = "done"  # in place of a heartbeat's number: this worker has left and sends no more
+# With so many processes, heartbeats twice a second that all of them read take a tenth of a core of the store's server.
+_NUM_UNTHROTTLED = 128
+_LAST_BEATS = 2  # periods in which the last heartbeats of a lost worker may still arrive
+_BEATS = 4  # periods in which a living worker sends as many heartbeats, or one less
 
 
 def beat_period_s(shortest_s: float, num_processes: int) -> float:
-    """Return the seconds between a process's heartbeats: every process reads all, so those of many are rarer."""
-    return shortest_s * max(1.0, num_processes / _MANY)
+    """Return the seconds between a process's heartbeats: longer with many processes, since every process reads all."""
+    return shortest_s * max(1.0, num_processes / _NUM_UNTHROTTLED)
 
 
 class Heartbeat:
@@ -60,8 +61,8 @@ class Heartbeat:
         self._place, self._limit_s, self._beat_s = place, limit_s, beat_period_s(beat_s, place.size)
         self._on_silence = on_silence
         self._keys = [f"heartbeat/{rank}" for rank in range(place.size)]
-        self._heard: dict[int, bytes] = {}
-        self._answers = 0
+        self._heard: dict[int, bytes] = {}  # latest heartbeat, by rank
+        self._num_answers = 0  # of the store
         self._closed = threading.Event()
         self._threads = [
             threading.Thread(target=function, name=f"pipebench-{name}", daemon=True)
@@ -91,12 +92,12 @@ class Heartbeat:
 
     def _gone(self) -> str:
         """Wait for a few heartbeats; return which workers send none or what the store does, "" if all do."""
-        self._closed.wait(_LAST_SIGNS * self._beat_s)  # the lost worker's last heartbeats may arrive only now
-        answers, before = self._answers, dict(self._heard)
-        self._closed.wait(_SIGNS * self._beat_s)
+        self._closed.wait(_LAST_BEATS * self._beat_s)
+        num_answers, before = self._num_answers, dict(self._heard)
+        self._closed.wait(_BEATS * self._beat_s)
         if self._closed.is_set():
             return f"{store_text(self._place)} has closed the connection"
-        if self._answers < answers + _SIGNS - 1:
+        if self._num_answers < num_answers + _BEATS - 1:
             return f"{store_text(self._place)} doesn't answer"
         silent = [rank for rank, beat in self._heard.items() if before.get(rank) == beat and not _is_done(beat)]
         return f"{_named(silent, self._heard)} {'is' if len(silent) == 1 else 'are'} gone" if silent else ""
@@ -111,7 +112,7 @@ class Heartbeat:
                 known = [rank for rank in range(self._place.size) if rank in self._heard or self._has(rank)]
                 beats = self._store.multi_get([self._keys[rank] for rank in known])
                 self._heard = dict(zip(known, beats, strict=True))
-                self._answers += 1
+                self._num_answers += 1
             self._store.set(own, json.dumps([_DONE, socket.gethostname()]))
         except RuntimeError as error:  # the training thread sees the broken connection, too
             _LOG.debug("the store is gone: %s", error)
@@ -126,7 +127,7 @@ class Heartbeat:
         monitor, before_s = SilenceMonitor(self._place, self._limit_s), time.monotonic()
         while not self._closed.wait(period_s):
             now_s = time.monotonic()
-            sentence = monitor.listen(min(now_s - before_s, 4 * period_s), self._answers, self._heard)
+            sentence = monitor.listen(min(now_s - before_s, 4 * period_s), self._num_answers, self._heard)
             before_s = now_s
             if sentence:
                 self._on_silence(sentence, monitor.store_s < self._limit_s)
@@ -134,34 +135,38 @@ class Heartbeat:
 
 
 class SilenceMonitor:
-    """Measures the silence of workers and of the store; longer than `limit_s` seconds is reported."""
+    """Measures the silence of workers and of the store, and reports one that lasts for `limit_s` seconds."""
 
     def __init__(self, place: HostSlot, limit_s: float) -> None:
         self._place, self._limit_s = place, limit_s
-        self._answers = -1
-        self._last: dict[int, bytes | None] = {}
+        self._num_answers = -1
+        self._latest: dict[int, bytes | None] = {}  # heartbeat, by rank
+        # Seconds since the latest heartbeat, of every other rank.
         self._silent_s = dict.fromkeys((rank for rank in range(place.size) if rank != place.rank), 0.0)
         self.store_s = 0.0  # since the store answered
 
-    def listen(self, passed_s: float, answers: int, heard: Mapping[int, bytes]) -> str:
-        """Note the latest heartbeats, by rank; return what to report, "" for nothing.
+    def listen(self, passed_s: float, num_answers: int, heard: Mapping[int, bytes]) -> str:
+        """Note the latest heartbeats; return what to report, "" for nothing.
 
-        The last call was `passed_s` seconds ago; `answers` is the number of the store's answers so far.
+        Args:
+            passed_s: seconds since the last call.
+            num_answers: answers of the store so far.
+            heard: the latest heartbeat, by rank.
         """
-        self.store_s = 0.0 if answers != self._answers else self.store_s + passed_s
-        self._answers = answers
+        self.store_s = 0.0 if num_answers != self._num_answers else self.store_s + passed_s
+        self._num_answers = num_answers
         for rank in self._silent_s:
             beat = heard.get(rank)
-            lives = beat != self._last.get(rank) or _is_done(beat)
+            lives = beat != self._latest.get(rank) or _is_done(beat)
             self._silent_s[rank] = 0.0 if lives else self._silent_s[rank] + passed_s
-            self._last[rank] = beat
+            self._latest[rank] = beat
         if self.store_s >= self._limit_s:
             return (
                 f"{store_text(self._place)} has not answered for {self._limit}: that host, or the network between it "
                 "and this one, hangs or is gone"
             )
-        # Without the store no heartbeat arrives.
-        silent = [rank for rank, so_long_s in self._silent_s.items() if so_long_s >= self._limit_s > 2 * self.store_s]
+        # While the store is silent no heartbeat can arrive, which is no evidence against the workers.
+        silent = [rank for rank, silent_s in self._silent_s.items() if silent_s >= self._limit_s > 2 * self.store_s]
         what = "has not been heard of" if len(silent) == 1 else "have not been heard of"
         why = "the host, its network or the process hangs or is gone"
         return f"{_named(silent, heard)} {what} for {self._limit}: {why}" if silent else ""

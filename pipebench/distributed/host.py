@@ -1,7 +1,7 @@
 """The processor time that communication takes from computation, measured by all processes of a run at once.
 
-Copies, system calls and Gloo's threads serve sockets. A loop of plain work runs with and without messages or an
-all-reduce; the difference in processor time over all threads of a process is the cost.
+Messages cost copies, system calls and time of Gloo's threads. A loop of matrix products runs with and without messages
+or an all-reduce. The difference in processor time, over all threads of a process, is the cost.
 """
 
 import statistics
@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from pipebench.distributed.channel import LANES, ChannelLink, ChannelSender, Receiver
 from pipebench.distributed.cores import processor_shares, shared_processors, turn_of
 from pipebench.distributed.ends import ReceivingEnd, SendingEnd
 from pipebench.distributed.launch_join import leave, peers
+from pipebench.distributed.reducer import RingSum, Sum
 from pipebench.distributed.shared_memory import connect
 from pipebench.distributed.shared_sum import SharedSum, share
 from pipebench.distributed.world import World
@@ -25,18 +25,22 @@ from pipebench.errors import is_out_of_memory
 from pipebench.model.allocator import release_copies
 from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts, SharedProcessors
 
-_SMALL_BYTES, _LARGE_BYTES, _RING_BYTES = 1 << 14, 1 << 20, 1 << 22
+_SMALL_BYTES, _LARGE_BYTES, _RING_BYTES = 1 << 14, 1 << 20, 1 << 22  # of two messages and an all-reduce
 _ITERATIONS, _REPEATS = 8, 7
 _WORK_S = 8e-3  # of one iteration: longer than a large message takes over loopback
 _TAG = 64
+_MOST_LEAVING = 4  # messages under way, so that buffers are reused
 T = TypeVar("T")
-_MOST_LEAVING = 4  # messages, so that buffers are reused
 
 
 def host_costs(world: World, *, fetches: bool = False) -> HostCosts:
-    """Measure; all processes call it. A single process, and GPUs, have no costs, but GPUs may be shared.
+    """Measure the costs of communication on hosts; all processes call it.
 
-    `fetches`: whether workers fetch their inputs themselves.
+    A single process has none, nor have GPUs; the result says how GPUs are shared.
+
+    Args:
+        world: the processes.
+        fetches: whether workers fetch their inputs themselves.
     """
     if world.size == 1:
         return NO_HOST_COSTS
@@ -58,7 +62,7 @@ def host_costs(world: World, *, fetches: bool = False) -> HostCosts:
 
 
 def in_turns(world: World, work: Callable[[], T]) -> T:
-    """Do some work in all processes, as many at once as have cores, or GPUs, of their own; return its result."""
+    """Do some work in all processes, in turns so that each has cores, or a GPU, of its own; return its result."""
     turn = turn_of(world.exchange(processor_shares(world.device)), world.rank)
     result: list[T] = []
     for number in range(turn.of):
@@ -70,17 +74,20 @@ def in_turns(world: World, work: Callable[[], T]) -> T:
 
 
 def in_situ(world: World, setup: Setup, measure: Callable[..., InSituTimes] = profile_in_situ) -> InSituTimes:
-    """Measure how long instructions take in use, in every process, by `profile_in_situ` with its rule; all call it.
+    """Measure how long a worker's instructions take in use, by `profile_in_situ`; all processes call it.
 
-    Processes on CPUs compute at the same time; on shared cores the clock is the processor's: without waits for a core,
-    but with the others' effect on caches. GPUs have no such clock, so those who share one take turns; where a stage
-    doesn't fit beside what the others hold, nothing is returned.
+    Processes on CPUs compute at the same time. On shared cores the clock counts the thread's processor time, so it
+    leaves out waits for a core, but includes the other processes' effect on caches. GPUs have no such clock, so
+    processes that share one take turns.
+
+    Returns:
+        Times of this process's instructions; none if its stage doesn't fit on a shared GPU beside the others.
     """
     if world.device.type == "cpu":
         now = time.perf_counter if _shared(world) is None else time.thread_time
         return measure(setup, lambda enough: all(world.exchange(enough)), now)
 
-    def mine() -> InSituTimes:
+    def measured_alone() -> InSituTimes:
         try:
             return measure(setup, lambda enough: enough)
         except (RuntimeError, MemoryError) as error:
@@ -88,9 +95,9 @@ def in_situ(world: World, setup: Setup, measure: Callable[..., InSituTimes] = pr
                 raise
             return {}
         finally:
-            release_copies(world.device, setup.graph.root)  # also of one that didn't fit: it is the others' turn
+            release_copies(world.device, setup.graph.root)  # also if it didn't fit, because others are next
 
-    return in_turns(world, mine)
+    return in_turns(world, measured_alone)
 
 
 def _shared(world: World) -> SharedProcessors | None:
@@ -98,34 +105,34 @@ def _shared(world: World) -> SharedProcessors | None:
 
 
 def _work() -> Callable[[], None]:
-    """Return a piece of work that takes about `_WORK_S`."""
+    """Return a function that takes about `_WORK_S`."""
     matrix, result = torch.ones(192, 192), torch.empty(192, 192)
 
-    def some(times: int) -> None:
+    def multiply(times: int) -> None:
         for _ in range(times):
             torch.mm(matrix, matrix, out=result)
 
-    some(20)
-    started = time.perf_counter()
-    some(200)
-    times = max(1, round(_WORK_S / (time.perf_counter() - started) * 200))
-    return lambda: some(times)
+    multiply(20)
+    start_s = time.perf_counter()
+    multiply(200)
+    times = max(1, round(_WORK_S / (time.perf_counter() - start_s) * 200))
+    return lambda: multiply(times)
 
 
 _Pass = tuple[Callable[[], None], Callable[[], None]]  # begin and end of an iteration's communication
 
 
 def _beside(world: World, work: Callable[[], None], communication: _Pass) -> float:
-    """Return processor seconds per iteration of work added by communication: median, averaged over processes."""
+    """Return the processor seconds that communication adds to an iteration: the mean of the processes' medians."""
 
     def timed(begin: Callable[[], None], end: Callable[[], None]) -> float:
         world.barrier()
-        started = time.process_time()
+        start_s = time.process_time()
         for _ in range(_ITERATIONS):
             begin()
             work()
             end()
-        return (time.process_time() - started) / _ITERATIONS
+        return (time.process_time() - start_s) / _ITERATIONS
 
     def nothing() -> None:
         pass
@@ -136,7 +143,7 @@ def _beside(world: World, work: Callable[[], None], communication: _Pass) -> flo
 
 
 def _messages(world: World, lanes: Sequence[Any], num_bytes: int) -> _Pass:
-    """Send a message to the next rank; then receive the previous rank's last but one, which has arrived."""
+    """Return functions that send a message to the next rank, and receive the previous rank's last message but one."""
     sender, receiver = _ends(world, lanes, num_bytes)
     values = {0: torch.zeros(num_bytes // 4)}
     receiver.expect((1 + _REPEATS) * _ITERATIONS)
@@ -168,31 +175,23 @@ def _ends(world: World, lanes: Sequence[Any], num_bytes: int) -> tuple[SendingEn
 
 
 def _all_reduces(world: World, group: Any) -> _Pass:
-    """Copy gradients into a bucket and begin its all-reduce; then wait for it."""
+    """Return functions that copy gradients into a bucket and start its all-reduce, and wait for it."""
     gradients = torch.zeros(_RING_BYTES // 4)
-    sharing = share(world, range(world.size), _RING_BYTES)
-    if sharing is not None:
-        shared = SharedSum(_RING_BYTES // 4, torch.float32, sharing, 0, 1)
-
-        def start() -> None:
-            shared.free()
-            shared.data.copy_(gradients)
-            shared.start()
-
-        def finish() -> None:
-            shared.go_on()
-            shared.wait()
-
-        return start, finish
-    data = torch.zeros_like(gradients)
-    works: list[Any] = []
+    shared = share(world, range(world.size), _RING_BYTES)
+    total: Sum
+    if shared is None:
+        total = RingSum(torch.zeros_like(gradients), group)
+    else:
+        total = SharedSum(len(gradients), gradients.dtype, shared, 0, 1)
 
     def begin() -> None:
-        data.copy_(gradients)
-        works.append(dist.all_reduce(data, group=group, async_op=True))
+        total.free()
+        total.data.copy_(gradients)
+        total.start()
 
     def end() -> None:
         with peers():
-            works.pop().wait()
+            total.go_on()
+            total.wait()
 
     return begin, end

@@ -1,6 +1,6 @@
-"""The times of instructions and operations: by the host's clock or, where a GPU computes, by the GPU's events.
+"""The times of instructions and operations: by the host's clock or, if a GPU computes, by events on the GPU.
 
-A host runs ahead of its GPU, so its clock doesn't time the GPU's work. Events on the GPU's streams do; they are read
+A host runs ahead of its GPU, so its clock doesn't time the GPU's work. Events on the GPU's streams do. They are read
 later, without waiting.
 """
 
@@ -14,26 +14,32 @@ import torch
 from pipebench.schedule.instructions import Instruction
 from pipebench.simulate.simulation import TimelineEvent
 
-_READ_EVERY = 256  # marks and reports, to limit the events that wait to be read
+_READ_EVERY = 256  # moments and calls that wait; limits the number of events in use
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Return whether a device is a GPU, of which the host runs ahead."""
+    """Return whether the host runs ahead of a device, which it does of a GPU."""
     return device.type == "cuda"
 
 
 @dataclass(slots=True, eq=False)
 class Moment:
-    """A time on the run's clock, in seconds. A GPU's is known when it has come there: `HostTimer.then`."""
+    """A time on the run's clock. A GPU's is known once the GPU has reached the event: see `HostTimer.then`."""
 
-    s: float = 0.0
-    event: Any = None  # of CUDA
-    kept: bool = False  # whether the event stays its own
-    since: "Moment | None" = None  # of an operation's end: a kept moment before its start
+    s: float = 0.0  # seconds, once known
+    event: Any = None  # a CUDA event; None for a time of the host
+    kept: bool = False  # whether the event is not reused for another moment
+    since: "Moment | None" = None  # if this is an operation's end, a kept moment before its start
 
 
 class HostTimer:
-    """Times a worker's work by the run's clock, in seconds, and reports its instructions in order."""
+    """Times a worker's work by the host's clock and reports its instructions in order.
+
+    Args:
+        worker: its index.
+        clock: the run's clock, seconds.
+        report: gets every instruction with its times.
+    """
 
     direct = False  # whether operations between GPUs, by NCCL, are timed
 
@@ -50,33 +56,37 @@ class HostTimer:
         self.then(lambda: self._report(TimelineEvent(start.s, end.s, self._worker, instruction)))
 
     def mark(self, *, keep: bool = False) -> Moment:
-        """Return the moment at which all computing until here is done; `keep` it for `ended`."""
+        """Return the moment at which the computations launched so far are done; `keep` it to use it for `ended`."""
         return Moment(self.clock())
 
     def ended(self, wait: Callable[[], None], since: Moment) -> Moment:
-        """Return when an operation ended, for which computing has waited; at the latest now.
+        """Return the moment at which an operation ended, which computations have been made to wait for.
 
-        `wait` waits for it again; `since` is a kept moment before its start.
+        Args:
+            wait: makes the current stream wait for the operation.
+            since: a kept moment before the operation's start.
         """
         return self.mark()
 
     def then(self, act: Callable[[], None]) -> None:
-        """Call `act` as soon as all moments until here are known."""
+        """Call `act` once all moments so far are known: now, or later if a GPU has not reached them."""
         act()
 
     def sync_clock(self) -> None:
-        """Let all moments be known, with all work done."""
+        """Wait until all work is done, so that all moments are known."""
 
 
 class DeviceTimer(HostTimer):
-    """Times by events on a GPU's current stream.
+    """Times a worker's work by events on its GPU's current stream.
 
-    CUDA measures between events in single-precision milliseconds, too coarse after ten minutes to resolve 30 us, so
-    only neighbours are compared and their times summed here.
+    CUDA measures the time between two events in single-precision milliseconds. After ten minutes that is too coarse to
+    resolve 30 us. So only neighbouring events are compared, and their times are summed here.
 
-    With `direct` operations, which have streams of NCCL's, a stream that only waits for them tells when they end: as
-    the computing stream would if it computed nothing. It waits after the computing stream does, because the first wait
-    frees what NCCL works on. So an operation that ends before its wait is even launched seems to end at the launch.
+    Args:
+        direct: whether operations of NCCL are timed, which run on NCCL's streams. Their ends are then measured on a
+            further stream that only waits for them. Computations wait first, because the first wait lets NCCL free the
+            operation's tensors. So an operation that ends before that second wait is launched seems to end at the
+            launch.
     """
 
     def __init__(
@@ -85,9 +95,9 @@ class DeviceTimer(HostTimer):
         super().__init__(worker, clock, report)
         self.direct = direct
         self._beside = torch.cuda.Stream() if direct else None  # type: ignore[no-untyped-call]
-        self._free: list[Any] = []
-        self._waiting: deque[Moment | Callable[[], None]] = deque()
-        self._latest = self._now()  # of the computing stream, the latest moment read
+        self._free: list[Any] = []  # events to reuse
+        self._waiting: deque[Moment | Callable[[], None]] = deque()  # moments to read and calls to make, in order
+        self._latest = self._now()  # the latest moment of the computing stream that has been read
 
     def timed(self, instruction: Instruction, execute: Callable[[], None]) -> None:
         """Execute an instruction between two events; report some completed ones."""
@@ -130,7 +140,7 @@ class DeviceTimer(HostTimer):
         return event
 
     def _read(self) -> None:
-        """Read what has happened, in order."""
+        """Read the moments that the GPU has reached, and make the calls between them, in order."""
         while self._waiting:
             first = self._waiting[0]
             if isinstance(first, Moment) and not first.event.query():
@@ -141,23 +151,23 @@ class DeviceTimer(HostTimer):
                 continue
             before = first.since or self._latest
             first.s = before.s + before.event.elapsed_time(first.event) / 1e3
-            done = first
-            if first.since is None:
-                done, self._latest = self._latest, first
-            if not done.kept:
-                self._free.append(done.event)
+            unused = first
+            if first.since is None:  # on the computing stream: the next moment is measured from this one
+                unused, self._latest = self._latest, first
+            if not unused.kept:
+                self._free.append(unused.event)
 
 
-_AHEAD = 2  # launched and unfinished forwards or backwards: one running, one queued
+_MAX_AHEAD = 2  # launched and unfinished forwards or backwards: one running, one queued
 
 
 class Pace:
     """Keeps the host at most two forwards or backwards ahead of `device`; does nothing on a CPU.
 
-    Launches on a GPU are asynchronous. Without a limit the host would run a whole segment ahead: it would allocate for
-    all of it, notice a stop or a lost peer late, and report false progress.
+    Launches on a GPU are asynchronous. Without a limit the host would run a whole segment ahead: it would allocate
+    memory for all of it, notice a stop or a lost peer late, and report progress that the GPU has not made.
 
-    It cannot deadlock, since it waits only for earlier work of the same list.
+    It can't deadlock, since it waits only for earlier work of the same list.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -171,5 +181,5 @@ class Pace:
         end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # sleeps: a waiting host may share a core
         end.record(torch.cuda.current_stream(self._device))
         self._ends.append(end)
-        if len(self._ends) > _AHEAD:
+        if len(self._ends) > _MAX_AHEAD:
             self._ends.popleft().synchronize()

@@ -1,8 +1,8 @@
-"""What connections need of a host: an interface that the other hosts reach, and open files enough.
+"""What connections need of a host: an interface that the other hosts reach, and enough open files.
 
-Gloo binds to the address that a host's own name has, which on many is one of the loopback interface, as Debian's and
-Ubuntu's 127.0.1.1: other hosts connect to themselves then. So where that is so, and nobody has named an interface, it
-is the one by which this host reaches the others.
+Gloo binds to the address of the host's own name. On many hosts that is an address of the loopback interface, such as
+Debian's and Ubuntu's 127.0.1.1, so other hosts would connect to themselves. On such a host, unless the user has named
+an interface, Gloo gets the one by which the host reaches the others.
 """
 
 import fcntl
@@ -23,7 +23,11 @@ _OPEN_MAX = 10240  # macOS's, which refuses more, though the most that it names 
 
 
 def prepare_sockets(environ: MutableMapping[str, str], everyone: Sequence[Mapping[str, Any]] | None) -> None:
-    """Have connections between workers work; `everyone` is None if all are on this host, else see `choose_interface`.
+    """Prepare this process for connections between workers.
+
+    Args:
+        environ: environment variables, which may be set.
+        everyone: None if all workers are on this host, else as for `choose_interface`.
 
     Raises:
         UserError: Gloo knows no interface that other hosts reach; says what to set.
@@ -36,7 +40,7 @@ def prepare_sockets(environ: MutableMapping[str, str], everyone: Sequence[Mappin
 
 
 def _allow_files() -> None:
-    """Raise this process's limit of open files: a group has a connection to every rank, a mapped slot has a file."""
+    """Raise this process's limit of open files: a group needs one per rank, and a mapped slot one."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     for limit in (most, max(now, _OPEN_MAX)):
         with suppress(OSError, ValueError):
@@ -63,15 +67,17 @@ def address_towards(host: str) -> str:
 
 
 def choose_interface(environ: MutableMapping[str, str], everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Have Gloo use an interface that other hosts reach, where this host's name leads to itself alone.
+    """Have Gloo use an interface that other hosts reach, if this host's name leads to the loopback interface.
 
-    `everyone` has every rank's `host`, and its `address`, as of `address_towards` the store, "" if it has none.
+    Args:
+        environ: environment variables; Gloo's is set.
+        everyone: every rank's `host` and `address`, which is `address_towards` the store, "" if it has none.
 
     Raises:
-        UserError: there is none, or its name can't be found; says what to set.
+        UserError: there is no such interface, or its name can't be found; says what to set.
     """
     gloo, _ = INTERFACES
-    is_one_host = len({facts["host"] for facts in everyone}) == 1  # stands in for several
+    is_one_host = len({facts["host"] for facts in everyone}) == 1  # tests start several "hosts" on one
     if gloo in environ or is_one_host or not _names_itself():
         return
     others = [str(facts["address"]) for facts in everyone if facts["address"]]

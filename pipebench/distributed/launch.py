@@ -1,6 +1,6 @@
-"""Runs the workers of a distributed run on this host: starts, restarts and stops them, and reports failures once.
+"""The launcher: starts the workers of a distributed run on this host, restarts and stops them, reports failures once.
 
-The parent process has no model and doesn't train, so it can always be interrupted.
+It has no model and doesn't train, so it can be interrupted at any time.
 """
 
 import contextlib
@@ -23,19 +23,21 @@ from pipebench.distributed import launch_child
 from pipebench.distributed.control import STOP_KEY
 from pipebench.distributed.launch_failure import FAILURE, Failure, read, report, root_cause, sentence
 from pipebench.distributed.launch_join import ATTEMPT, RUN, STORE, prefix
+from pipebench.distributed.launch_template import SilentTemplateError
 from pipebench.distributed.private_store import PrivateStore, StoreServer
 from pipebench.engine.admission import STOPPING, handling_signals
 from pipebench.errors import printable_lines
 from pipebench.model.cores import usable_cores
 from pipebench.model.heap import HEAP
 
-# As Slurm and docker have between SIGTERM and SIGKILL.
-GRACE_S = 30.0
-INTERRUPTED = 130
-_POLL_S, _KILLING_S = 0.02, 10.0
-# After a worker failed, the others end by themselves or on a signal within this time, or are stuck or suspended. Not on
-# SIGTERM, which asks them for a stop at a drain; nor by SIGKILL at once, which one may be dying of for another reason.
-_CLOSING_S, _CLOSING = 5.0, signal.SIGUSR2
+INTERRUPTED = 130  # exit code
+GRACE_S = 30.0  # between SIGTERM and SIGKILL, as Slurm has
+_POLL_S = 0.02
+_KILLING_S = 10.0  # for workers to end on SIGKILL
+# The signal that ends the other workers after one has failed. SIGTERM would ask them to stop at a drain. SIGKILL would
+# be confused with that of a worker for which memory ran out at the same moment.
+_CLOSING = signal.SIGUSR2
+_CLOSING_S = 5.0  # a worker that has not ended by then is stuck or suspended, and gets SIGKILL
 _NOTHING: Mapping[str, int] = {}
 
 
@@ -49,12 +51,13 @@ class Process(Protocol):
         """Set and return `returncode`."""
 
 
-# Starts a worker with environment variables, and file descriptors that it inherits by the variables that tell them.
+# Starts a worker, given additional environment variables and the file descriptors that it inherits. The latter are by
+# name: an environment variable of this name gets the descriptor's number.
 Start = Callable[[Mapping[str, str], Mapping[str, int]], Process]
 
 
 def spawned(command: Sequence[str]) -> Start:
-    """Return what starts a worker as a new process that runs a command."""
+    """Return a function that starts a worker as a new process that runs a command."""
     words = [sys.executable, "-I", "-S", launch_child.__file__, str(os.getpid()), *command]
 
     def start(settings: Mapping[str, str], passed: Mapping[str, int]) -> Process:
@@ -70,34 +73,32 @@ def spawned(command: Sequence[str]) -> Start:
 class Attempt:
     """One start of all workers."""
 
-    def __init__(
-        self, start: Start, num_workers: int, number: int, settings: Mapping[str, str], passed: Mapping[str, int]
-    ) -> None:
-        """Start `num_workers` workers, all on this host, with additional environment variables.
-
-        `number` is 0, then 1 for the first restart, ...; `passed` are file descriptors that they inherit, by the
-        environment variable that tells them.
-        """
-        server = StoreServer()
-        self.store = PrivateStore(server.connect())
-        self._keys = PrefixStore(prefix(number), self.store)
-        # Unnamed, so that nothing remains of them however this process ends.
+    def __init__(self, num_workers: int, index: int) -> None:
+        """Prepare to start `num_workers` workers, all on this host; `index` is 0 for the first start of a run."""
+        self._num_workers, self._index = num_workers, index
+        self._server = StoreServer()
+        self.store = PrivateStore(self._server.connect())
+        self._keys = PrefixStore(prefix(index), self.store)
+        # By rank, for records of failures. They have no names, so nothing remains of them if this process is killed.
         self._failures = [tempfile.TemporaryFile() for _ in range(num_workers)]  # noqa: SIM115 # close() does
-        self._sent: list[set[int]] = [set() for _ in range(num_workers)]  # signals, by rank
-        self._first_dead_s: float | None = None
-        everyone = {
+        self._processes: list[Process] = []  # by rank
+        self._signals: list[set[int]] = [set() for _ in range(num_workers)]  # sent to each worker, by rank
+        self._first_failure_s: float | None = None
+
+    def start(self, start: Start, settings: Mapping[str, str], passed: Mapping[str, int]) -> None:
+        """Start the workers by `start`, with additional environment variables and inherited file descriptors."""
+        common = {
             **settings,
-            ATTEMPT: str(number),
-            "WORLD_SIZE": str(num_workers),
-            "LOCAL_WORLD_SIZE": str(num_workers),
+            ATTEMPT: str(self._index),
+            "WORLD_SIZE": str(self._num_workers),
+            "LOCAL_WORLD_SIZE": str(self._num_workers),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # torchrun's way to say that the launcher serves the store
         }
-        self._processes = []
-        for rank in range(num_workers):
-            with server.connect() as connection:
-                given = {STORE: connection.fileno(), FAILURE: self._failures[rank].fileno(), **passed}
+        for rank, failure in enumerate(self._failures):
+            with self._server.connect() as connection:
+                descriptors = {STORE: connection.fileno(), FAILURE: failure.fileno(), **passed}
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                self._processes.append(start(everyone | own, given))
+                self._processes.append(start(common | own, descriptors))
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the workers for up to `timeout_s` seconds; return whether all have ended."""
@@ -114,8 +115,8 @@ class Attempt:
         self._keys.set(STOP_KEY, reason)
 
     def kill(self) -> None:
-        """End all workers now."""
-        self._end(signal.SIGKILL)
+        """Send SIGKILL to all workers."""
+        self._send(signal.SIGKILL)
 
     @property
     def started(self) -> bool:
@@ -128,31 +129,31 @@ class Attempt:
         for rank, process in enumerate(self._processes):
             if process.returncode:
                 failure = read(rank, process.returncode, self._failures[rank])
-                closed = failure.kind == "killed" and -process.returncode in self._sent[rank]
-                found.append(replace(failure, kind="closed") if closed else failure)
+                is_ours = failure.kind == "killed" and -process.returncode in self._signals[rank]
+                found.append(replace(failure, kind="closed") if is_ours else failure)
         return found
 
     def close(self) -> None:
-        """Remove the attempt's files, and close its store, which ends with the last worker's connection."""
+        """Remove the attempt's files and close this process's connection to its store."""
         self.store.close()
         for file in self._failures:
             file.close()
 
     def _end_after_failure(self) -> None:
-        """After one worker failed, end the others, later by SIGKILL."""
-        if self._first_dead_s is None:
+        """Once a worker has failed, end the others: by `_CLOSING`, and after `_CLOSING_S` by SIGKILL."""
+        if self._first_failure_s is None:
             if any(process.returncode for process in self._processes):
-                self._first_dead_s = time.monotonic()
-                self._end(_CLOSING)
-        elif time.monotonic() - self._first_dead_s > _CLOSING_S:
+                self._first_failure_s = time.monotonic()
+                self._send(_CLOSING)
+        elif time.monotonic() - self._first_failure_s > _CLOSING_S:
             self.kill()
 
-    def _end(self, number: signal.Signals) -> None:
-        """Send a signal to all workers that are running."""
-        for sent, process in zip(self._sent, self._processes, strict=True):
+    def _send(self, number: signal.Signals) -> None:
+        """Send a signal to the process groups of all workers that are running."""
+        for process, sent in zip(self._processes, self._signals, strict=False):  # not all may have been started
             if process.poll() is None:
                 sent.add(number)
-                # It has ended: on macOS it mustn't be sent any until somebody has waited for it.
+                # It may have ended since. macOS refuses a signal to such a process with PermissionError.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, number)
 
@@ -168,35 +169,59 @@ def run_workers(
     verbose: bool = False,
     passed: Mapping[str, int] = _NOTHING,
 ) -> int:
-    """Start the workers of a run on this host and wait for them, restarting all when one dies.
+    """Start the workers of a run on this host and wait for them, restarting all when one dies; return the exit code.
 
-    Ctrl-C requests a stop at the next drain; a second one, or the first before training began, ends the workers.
-    SIGTERM and SIGHUP do both, the second after `grace_s` seconds, in the main thread only.
+    It is 0 when all finished, 2 after a user's mistake, 3 after a failure and 130 after signals (see `_Signals`).
 
-    `start` starts a worker with RANK, WORLD_SIZE and the like in their environment, the folder `run` as
-    PIPEBENCH_RUN, and what `passed` has. `say` prints messages, by default to standard error, `verbose` tracebacks too.
-
-    Returns:
-        0 when all finished; 2 for a user's mistake, 3 for a failure, 130 when ended by a second signal, all reported.
+    Args:
+        start: starts one worker, which has RANK, WORLD_SIZE and torchrun's other variables in its environment.
+        num_workers: at least 1.
+        run: the run's folder, in the workers' environment as PIPEBENCH_RUN.
+        max_restarts: how often all workers are restarted.
+        grace_s: seconds from SIGTERM to the end of workers that have not stopped.
+        say: prints a message, by default to standard error.
+        verbose: whether a report on the user's own code has its traceback.
+        passed: file descriptors that workers inherit, by the environment variable that gets their number.
     """
     say, signals = say or _say, _Signals(grace_s)
     with handling_signals(signals.hear):
-        for number in range(max_restarts + 1):
-            attempt = Attempt(start, num_workers, number, {RUN: str(run), **worker_settings(num_workers)}, passed)
-            try:
-                if not _wait_for_end(attempt, signals, say):
-                    return INTERRUPTED
-                failures = attempt.failures()
-                if not failures:
-                    return 0
-                cause, started = root_cause(failures), attempt.started
-            finally:
-                attempt.close()
-            if signals.asked or number == max_restarts or not worth_restart(cause, started):
-                say(report(cause, _when(number, started), verbose=verbose))
+        for index in range(max_restarts + 1):
+            attempt, settings = Attempt(num_workers, index), {RUN: str(run), **worker_settings(num_workers)}
+            if (ended := _run_attempt(attempt, start, settings, passed, signals, say)) is None:
+                return INTERRUPTED
+            cause, started = ended
+            if cause is None:
+                return 0
+            if signals.arrived or index == max_restarts or not worth_restart(cause, started):
+                say(report(cause, _when(index, started), verbose=verbose))
                 return cause.exit_code
-            say(f"pipebench: {printable_lines(sentence(cause))[0]}; restart {number + 1} of {max_restarts}")
+            say(f"pipebench: {printable_lines(sentence(cause))[0]}; restart {index + 1} of {max_restarts}")
     raise AssertionError("a run ends in its last attempt")
+
+
+def _run_attempt(
+    attempt: Attempt,
+    start: Start,
+    settings: Mapping[str, str],
+    passed: Mapping[str, int],
+    signals: "_Signals",
+    say: Callable[[str], None],
+) -> tuple[Failure | None, bool] | None:
+    """Start all workers and wait for them.
+
+    Returns:
+        The cause of their failure, if any, and whether training had begun; None if a signal ended them.
+    """
+    try:
+        attempt.start(start, settings, passed)
+        if not _wait_for_end(attempt, signals, say):
+            return None
+        failures = attempt.failures()
+        return root_cause(failures) if failures else None, attempt.started
+    except SilentTemplateError as error:
+        return Failure(0, "silent", str(error)), True
+    finally:
+        attempt.close()
 
 
 def worker_settings(num_workers: int) -> dict[str, str]:
@@ -214,58 +239,68 @@ def worker_settings(num_workers: int) -> dict[str, str]:
 
 
 class _Signals:
-    """The deadline that signals to this process set."""
+    """Turns signals to this process into a time at which to end the workers.
+
+    Ctrl-C requests a stop at the next drain. A second one, or the first before training began, ends the workers.
+    SIGTERM and SIGHUP request a stop, and end the workers `grace_s` seconds later. Python handles signals in the main
+    thread only.
+    """
 
     def __init__(self, grace_s: float) -> None:
-        self.asked = False  # whether a signal arrived
-        self.deadline_s = math.inf  # by `time.monotonic`, to end the workers
+        self.arrived = False
+        self.deadline_s = math.inf  # on the clock `time.monotonic`
         self._grace_s = grace_s
 
     def hear(self, number: int, frame: FrameType | None) -> None:
-        """Set or advance the deadline."""
-        patience_s = math.inf if not self.asked else 0.0
+        """Set the deadline, or advance it; a signal handler."""
+        # Ctrl-C ends the workers at the second time only.
+        patience_s = 0.0 if self.arrived else math.inf
         if number != signal.SIGINT:
             patience_s = self._grace_s
         self.deadline_s = min(self.deadline_s, time.monotonic() + patience_s)
-        self.asked = True
+        self.arrived = True
 
 
 def _wait_for_end(attempt: Attempt, signals: _Signals, say: Callable[[str], None]) -> bool:
-    """Wait for the workers and forward stop requests; False if a signal ended them.
+    """Wait for the workers and forward stop requests; False if a signal ended the workers.
 
-    Before training has begun there is nothing to finish, and the first signal ends them.
+    Before training has begun there is nothing to finish, so the first signal ends the workers.
     """
-    passed_on = False
+    has_requested = False
     while not attempt.wait(_POLL_S):
-        if signals.asked and not passed_on:
+        if signals.arrived and not has_requested:
             if not attempt.started:
-                return _ended(attempt, say, "before training began")
-            passed_on = True
+                _end(attempt, say, "before training began")
+                return False
+            has_requested = True
             attempt.request_stop("interrupted")
             say(STOPPING)
         if time.monotonic() > signals.deadline_s:
-            return _ended(attempt, say, "before the next drain")
+            _end(attempt, say, "before the next drain")
+            return False
     return True
 
 
-def _ended(attempt: Attempt, say: Callable[[str], None], when: str) -> bool:
-    """End the workers now and say so; return False."""
+def _end(attempt: Attempt, say: Callable[[str], None], when: str) -> None:
+    """End the workers now and say so."""
     attempt.kill()
     attempt.wait(_KILLING_S)
     say(f"pipebench: ended {when}")
-    return False
 
 
 def worth_restart(cause: Failure, started: bool) -> bool:
-    """Return whether to restart: not after mistakes or stalls, nor before training had `started` unless killed."""
+    """Return whether to restart the workers after a failure; `started` is whether training had begun.
+
+    Not after mistakes or stalls, which would repeat. A failure before training began would repeat, too, unless it came
+    from outside: SIGKILL and SIGTERM are no evidence against the program.
+    """
     if cause.kind in ("user", "memory", "stalled", "silent", "interrupted"):
         return False
-    # Ended from outside, at whatever moment: no evidence against the program.
     return started or cause.message in ("ended by SIGKILL", "ended by SIGTERM")
 
 
-def _when(number: int, started: bool) -> str:
-    restarts = f"after {number} restart{'s' if number > 1 else ''}" if number else ""
+def _when(num_restarts: int, started: bool) -> str:
+    restarts = f"after {num_restarts} restart{'s' if num_restarts > 1 else ''}" if num_restarts else ""
     return ", ".join(part for part in ("" if started else "before training began", restarts) if part)
 
 

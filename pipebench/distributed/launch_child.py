@@ -15,7 +15,10 @@ from collections.abc import Sequence
 
 
 def python_module(name: str) -> list[str]:
-    """Return a command that runs a module as `python -m` does, with this process's search path; append arguments."""
+    """Return a command that runs a module as `python -m` does, with this process's search path.
+
+    The module's arguments may be appended.
+    """
     # -P: the working directory is searched only if this process searches it.
     program = f"import runpy, sys; sys.path[:] = {sys.path!a}; runpy.run_module({name!r}, None, '__main__', True)"
     return [sys.executable, "-P", "-c", program]
@@ -37,8 +40,7 @@ def end_with(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
-            # It ended before this process watched it.
-            sys.exit(1)
+            sys.exit(1)  # the parent had ended before the call above
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Worker failures: their records, the root cause, and the one report about it.
+"""Worker failures: their records, their root cause, and the report on the cause.
 
-When one worker dies the others fail moments later with errors about lost connections. Only the cause is reported.
+When one worker dies, the others fail moments later with errors about lost connections. Only the cause is reported.
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Final
 
 from pipebench import files
 from pipebench.distributed.launch_join import HostLostError, lost
@@ -21,8 +22,19 @@ from pipebench.recipe.users_code import as_users, traceback_of
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 FAILURE = "PIPEBENCH_FAILURE"  # file descriptor of the launcher's file for a worker's failure
-# From most to least likely to be the cause.
-KINDS = ("user", "memory", "killed", "stalled", "silent", "failed", "ended", "lost", "interrupted", "closed")
+# Kinds of failure, from most to least likely to be the cause of others, with what has happened.
+KINDS: Final[dict[str, str]] = {
+    "user": "the input has a mistake",
+    "memory": "a device had no memory left",
+    "killed": "the worker was ended by a signal",
+    "stalled": "an instruction took too long",
+    "silent": "another host's heartbeat ended, or the process that starts the workers doesn't answer",
+    "failed": "the worker raised an exception",
+    "ended": "the worker ended with an exit code and without a record",
+    "lost": "another worker was gone",
+    "interrupted": "the user interrupted the run",
+    "closed": "the launcher ended the worker, because another had failed",
+}
 
 
 @dataclass(frozen=True)
@@ -30,11 +42,7 @@ class Failure:
     """How one worker process failed."""
 
     rank: int
-    # `user` (a mistake in the input), `killed` (by a signal), `stalled` (an instruction took too long), `silent`
-    # (another host's heartbeat ended), `failed` (an exception), `ended` (an exit code without a record), `lost`
-    # (another worker was gone), `memory` (a device had none left), `interrupted` (by the user) or `closed` (by the
-    # launcher, because of another)
-    kind: str
+    kind: str  # a key of `KINDS`
     message: str  # a sentence or two
     traceback: str = ""  # for a `user` mistake only if the user's own code raised it
 
@@ -56,9 +64,9 @@ def of_exception(error: BaseException, rank: int) -> Failure:
         return Failure(rank, "user", str(error) or type(error).__name__, traceback_of(error))
     if isinstance(error, KeyboardInterrupt):
         return Failure(rank, "interrupted", "interrupted")
-    theirs = as_users(error)
-    if theirs is not None:
-        return of_exception(theirs, rank)
+    of_users_code = as_users(error)
+    if of_users_code is not None:
+        return of_exception(of_users_code, rank)
     if (limit := limit_text(error)) is not None:
         return Failure(rank, "failed", limit)
     message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -66,7 +74,7 @@ def of_exception(error: BaseException, rank: int) -> Failure:
 
 
 def record(failure: Failure) -> None:
-    """Write a worker's failure for its launcher, pipebench's or torchrun, whose format differs; only the first."""
+    """Write a worker's first failure where its launcher reads it, which is `pipebench run` or torchrun."""
     given, name = os.environ.get(FAILURE), os.environ.get(_ERROR_FILE)
     if given is not None:
         if os.fstat(int(given)).st_size == 0:
@@ -74,12 +82,32 @@ def record(failure: Failure) -> None:
         return
     if not name or Path(name).exists():
         return
-    # torchrun takes the earliest for the cause, and dates a killed worker by the second in which it noticed.
+    # torchrun takes the failure with the earliest time for the cause. A killed worker's time is the second in which
+    # torchrun notices, so workers that lost it claim to have failed later.
     recorded_s = int(time.time()) + (2 if failure.kind == "lost" else 0)
     extra = {"py_callstack": failure.traceback or failure.message, "timestamp": str(recorded_s)}
     data = {"message": {"message": failure.message, "extraInfo": extra}}
-    # Atomically, since the launcher may end this process at any moment and then reads the file.
+    # Atomically: torchrun may end this process at any moment, and then reads the file.
     files.replace(Path(name), json.dumps(data).encode())
+
+
+def is_first_of_host(mistake: Failure) -> bool:
+    """Return whether no other process that torchrun started on this host has asked about the same mistake.
+
+    torchrun has a folder per attempt, with a folder for every process's error file. Under other launchers every process
+    counts as the first.
+    """
+    name = os.environ.get(_ERROR_FILE)
+    if not name:
+        return True
+    digest = hashlib.sha256(mistake.message.encode(errors="replace")).hexdigest()
+    try:
+        Path(name).parents[1].joinpath(f"reported-{digest}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # the disk may be full
+        pass
+    return True
 
 
 def read(rank: int, exit_code: int, recorded: IO[bytes]) -> Failure:
@@ -102,7 +130,8 @@ def signal_name(number: int) -> str:
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
     """Return the failure that caused the others, by kind, then by rank."""
-    return min(failures, key=lambda failure: (KINDS.index(failure.kind), failure.rank))
+    kinds = list(KINDS)
+    return min(failures, key=lambda failure: (kinds.index(failure.kind), failure.rank))
 
 
 def sentence(failure: Failure) -> str:
@@ -115,10 +144,12 @@ def sentence(failure: Failure) -> str:
 
 
 def report(failure: Failure, after: str = "", *, verbose: bool = False) -> str:
-    """Return the report about a run that failed from this cause.
+    """Return the report on a run.
 
-    `after` says when it happened or what was tried, such as `after 3 restarts`. `verbose` adds the traceback of the
-    user's code; that of a failure is always shown.
+    Args:
+        failure: the cause of the run's end.
+        after: when it happened or what was tried, such as `after 3 restarts`.
+        verbose: whether a `user` mistake is shown with the traceback of the user's code; other tracebacks always are.
     """
     lines = printable_lines(sentence(failure))
     if after and failure.kind != "user":

@@ -1,7 +1,7 @@
 """How workers find each other: their place in the job, the shared store, and a handshake that proves all are alive.
 
-Under torchrun a store outlives its workers and has keys of dead ones after a restart. So every worker draws a new word,
-which only a living rank 0 answers.
+Under torchrun the store outlives the workers. After a restart it still has the keys that dead workers have set. So
+every worker sets a newly drawn word, which only a living rank 0 answers.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -27,7 +27,7 @@ from pipebench.errors import PipebenchError, UserError
 
 ATTEMPT, RUN = "PIPEBENCH_ATTEMPT", "PIPEBENCH_RUN"
 STORE = "PIPEBENCH_STORE"  # file descriptor of a connection to the launcher's store
-_POLL_S = 0.02
+_POLL_S, _RETRY_S = 0.02, 0.2  # between two looks into the store, and two attempts to connect to it
 # The others wait this much longer than rank 0, so that its message arrives.
 _SLACK_S = 5.0
 
@@ -40,11 +40,12 @@ class HostLostError(PipebenchError):
     """A worker of another host is gone and can't report itself; the cause, as far as known here."""
 
 
+# What messages of Gloo, NCCL and torch's stores say, in lower case, when a peer or the store is gone.
 _LOST = (
     *("connection closed", "connection reset", "connection refused", "connection was likely closed", "broken pipe"),
     *("timed out", "timeout", "no route to host", "network is unreachable"),
     *("remote process exited", "communicator was aborted", "ncclremoteerror"),
-    "nccl operation failed",  # all that torch 2.15's groups say at a wait, once their communicator has failed
+    "nccl operation failed",  # torch 2.15 says no more at a wait, once a group's communicator has failed
 )
 
 
@@ -55,8 +56,8 @@ def lost(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     text = str(error).lower()
-    transport = isinstance(error, dist.DistBackendError) or any(word in text for word in ("gloo", "nccl", "c10d"))
-    return transport and any(words in text for words in _LOST)
+    is_torchs = isinstance(error, dist.DistBackendError) or any(word in text for word in ("gloo", "nccl", "c10d"))
+    return is_torchs and any(words in text for words in _LOST)
 
 
 @contextlib.contextmanager
@@ -75,7 +76,7 @@ def peers() -> Iterator[None]:
 
 
 def leave(groups: Iterable[Any]) -> None:
-    """Destroy process groups; each Gloo group has a thread that wakes a hundred times a second."""
+    """Destroy process groups: each Gloo group has a thread that wakes a hundred times a second."""
     for group in groups:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
@@ -89,12 +90,13 @@ class HostSlot:
     size: int  # number of workers over all hosts
     local_rank: int  # 0 to local_size - 1, on this host
     local_size: int  # number of workers on this host
-    address: str  # host that serves the store; "" for the launcher's, which has no address
-    port: int  # of the store; 0 for the launcher's
-    agent_store: bool  # a launcher serves the store; otherwise rank 0 does
-    # With `pipebench run` as launcher, the number of restarts and the file descriptor of a connection to its store
-    attempt: int | None
-    connection: int | None = None
+    address: str  # host that serves the store; "" for the store of `pipebench run`, which has no address
+    port: int  # of the store; 0 for the store of `pipebench run`
+    agent_store: bool  # whether a launcher serves the store, rather than rank 0
+    attempt: int | None  # number of restarts; None if another program than `pipebench run` is the launcher
+    connection: int | None = (
+        None  # file descriptor of a connection to the store of `pipebench run`, if that is the launcher
+    )
 
     @property
     def store_text(self) -> str:
@@ -147,8 +149,8 @@ def serve(address: str, port: int = 0, limit_s: float = 60.0, *, one_host: bool 
         address: name or number of an interface of this host, such as 127.0.0.1.
         port: 0 takes a free one, see the store's `port`.
         limit_s: timeout of the store's waiting calls, seconds.
-        one_host: whether all workers are on this host. Otherwise it listens everywhere: many hosts map their own name
-            to the loopback interface, which others can't reach.
+        one_host: whether all workers are on this host. If not, the server listens on all interfaces: many hosts map
+            their own name to the loopback interface, which others can't reach.
 
     Raises:
         UserError: the address isn't this host's, or the port is in use.
@@ -161,11 +163,11 @@ def serve(address: str, port: int = 0, limit_s: float = 60.0, *, one_host: bool 
             listener = socket.create_server(("", port), family=socket.AF_INET6, backlog=2048, dualstack_ipv6=True)
         else:
             listener = socket.create_server(("", port), backlog=2048)
-        # torch's own client, which follows, prints pages about every failed attempt.
+        # Connect once here, because torch's own client below prints pages about a failed attempt.
         socket.create_connection((address, listener.getsockname()[1]), timeout=limit_s).close()
     except OSError as error:
         reason = error.strerror or str(error)  # a timeout has the latter alone
-        if isinstance(error.errno, int) and error.errno > 0:
+        if isinstance(error.errno, int) and error.errno > 0:  # of the system, not of a name server
             reason = os.strerror(error.errno)
         hint = "; give another MASTER_PORT, or end what uses it" if error.errno == errno.EADDRINUSE else ""
         raise UserError(f"can't serve the workers' store on {address}:{port}: {reason}{hint}") from None
@@ -180,9 +182,9 @@ def serve(address: str, port: int = 0, limit_s: float = 60.0, *, one_host: bool 
 
 
 def connect(place: HostSlot, limit_s: float) -> Store:
-    """Return a connection to the job's store, serving it if no launcher does and this is rank 0.
+    """Return a connection to the job's store; serve the store if no launcher does and this is rank 0.
 
-    The launcher's own has no address, torch's has; see `private_store.py`.
+    The store of `pipebench run` is reached by an inherited connection (see `private_store.py`), torch's by an address.
 
     Raises:
         UserError: nothing answers at the address within `limit_s` seconds, another program does, or the port is in use.
@@ -194,26 +196,27 @@ def connect(place: HostSlot, limit_s: float) -> Store:
         return store
     if place.rank == 0 and not place.agent_store:
         return serve(place.address, place.port, limit_s, one_host=place.one_host)
-    until = time.monotonic() + limit_s
+    until_s = time.monotonic() + limit_s
     # torch's client prints pages about every failed attempt, so try a plain connection first.
     while True:
         try:
-            socket.create_connection((place.address, place.port), timeout=max(0.1, until - time.monotonic())).close()
+            socket.create_connection((place.address, place.port), timeout=max(0.1, until_s - time.monotonic())).close()
             break
         except OSError as error:
-            if time.monotonic() > until:
+            if time.monotonic() > until_s:
                 raise UserError(
                     f"rank {place.rank} of {place.size}: nothing answers at {place.address}:{place.port} after "
                     f"{limit_s:g} s ({error.strerror or error}); is rank 0 running, and can this host reach it?"
                 ) from None
-            time.sleep(0.2)
+            time.sleep(_RETRY_S)
     return _client(place, limit_s)
 
 
 def _client(place: HostSlot, limit_s: float) -> TCPStore:
-    """Return a connection to what answers; raises a UserError if that is no store.
+    """Return a connection to what answers at the store's address; raises a UserError if that isn't a store.
 
-    torch's client waits without a limit for a store's first words, here in a thread that is then left to itself.
+    torch's client waits without a limit for the first bytes of a store. So it runs in a thread, which is left behind if
+    they don't come.
     """
     made, failed = list[TCPStore](), list[str]()
 
@@ -238,14 +241,20 @@ def _client(place: HostSlot, limit_s: float) -> TCPStore:
 
 
 def meet(store: Store, place: HostSlot, facts: Any, limit_s: float) -> tuple[str, list[Any]]:
-    """Wait until all workers of this attempt have joined, and exchange facts, which are JSON.
+    """Wait until all workers of this attempt have joined, and exchange facts.
 
-    The store may have keys of earlier attempts. Rank 0 waits for the last worker for `limit_s` seconds. Returns the
-    attempt's prefix for keys, and every rank's facts.
+    Args:
+        store: the job's; it may have keys of earlier attempts.
+        place: this worker's.
+        facts: what the other workers are to know of this one, as JSON data.
+        limit_s: seconds for which rank 0 waits for the last worker.
+
+    Returns:
+        The prefix of this attempt's keys in the store, and every worker's facts, by rank.
 
     Raises:
-        UserError: on rank 0, with how many joined and which ranks are missing.
-        PeerLostError: on the others, when rank 0 gave up or never joined.
+        UserError: on rank 0: workers are missing, with their ranks, or have another WORLD_SIZE.
+        PeerLostError: on the others: rank 0 gave up, or never joined.
     """
     room = PrefixStore("pipebench/join", store)
     with peers():
@@ -258,28 +267,46 @@ def prefix(attempt: int) -> str:
 
 
 def _gather(room: Store, place: HostSlot, facts: Any, limit_s: float) -> tuple[str, list[Any]]:
+    """Do rank 0's part of `meet`.
+
+    A worker sets `hello/RANK` to its word. Rank 0 answers in `welcome/WORD` with the attempt's token, a new prefix. The
+    worker sets `TOKEN/here/RANK` to its WORLD_SIZE and facts. When all have, rank 0 sets `TOKEN/go` to all facts.
+    """
     token = uuid.uuid4().hex if place.attempt is None else prefix(place.attempt)
-    missing, answered = set(range(1, place.size)), dict[int, bytes]()
-    until = time.monotonic() + limit_s
-    while missing:
-        for rank in sorted(missing):
+    joined: dict[int, Any] = {0: facts}  # facts by rank
+    answered: dict[int, bytes] = {}  # latest word by rank
+    until_s = time.monotonic() + limit_s
+    while len(joined) < place.size:
+        for rank in sorted({*range(place.size)} - {*joined}):
             if room.check([f"{token}/here/{rank}"]):
-                missing.discard(rank)
+                size, joined[rank] = json.loads(room.get(f"{token}/here/{rank}"))
+                if size != place.size:
+                    raise _refusal(room, token, _different_sizes(place.size, rank, size))
             elif room.check([f"hello/{rank}"]) and (word := room.get(f"hello/{rank}")) != answered.get(rank):
                 answered[rank] = word
                 room.set(f"welcome/{word.decode()}", token)
-        if missing and time.monotonic() > until:
-            sentence = _incomplete(place, missing, limit_s)
-            room.set(f"{token}/failed", sentence)
-            raise UserError(sentence)
+        if len(joined) < place.size and time.monotonic() > until_s:
+            raise _refusal(room, token, _incomplete(place, sorted({*range(place.size)} - {*joined}), limit_s))
         time.sleep(_POLL_S)
-    everyone = [facts, *(json.loads(room.get(f"{token}/here/{rank}")) for rank in range(1, place.size))]
+    everyone = [joined[rank] for rank in range(place.size)]
     room.set(f"{token}/go", json.dumps(everyone))
     return token, everyone
 
 
-def _incomplete(place: HostSlot, missing: set[int], limit_s: float) -> str:
-    ranks = ", ".join(str(rank) for rank in sorted(missing)[:8]) + (", ..." if len(missing) > 8 else "")
+def _refusal(room: Store, token: str, sentence: str) -> UserError:
+    """Let the workers that have joined know why rank 0 gives up; return the error."""
+    room.set(f"{token}/failed", sentence)
+    return UserError(sentence)
+
+
+def _different_sizes(size: int, rank: int, other: int) -> str:
+    return (
+        f"environment: WORLD_SIZE: got {size} for rank 0 and {other} for rank {rank}, needed is the same for all ranks"
+    )
+
+
+def _incomplete(place: HostSlot, missing: Sequence[int], limit_s: float) -> str:
+    ranks = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     return (
         f"{place.size - len(missing)} of {place.size} workers joined at {place.store_text} within "
         f"{limit_s:g} s (engine.join_limit_s); missing: rank{'s' if len(missing) > 1 else ''} {ranks}"
@@ -287,20 +314,21 @@ def _incomplete(place: HostSlot, missing: set[int], limit_s: float) -> str:
 
 
 def _attend(room: Store, place: HostSlot, facts: Any, limit_s: float) -> tuple[str, list[Any]]:
+    """Do another rank's part of `meet`; see `_gather`."""
     word = uuid.uuid4().hex
     room.set(f"hello/{place.rank}", word)
-    until = time.monotonic() + limit_s + _SLACK_S
-    token = _wait(room, [f"welcome/{word}"], until, place).decode()
-    room.set(f"{token}/here/{place.rank}", json.dumps(facts))
-    everyone = _wait(room, [f"{token}/go", f"{token}/failed"], time.monotonic() + limit_s + _SLACK_S, place)
+    token = _first_of(room, [f"welcome/{word}"], limit_s + _SLACK_S, place).decode()
+    room.set(f"{token}/here/{place.rank}", json.dumps([place.size, facts]))
+    everyone = _first_of(room, [f"{token}/go", f"{token}/failed"], limit_s + _SLACK_S, place)
     if room.check([f"{token}/failed"]):
         raise PeerLostError(everyone.decode())
     return token, json.loads(everyone)
 
 
-def _wait(room: Store, keys: list[str], until: float, place: HostSlot) -> bytes:
-    """Return the value of the first key to appear; `Store.wait` would print pages on a timeout."""
-    while time.monotonic() < until:
+def _first_of(room: Store, keys: Sequence[str], limit_s: float, place: HostSlot) -> bytes:
+    """Wait for one of several keys, and return its value; `Store.wait` would print pages on a timeout."""
+    until_s = time.monotonic() + limit_s
+    while time.monotonic() < until_s:
         for key in keys:
             if room.check([key]):
                 return bytes(room.get(key))

@@ -1,7 +1,8 @@
-"""Pipes between a launcher and its workers, which inherit them: when it can record, and how far the run is.
+"""Pipes between a launcher and its workers, which inherit them.
 
-The launcher imports what sends a run to MLflow, which takes seconds of a core, while workers start; measuring and
-training wait for the end of it. A worker writes its progress as lines of JSON, which the launcher reads.
+One lets workers know when the launcher can record. While workers start, it imports what sends a run to MLflow, which
+takes seconds of a core. Measuring and training wait until that has ended. The other carries a worker's progress, as
+lines of JSON, to the launcher.
 """
 
 import contextlib
@@ -18,17 +19,17 @@ _RECORDER = "PIPEBENCH_RECORDER"  # file descriptor of the pipe's end to read fr
 
 @contextmanager
 def announcing_ready(wait_until_ready: Callable[[], object]) -> Iterator[Mapping[str, int]]:
-    """Tell workers when `wait_until_ready`, called in a thread, has returned.
+    """Let workers know when `wait_until_ready`, called in a thread, has returned.
 
-    Yields the file descriptors that workers inherit, by the environment variable that tells them.
+    Yields the file descriptors that workers inherit, by the environment variable that gets their number.
     """
     reading, writing = os.pipe()
 
-    def tell() -> None:
+    def announce() -> None:
         wait_until_ready()
-        os.close(writing)
+        os.close(writing)  # after which `reading` is at its end, which `select` reports
 
-    threading.Thread(target=tell, name="pipebench-ready", daemon=True).start()
+    threading.Thread(target=announce, name="pipebench-ready", daemon=True).start()
     try:
         yield {_RECORDER: reading}
     finally:
@@ -36,7 +37,7 @@ def announcing_ready(wait_until_ready: Callable[[], object]) -> Iterator[Mapping
 
 
 def ready_listener() -> Callable[[float], bool] | None:
-    """Return what waits up to some seconds until the launcher can record, and returns whether it can.
+    """Return a function that waits, for up to some seconds, until the launcher can record; it returns whether it can.
 
     None if no launcher records this process.
     """
@@ -60,9 +61,10 @@ Hear = Callable[[dict[str, Any]], None]
 
 @contextmanager
 def receiving_progress(hear: Hear | None) -> Iterator[Mapping[str, int]]:
-    """Call `hear` with what a worker tells, in a thread; what `hear` raises is raised at the end.
+    """Call `hear`, in a thread, with every message of `progress_sender`; raise at the end what `hear` raised.
 
-    Yields the file descriptors that workers inherit, by the environment variable that tells them; none without `hear`.
+    Yields the file descriptors that workers inherit, by the environment variable that gets their number; none without
+    `hear`.
     """
     if hear is None:
         yield {}
@@ -76,7 +78,7 @@ def receiving_progress(hear: Hear | None) -> Iterator[Mapping[str, int]]:
                 try:
                     if not raised:
                         hear(json.loads(line))
-                except Exception as error:  # read on: a worker must not wait for a full pipe
+                except Exception as error:  # read on, because a worker would block on a full pipe
                     raised.append(error)
 
     thread = threading.Thread(target=listen, name="pipebench-progress", daemon=True)
@@ -91,14 +93,14 @@ def receiving_progress(hear: Hear | None) -> Iterator[Mapping[str, int]]:
 
 
 def progress_sender() -> Hear | None:
-    """Return what sends a worker's progress to its launcher; None if that doesn't ask for it."""
+    """Return a function that sends a worker's progress to its launcher; None if the launcher doesn't ask for it."""
     given = os.environ.get(_PROGRESS)
     if given is None:
         return None
     writing = int(given)
 
-    def tell(facts: dict[str, Any]) -> None:
+    def send(facts: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the launcher may be ending
             os.write(writing, f"{json.dumps(facts)}\n".encode())
 
-    return tell
+    return send

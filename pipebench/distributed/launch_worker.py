@@ -1,4 +1,4 @@
-"""Frames a worker process: no traceback on the terminal, a record of its failure, a prompt end."""
+"""The outermost function of a worker process: it records or reports a failure, and ends the process promptly."""
 
 import os
 import signal
@@ -9,23 +9,27 @@ from types import FrameType
 from typing import NoReturn
 
 from pipebench.distributed import nccl, world
-from pipebench.distributed.launch_failure import Failure, of_exception, record, report
+from pipebench.distributed.launch_failure import Failure, is_first_of_host, of_exception, record, report
 from pipebench.distributed.launch_join import RUN
 
-_ASKING_S = 10.0  # well beyond what rank 0 waits for the others to ask
-_LETTING_S = 4.0
+_ASKING_S = 10.0  # for the store's answer; well beyond what rank 0 waits for the others to ask
+_LOST_PATIENCE_S = 4.0  # for a worker that only lost another, so that others report first
 _listeners: list[Callable[[str], None]] = []
 
 
 def worker_main(function: Callable[[], object], *, verbose: bool = False) -> int:
     """Do a worker process's work and return 0 when done; end the process at once if it fails.
 
-    A failure is recorded for the launcher, which reports it; under torchrun and the like the worker that was the cause
-    prints it, `verbose` with the traceback of the user's code. A failing process doesn't join threads of Gloo and NCCL,
-    which may wait for lost peers.
+    A failure is recorded for `pipebench run`, which reports it. Under another launcher, such as torchrun, the worker
+    that was the cause prints the report. A failing process doesn't join threads of Gloo and NCCL, which may wait for
+    lost peers.
+
+    Args:
+        function: the work.
+        verbose: whether a printed report on the user's own code has its traceback.
     """
     _handle_signals()
-    nccl.set_before_cuda(os.environ)  # checks before a run ask for a device
+    nccl.set_before_cuda(os.environ)  # now, because checks before a run ask torch for a device
     try:
         function()
     except BaseException as error:
@@ -41,12 +45,15 @@ def launched_by_us() -> bool:
 def fail(failure: Failure, *, verbose: bool = False, asks: bool = True) -> NoReturn:
     """Record a failure and end this process now; from any thread.
 
-    `verbose` is as for `report`. `asks` is whether to check in the store that another worker has reported; False if the
-    store is silent.
+    Args:
+        failure: the failure.
+        verbose: as for `report`.
+        asks: whether to ask the store if another worker has reported; False if the store is silent.
     """
     try:
-        tells = not (_is_recorded(failure) and launched_by_us()) and failure.kind != "interrupted"
-        if tells and (not asks or _is_first_to_report(failure)):
+        launcher_reports = _is_recorded(failure) and launched_by_us()
+        reports = not launcher_reports and failure.kind != "interrupted"
+        if reports and (not asks or _is_first_to_report(failure)):
             print(report(failure, verbose=verbose), file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -64,20 +71,20 @@ def _is_recorded(failure: Failure) -> bool:
 
 
 def _is_first_to_report(failure: Failure) -> bool:
-    """Return whether no other worker has reported, as far as the store says so soon; it may be in use, waiting.
+    """Return whether no other worker has reported; true if the store doesn't answer soon.
 
-    Before workers have joined, all make the same mistake: one on every host reports it. A worker that has only lost
-    another lets it, or who knows more, report first; torchrun reports one that was killed.
+    Before workers have joined, all may make the same mistake, so one on every host reports it. A worker that has only
+    lost another one lets others report first, who know more; torchrun reports a worker that was killed.
     """
     joined, is_lost = world.current(), failure.kind == "lost"
     if joined is None:
-        return not is_lost and (failure.kind != "user" or os.environ.get("LOCAL_RANK", "0") == "0")
+        return not is_lost and (failure.kind != "user" or is_first_of_host(failure))
     if is_lost and joined.place.agent_store:
         return False
+    patience_s = _LOST_PATIENCE_S if is_lost else 0.0
     answers: list[bool] = []
-    asking = threading.Thread(
-        target=lambda: answers.append(joined.first("report", patience_s=_LETTING_S * is_lost)), daemon=True
-    )
+    # In a thread: the store's connection may be in use by one that waits.
+    asking = threading.Thread(target=lambda: answers.append(joined.first("report", patience_s=patience_s)), daemon=True)
     asking.start()
     asking.join(_ASKING_S)
     return answers != [False]
@@ -96,8 +103,9 @@ def fail_silent(text: str, store_answers: bool) -> NoReturn:
 def on_stop_request(listener: Callable[[str], None]) -> None:
     """Have Ctrl-C, SIGTERM, SIGHUP and SIGQUIT call `listener` with a reason, once; a second ends the process.
 
-    torchrun forwards them to its workers. pipebench's own launcher uses the store; but who ends a job (PBS, LSF,
-    systemd) may send SIGTERM to all of its processes. Without a listener the first signal ends the process.
+    torchrun forwards them to its workers. pipebench's own launcher requests a stop through the store, but a system that
+    ends a job (PBS, LSF, systemd) may send SIGTERM to all its processes. Without a listener the first signal ends the
+    process.
     """
     _listeners.append(listener)
 
@@ -109,12 +117,11 @@ def _rank() -> int:
 
 def _handle_signals() -> None:
     if threading.current_thread() is not threading.main_thread():
-        return
-
+        return  # Python refuses to set handlers elsewhere
     owner = os.getpid()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != owner:  # a copy of this process ends, as by default
+        if os.getpid() != owner:  # a forked process, such as a loader's: it ends, as by default
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -124,7 +131,6 @@ def _handle_signals() -> None:
             listener("interrupted")
         _listeners.clear()
 
-    # Those that torchrun forwards: SIGHUP when its terminal is gone.
-    forwarded = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    for each in (signal.SIGTERM, *(() if launched_by_us() else forwarded)):
-        signal.signal(each, handle)
+    forwarded = () if launched_by_us() else (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # by torchrun
+    for number in (signal.SIGTERM, *forwarded):
+        signal.signal(number, handle)

@@ -1,9 +1,9 @@
-"""Proves that the other ends of a group's connections are workers of this run.
+"""Proves that the processes at the other ends of a group's connections are workers of this run.
 
-While a group is made Gloo listens on a loopback port and accepts the first connection with the right small number,
-which any user of the host can make. So before any other use, a group's members exchange on every connection a proof
-from a secret in the launcher's store. Proofs differ for every group, sender and receiver. NCCL's connections have a
-secret of their own.
+While a group is made, Gloo listens on a loopback port and accepts the first connection that sends the right small
+number, which any user of the host can do. So before any other use, a group's members exchange a proof on every
+connection. It is a digest of group, sender and receiver, keyed by a secret in the launcher's store. NCCL's connections
+have a secret of their own.
 """
 
 import hashlib
@@ -33,9 +33,12 @@ def shared_secret(store: Store, rank: int) -> bytes:
 
 
 def check_members(secret: bytes, name: str, group: Any = None) -> None:
-    """Check every connection of a Gloo group, None for the default; all members call it before any other use.
+    """Check every connection of a Gloo group; all members call it before any other use.
 
-    `secret` is the attempt's, `name` unique to the group.
+    Args:
+        secret: the attempt's.
+        name: unique to the group.
+        group: None for the default group.
 
     Raises:
         StrangerError: the process at the other end doesn't know the secret.

@@ -1,7 +1,7 @@
 """Messages: values of any structure as one run of bytes, and back.
 
-A message is a header of eight numbers, the text of its layout if new to the receiver, and the bytes of every tensor.
-Known layouts are sent as a number; new ones need no handshake.
+A message is a header of eight numbers, the text of its layout if that is new to the receiver, and the bytes of every
+tensor. A known layout is sent as a number; a new one needs no handshake.
 """
 
 import json
@@ -18,7 +18,7 @@ from pipebench.model.memory_format import is_channels_last, shaped
 
 ALIGNMENT = 64  # bytes; suits tensors of any type
 HEADER_BYTES = 64
-_OF_TENSOR = 5  # entries of a tensor in a key; others have two
+_OF_TENSOR = 5  # entries of a tensor in a `LayoutKey`; other values have two
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -28,7 +28,7 @@ class Header(NamedTuple):
     unit: int  # of the values
     layout: int  # number of the layout on the channel
     text_bytes: int  # length of the layout's text that follows; 0 if the receiver has it
-    num_bytes: int  # of the whole message
+    num_bytes: int  # size of the whole message
     spilled: int  # 1 if the rest comes separately, because the receiver's buffer is too small
     sent_s: float  # on the run's clock
     note: float  # a number sent with it: the latest loss known to the sender
@@ -52,7 +52,14 @@ def read_header(buffer: torch.Tensor) -> Header:
 
 
 def pack(data: torch.Tensor, text: bytes, places: Iterable[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Write a message without its header: layout text, and tensors into their places in the same bytes."""
+    """Write a message without its header: the layout's text, and the tensors.
+
+    Args:
+        data: the message: [bytes] uint8.
+        text: the layout's, empty if the receiver has it.
+        places: the tensors' views of `data`.
+        tensors: as many.
+    """
     if text:
         data[HEADER_BYTES : HEADER_BYTES + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     for place, tensor in zip(places, tensors, strict=True):
@@ -69,18 +76,18 @@ def layout_in(data: torch.Tensor, header: Header, known: list["MessageLayout"]) 
 
 @dataclass(frozen=True)
 class TensorLeaf:
-    """One tensor of a message: type, shape, whether it gets a gradient, is channels last and on the host, offset."""
+    """One tensor of a message."""
 
     dtype: torch.dtype
     shape: torch.Size
     requires_grad: bool
-    last: bool
-    on_host: bool
-    offset: int
+    last: bool  # whether its memory is in the order of channels last
+    on_host: bool  # whether the sender has it on its host, rather than on a GPU
+    offset: int  # of its first byte, after the layout's text
     num_bytes: int
 
     def of(self, run: torch.Tensor) -> torch.Tensor:
-        """Return a run of its numbers as this tensor."""
+        """Return a flat tensor of its numbers in this tensor's shape and order of memory."""
         return shaped(run, self.shape, last=self.last)
 
 
@@ -122,9 +129,13 @@ class MessageLayout:
         return _laid_out(from_words(structure), leaves)
 
     def views(self, data: Any, start: int = 0) -> list[torch.Tensor]:
-        """Return each tensor's view of a message's NumPy bytes, where tensors begin at `start`.
+        """Return each tensor's view of a message.
 
-        Each has its own storage, which references the bytes, so that autograd versions them separately.
+        Each view has a storage of its own, which references the bytes. So autograd counts their versions separately.
+
+        Args:
+            data: a NumPy array of the message's bytes.
+            start: the byte at which the tensors begin.
         """
         return [
             leaf.of(torch.frombuffer(data, dtype=leaf.dtype, count=count, offset=start + leaf.offset))
@@ -144,11 +155,11 @@ class MessageLayout:
 
 
 class LayoutKey(NamedTuple):
-    """A hashable key of a message's layout, made quickly."""
+    """A hashable key of a message's layout, which takes less time to make than the layout."""
 
     structure: Structure  # the leaves' containers
-    # A tensor's type, shape, whether it gets a gradient, is channels last and on the host; of other values type and
-    # value, since 1, 1.0 and True are equal but not the same
+    # Of a tensor the first five fields of its `TensorLeaf`. Of another value its type and itself: 1, 1.0 and True are
+    # equal keys of a dictionary, but not the same value
     leaves: tuple[tuple[Any, ...], ...]
 
     def layout(self) -> MessageLayout:

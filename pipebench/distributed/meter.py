@@ -24,7 +24,7 @@ _COMPUTE_COLUMNS = {
 }
 _WAIT_COLUMNS = {op: row.column for op, row in OPERATIONS.items() if row.column.startswith("waiting_")}
 _SENDS = with_role(SEND)
-# Metrics from times of transfers
+# Beginnings of the names of metrics that are computed from times of transfers
 _OF_TRANSFERS = ("stall_s", "all_reduce_s", "overlapped_s", "comm_time_", "comm_stall_fraction")
 _UNTIMED = "times of transfers and of waiting for them aren't known, since a part of the run didn't time them"
 
@@ -37,26 +37,33 @@ class _Share:
     rank: int
     state: MeterState
     timeline: Timeline
-    tells_overlap: bool
+    measures_overlap: bool  # whether transfers have their own ends, rather than those of waits
 
 
 class MeasuredMeter:
-    """Adds up one worker's wall-clock times, in training and evaluation separately. An event costs about 1 us."""
+    """Adds up one worker's wall-clock times, in training and evaluation separately. An event costs about 1 us.
 
-    def __init__(self, pipeline: Pipeline, worker: int, rank: int, *, tells_overlap: bool = False) -> None:
-        """Prepare for one worker; `tells_overlap`: whether transfers have their own ends, not those of waits."""
+    Args:
+        pipeline: the pipeline.
+        worker: the worker's index.
+        rank: the process's.
+        measures_overlap: whether transfers have their own ends, rather than those of waits.
+    """
+
+    def __init__(self, pipeline: Pipeline, worker: int, rank: int, *, measures_overlap: bool = False) -> None:
         self.evaluating = False  # set during an evaluation
         self._pipeline = pipeline
         self._worker = worker
         self._rank = rank
-        self._tells_overlap = tells_overlap
+        self._measures_overlap = measures_overlap
         self._state = MeterState(MeterTotals.none(), MeterTotals.none())
+        # The timeline's first instructions, and whether they are of an evaluation
         self._recorded: list[tuple[TimelineEvent, bool]] = []
         self._transfers: list[Transfer] = []
-        self._room = max(1, RECORDED_SPANS // pipeline.num_workers)
-        self._until_s = float("inf")  # no more is recorded
-        self._origin_s = 0.0
-        self._reduced_until_s = 0.0
+        self._most_recorded = max(1, RECORDED_SPANS // pipeline.num_workers)
+        self._until_s = float("inf")  # end of the recorded timeline; from then on events only count
+        self._origin_s = 0.0  # start of the recorded timeline, on the run's clock
+        self._reduced_until_s = 0.0  # end of the latest all-reduce
 
     @property
     def busy_s(self) -> float:
@@ -73,7 +80,7 @@ class MeasuredMeter:
         start_s, end_s, _, instruction, _ = event
         self._totals.seconds[instruction.op.name] += end_s - start_s
         if end_s > start_s and instruction.op not in COPIES:
-            if len(self._recorded) < self._room:
+            if len(self._recorded) < self._most_recorded:
                 self._recorded.append((event, self.evaluating))
             else:
                 self._until_s = self._recorded[-1][0].end_s
@@ -85,30 +92,34 @@ class MeasuredMeter:
     def transfer(self, transfer: Transfer, waited_s: float | None = None) -> None:
         """Record a message that arrived here, or a bucket all-reduced with this worker.
 
-        Computing has waited for it since `waited_s`, if at all; whatever of it was before is overlapped.
+        Every member of an all-reduce (several senders) records it with the bytes of all members, and counts its share
+        of bytes and time. So a bucket counts once, with the members' mean time.
 
-        Every member of an all-reduce (several senders) records it with the bytes of all members and counts its share of
-        bytes and time, so that a bucket counts once with the members' mean time.
+        Args:
+            transfer: the message or all-reduce.
+            waited_s: the time from which computations waited for it; before, it overlapped with them. None if they
+                didn't wait.
         """
-        totals, times_s = self._totals, (transfer.start_s, max(transfer.start_s, transfer.end_s))
-        since_s = transfer.start_s
+        totals, since_s = self._totals, transfer.start_s
+        # The clocks of two hosts differ a little: a message that arrives before it was sent takes no time.
+        end_s = max(transfer.start_s, transfer.end_s)
         if transfer.kind in SYNC_KINDS:  # buckets end in the order in which they started
             since_s = max(since_s, self._reduced_until_s)
             totals.all_reduce_s += max(0.0, transfer.end_s - since_s)
             self._reduced_until_s = max(self._reduced_until_s, transfer.end_s)
-        if self._tells_overlap and waited_s is not None:
+        if self._measures_overlap and waited_s is not None:
             totals.overlapped_s += max(0.0, min(transfer.end_s, waited_s) - since_s)
         members = len(transfer.senders)
         position = transfer.senders.index(self._worker) if members > 1 else 0
-        part = transfer.num_bytes * (position + 1) // members - transfer.num_bytes * position // members
+        # Differences of a rounded running sum, so that the members' shares add up to all bytes.
+        share_bytes = transfer.num_bytes * (position + 1) // members - transfer.num_bytes * position // members
         row = totals.of(transfer.kind, transfer.level)
         row.number += position == 0
-        row.bytes += part
-        # Clocks of two hosts differ a little: arrivals before the send take no time.
-        row.s += (times_s[1] - times_s[0]) / members
+        row.bytes += share_bytes
+        row.s += (end_s - transfer.start_s) / members
         if transfer.start_s < self._until_s:
             senders = transfer.senders if members == 1 else (self._worker,)
-            self._transfers.append(replace(transfer, senders=senders, num_bytes=part, end_s=times_s[1]))
+            self._transfers.append(replace(transfer, senders=senders, num_bytes=share_bytes, end_s=end_s))
 
     def state(self) -> dict[str, Any]:
         """Return the totals as JSON data, for a checkpoint."""
@@ -120,7 +131,7 @@ class MeasuredMeter:
 
     def restore(self, state: MeterState) -> None:
         """Continue from a checkpoint's `state`."""
-        # Of a run timed only in part, the sum is meaningless.
+        # Sums of a run whose transfers are timed only in part mean nothing.
         self._state = replace(state, times_transfers=self._state.times_transfers and state.times_transfers)
 
     def share(self) -> dict[str, Any]:
@@ -128,7 +139,7 @@ class MeasuredMeter:
         spans = tuple(span_of(self._pipeline, event, evaluating) for event, evaluating in self._recorded)
         truncated = self._until_s < float("inf")
         timeline = Timeline((), spans, tuple(self._transfers), truncated).shifted(-self._origin_s)
-        return asdict(_Share(self._worker, self._rank, self._state, timeline, self._tells_overlap))
+        return asdict(_Share(self._worker, self._rank, self._state, timeline, self._measures_overlap))
 
     @property
     def _totals(self) -> MeterTotals:
@@ -136,7 +147,12 @@ class MeasuredMeter:
 
 
 def merge(given: Sequence[dict[str, Any]], pipeline: Pipeline, training_s: float) -> RunMeasurements:
-    """Merge the workers' shares, in any order; `training_s` is the run's clock without evaluation.
+    """Merge the workers' shares.
+
+    Args:
+        given: of every worker `MeasuredMeter.share`, in any order.
+        pipeline: the pipeline.
+        training_s: the run's clock without evaluations, seconds.
 
     Raises:
         ValueError: a worker's share is missing or duplicate.
@@ -161,7 +177,12 @@ def merge(given: Sequence[dict[str, Any]], pipeline: Pipeline, training_s: float
 
 
 def with_allocated(found: RunMeasurements, columns: Sequence[Mapping[str, int]]) -> RunMeasurements:
-    """Return measurements with what each worker's allocator held at most, in the order of workers; empty on CPUs."""
+    """Return measurements with the most bytes that each worker's allocator held, by name.
+
+    Args:
+        found: measurements.
+        columns: by worker; empty on CPUs.
+    """
     rows = tuple({**row, **more} for row, more in zip(found.workers, columns, strict=True))
     most = {f"{name}_max": max(more[name] for more in columns) for name in columns[0]}
     return replace(found, workers=rows, metrics={**found.metrics, **most})
@@ -196,7 +217,7 @@ def _row(share: _Share, pipeline: Pipeline, training_s: float) -> dict[str, Any]
         **({"swapping_s": swapping_s} if pipeline.swaps else {}),
         "other_s": max(0.0, training_s - busy_s - waiting_s - sending_s - swapping_s),
         "all_reduce_s": totals.all_reduce_s,
-        **({"overlapped_s": totals.overlapped_s} if share.tells_overlap else {}),
+        **({"overlapped_s": totals.overlapped_s} if share.measures_overlap else {}),
         "evaluation_compute_s": _busy_s(share.state.evaluation),
         **fractions(busy_s, totals.stall_s, 1, training_s),
     }

@@ -14,7 +14,7 @@ import torch.distributed as dist
 # Thread blocks of all of a worker's communicators of two. NCCL's kernels occupy theirs until the peer arrives: beside
 # an all-reduce of up to 32 blocks, all fit on the 80 multiprocessors of a V100, so none prevents another's start.
 _BLOCKS_OF_PAIRS = 48
-_MOST_BLOCKS = 8  # of a pair; leaves the others to computation
+_MOST_BLOCKS = 8  # of a pair's communicator; leaves the other multiprocessors to computation
 _SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
 _SHARED_SINCE = (2, 30)  # NCCL's first release that reads it
 # Environment variables for NCCL and CUDA, unless the user has set them.
@@ -34,9 +34,9 @@ def own_device_each(everyone: Sequence[dict[str, Any]]) -> bool:
 
 
 def takes(everyone: Sequence[dict[str, Any]]) -> bool:
-    """Return whether NCCL supports these workers: each on its own GPU, or on shared ones if all allow it.
+    """Return whether NCCL supports these workers: each on a GPU of its own, or on shared ones if all allow that.
 
-    `everyone` has every rank's `gpu`, None without one, and `shares`, see `shares`.
+    `everyone` has every rank's facts: `gpu`, its id or None without one, and `shares`, the result of `shares`.
     """
     if not dist.is_nccl_available() or any(facts["gpu"] is None for facts in everyone):
         return False
@@ -44,7 +44,7 @@ def takes(everyone: Sequence[dict[str, Any]]) -> bool:
 
 
 def shares(environ: Mapping[str, str]) -> bool:
-    """Return whether this process's NCCL is to let ranks share a GPU."""
+    """Return whether the user lets ranks of NCCL share a GPU."""
     return environ.get(_SHARE) == "1" and dist.is_nccl_available()
 
 
@@ -68,13 +68,11 @@ def set_before_cuda(environ: MutableMapping[str, str]) -> None:
 def set_environment(environ: MutableMapping[str, str], rank: int) -> None:
     """Set what CUDA and NCCL read at their start, except what the user has set."""
     set_before_cuda(environ)
-    settings: dict[str, str] = {}
     if shares(environ) and torch.cuda.nccl.version()[:2] < _SHARED_SINCE:  # type: ignore[no-untyped-call]
-        # Older releases refuse two ranks of one host on one GPU. Each rank as a host of its own reaches the others by
-        # sockets: all of NCCL is used but its ways within a host.
-        settings = {"NCCL_HOSTID": f"pipebench-{rank}", "NCCL_IB_DISABLE": "1"}
-    for variable, value in settings.items():
-        environ.setdefault(variable, value)
+        # Older releases refuse two ranks of one host on one GPU. With a host id of its own, a rank reaches the others
+        # by sockets: everything of NCCL is used except its transports within a host.
+        environ.setdefault("NCCL_HOSTID", f"pipebench-{rank}")
+        environ.setdefault("NCCL_IB_DISABLE", "1")
 
 
 def pair_options(limit: timedelta, num_pairs: int) -> Any:

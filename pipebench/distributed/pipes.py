@@ -1,7 +1,7 @@
 """Pipes between two processes of one host, one each way, and access to each other's files.
 
-Pipes have no names: each process makes those that it reads, and the other opens them by /proc. They close with their
-process, so the other notices its end. Linux only.
+Pipes have no names: each process makes the pipes that it reads, and the other process opens them by /proc. A process's
+ends close when it ends, which the other process notices. Linux only.
 """
 
 import fcntl
@@ -13,15 +13,19 @@ from contextlib import suppress
 from pipebench.distributed.launch_join import PeerLostError
 from pipebench.distributed.world import World
 
-_MANY = 1 << 16  # bytes of one read
+_READ_BYTES = 1 << 16  # at most, of one read
 _PIPE_BYTES = 1 << 20  # the most that an unprivileged process may set
 _GONE = "lost a peer: the process at the other end of a pipe is gone"
 
 
 class PipePair:
-    """One process's ends of the pipes from and to a `peer`, which counts as lost after a wait of `limit_s` seconds.
+    """One process's ends of the pipes from and to a peer. All methods raise `PeerLostError` if the peer is gone.
 
-    All methods raise `PeerLostError` if the peer is gone.
+    Args:
+        peer: the peer's process id.
+        reads: file descriptor of the end to read from.
+        writes: file descriptor of the end to write to.
+        limit_s: a peer that sends nothing for so many seconds, while this process waits for it, counts as lost.
     """
 
     def __init__(self, peer: int, reads: int, writes: int, limit_s: float) -> None:
@@ -33,15 +37,15 @@ class PipePair:
         self._poll.register(reads, select.POLLIN)
 
     def write(self, data: bytes) -> None:
-        """Write; a pipe has room for many thousand messages."""
+        """Write bytes. This blocks only if the pipe is full; it has room for many thousand messages."""
         try:
             while data:
                 data = data[os.write(self._writes, data) :]
         except BrokenPipeError as error:
             raise PeerLostError(_GONE) from error
 
-    def available(self, most: int = _MANY) -> bytes:
-        """Return the bytes that have arrived, perhaps none."""
+    def available(self, most: int = _READ_BYTES) -> bytes:
+        """Return bytes that have arrived, perhaps none and at most `most`."""
         try:
             found = os.read(self._reads, most)
         except BlockingIOError:
@@ -50,22 +54,22 @@ class PipePair:
             raise PeerLostError(_GONE)
         return found
 
-    def read_some(self, most: int = _MANY) -> bytes:
-        """Wait for at least one byte."""
+    def read_some(self, most: int = _READ_BYTES) -> bytes:
+        """Wait for at least one byte and return what has arrived, at most `most` bytes."""
         while not (found := self.available(most)):
             if not self._poll.poll(1000 * self._limit_s):
                 raise PeerLostError(f"lost a peer: nothing came within {self._limit_s:g} s")
         return found
 
     def read_exactly(self, num_bytes: int) -> bytes:
-        """Wait for exactly `num_bytes` bytes."""
+        """Wait for `num_bytes` bytes and return them."""
         found = self.read_some(num_bytes)
         while len(found) < num_bytes:
             found += self.read_some(num_bytes - len(found))
         return found
 
     def open(self, file: int) -> int:
-        """Open a peer's file by its file descriptor there."""
+        """Open a file of the peer's, given by its file descriptor there; return the one here."""
         try:
             return _opened(self.peer, file, os.O_RDWR)
         except OSError as error:
@@ -78,10 +82,15 @@ class PipePair:
 
 
 def join_pairs(world: World, pairs: Sequence[tuple[int, int]]) -> dict[int, PipePair] | None:
-    """Connect pairs of different ranks, possibly repeated, by pipes; all workers call it with the same pairs.
+    """Connect pairs of workers by pipes; all workers call it with the same pairs.
 
-    Returns this worker's ends by the pair's index; None for all workers if they aren't to share memory or the system
-    forbids it.
+    Args:
+        world: the workers.
+        pairs: two different ranks each; a pair may occur several times.
+
+    Returns:
+        This worker's ends, by the pair's index; None on all workers if they aren't to share memory or the system
+        forbids it.
     """
     if not (
         world.shares_memory and world.place.one_host and world.device.type == "cpu" and hasattr(os, "memfd_create")
@@ -99,7 +108,7 @@ def join_pairs(world: World, pairs: Sequence[tuple[int, int]]) -> dict[int, Pipe
             theirs[index] = _opened(process, dict(files)[index], os.O_WRONLY)
     joined = all(world.exchange(len(theirs) == len(own)))
     for _, writes in own.values():
-        os.close(writes)  # only the peer has it then, so that the pipe ends with the peer's process
+        os.close(writes)  # now only the peer has this end, so that the pipe closes when the peer ends
     if not joined:
         for file in (*theirs.values(), *(reads for reads, _ in own.values())):
             os.close(file)

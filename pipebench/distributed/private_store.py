@@ -1,8 +1,8 @@
 """A store of small keys for the workers of one host, without an address, so that no other process can reach it.
 
 torch's TCPStore has no authentication: any user of the host can connect to its port, read all keys, and stop the run.
-Here every worker inherits one end of a socket pair from the process that starts it, and requests more ends through
-that. Requests and answers are pickled, since both ends are pipebench's.
+Here every worker inherits one end of a socket pair from the process that starts it. It requests further connections
+through that one. Requests and answers are pickled, which is safe because both ends are pipebench's own processes.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class StoreServer:
                 name, *arguments = connection.recv()
                 if name == "connect":
                     with self.connect() as other:
-                        send_handle(connection, other.fileno(), None)  # which process takes it counts on Windows only
+                        send_handle(connection, other.fileno(), None)  # Windows alone needs the receiver's process id
                 else:
                     connection.send(getattr(self, f"_{name}")(*arguments))
 
@@ -72,16 +72,19 @@ class StoreServer:
 
 
 class PrivateStore(Store):
-    """A connection to a `StoreServer`, as a store for torch's groups; `connection` is from `StoreServer.connect`.
+    """A connection to a `StoreServer`, as a store for torch's groups.
 
-    It has those methods of torch's stores that pipebench and torch's groups call.
+    It has the methods of torch's stores that pipebench and torch's groups call.
+
+    Args:
+        connection: from `StoreServer.connect`.
     """
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
         self._connection = connection
         self._one_at_a_time = threading.Lock()
-        self._clones: list[PrivateStore] = []  # torch references a clone, but not its Python object
+        self._clones: list[PrivateStore] = []  # kept alive here, because torch doesn't reference their Python objects
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""
@@ -105,7 +108,7 @@ class PrivateStore(Store):
         return total
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a key if it has the value expected, "" for none; return its value afterwards."""
+        """Set a key if it has the expected value, which is "" for a key that doesn't exist; return its value then."""
         found: bytes = self._ask("compare_set", key, _bytes(expected), _bytes(desired))
         return found
 

@@ -1,7 +1,7 @@
 """Sums a replicated stage's gradients over its replicas, bucket by bucket, while its backward still runs.
 
-A bucket is one run of numbers, into which autograd's gradients are copied. Its sum starts when it and every earlier
-bucket are complete, so that all replicas start the same sums in the same order.
+A bucket is a flat tensor, into which autograd's gradients are copied. Its sum starts when the bucket and every earlier
+one are complete, so that all replicas start the same sums in the same order.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,22 +21,30 @@ B = TypeVar("B", bound="Bucket")
 
 
 class Sum(Protocol):
-    """Sums a bucket over the replicas; all take the same steps, in one order of buckets."""
+    """Sums a bucket over the replicas. All replicas call the same methods, for buckets in the same order."""
 
-    data: torch.Tensor
+    data: torch.Tensor  # the bucket
 
     def free(self) -> None:
         """Wait until the bucket may be filled again; by default that is after `wait`."""
         return
 
     def start(self) -> None:
-        """Start, with the bucket full."""
+        """Start the sum of the full bucket."""
 
     def go_on(self) -> None:
-        """Do the second half's work, if any."""
+        """Do the work, if any, for which all replicas must have started."""
+        return
 
     def wait(self) -> None:
         """Wait for the sum."""
+
+
+def sum_now(total: Sum) -> None:
+    """Sum a full bucket and wait for the sum; all replicas call it."""
+    total.start()
+    total.go_on()
+    total.wait()
 
 
 class RingSum(Sum):
@@ -56,9 +64,9 @@ class RingSum(Sum):
 
 
 class ServerSum(Sum):
-    """Sums `data` in place: every member is the server of one chunk and adds up in the order of the members.
+    """Sums `data` in place. Every member is the parameter server of one chunk, and adds up in the order of the members.
 
-    Pushes start during the backward; `go_on` sends sums back.
+    Gradients are pushed during the backward; `go_on` sends the sums back.
     """
 
     def __init__(self, data: torch.Tensor, group: Any) -> None:
@@ -70,7 +78,7 @@ class ServerSum(Sum):
         self._work: Any = None
 
     def start(self) -> None:
-        """Send every server its chunk."""
+        """Send every member its chunk."""
         self._exchange(self._given, self.data, self._own, self._sizes)
 
     def go_on(self) -> None:
@@ -103,13 +111,14 @@ class Summing(NamedTuple):
     """How the replicas of a stage sum."""
 
     group: Any  # their process group
-    host_copy: bool  # through the host's memory: several ranks on one GPU (Gloo's own handling of CUDA tensors has
-    # corrupted results)
+    # Whether sums travel through the host's memory, as of several ranks on one GPU. Gloo's own handling of CUDA tensors
+    # has corrupted results
+    host_copy: bool
     sync: str = ALL_REDUCE  # a name in `syncs.SYNCS`
-    shared: SharedFile | None = None  # shared files of replicas that sum in memory; None: by the group
+    shared: SharedFile | None = None  # of replicas that sum in shared memory; None to sum by the group
 
     def sum_of(self, like: torch.Tensor, count: int, position: int, num_buckets: int) -> Sum:
-        """Return the sum of a bucket of `count` numbers of the type of `like`."""
+        """Return the sum of bucket `position`, which has `count` numbers of the type of `like`."""
         if self.shared is not None:
             return SharedSum(count, like.dtype, self.shared, position, num_buckets)
         device = "cpu" if self.host_copy else like.device
@@ -118,22 +127,22 @@ class Summing(NamedTuple):
 
 
 class _Bucket:
-    """One bucket: its numbers, and each parameter's view of them."""
+    """One bucket of a `Reducer`, and each parameter's view of it."""
 
     def __init__(self, indices: Sequence[int], like: Sequence[torch.Tensor], total: Sum, host_copy: bool) -> None:
         self.indices = list(indices)
         self.sum = total
-        self.travels = self.sum.data
+        self.travels = self.sum.data  # the tensor that is summed: `data`, or a copy of it on the host
         self.data = torch.empty_like(self.travels, device=like[indices[0]].device) if host_copy else self.travels
         pieces = torch.split(self.data, [like[i].numel() for i in indices])
         runs = zip(indices, pieces, strict=True)
         self.places = {i: shaped(run, like[i].shape, last=is_channels_last(like[i])) for i, run in runs}
         self.missing = set(indices)
-        self.is_free = False
+        self.is_free = False  # whether the bucket may be filled
         self.set_out = Moment()
 
     def put(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Copy a gradient into its place, None as zeros; may raise `PeerLostError` if another replica is gone."""
+        """Copy a gradient into its place, None as zeros; raises `PeerLostError` if another replica is gone."""
         if not self.is_free:
             self.sum.free()
             self.is_free = True
@@ -149,11 +158,11 @@ class _Bucket:
 
 
 class Bucket(Protocol):
-    """Some parameters' gradients, which are summed as one."""
+    """Some parameters' gradients, which are summed together."""
 
-    indices: list[int]
-    missing: set[int]  # of these, in the round
-    set_out: Moment
+    indices: list[int]  # of the parameters
+    missing: set[int]  # parameters without a gradient so far in the round
+    set_out: Moment  # when the round's sum started
 
     def put(self, index: int, gradient: torch.Tensor | None) -> None:
         """Copy a parameter's gradient, which may be None, into its place."""
@@ -163,9 +172,11 @@ class Bucket(Protocol):
 
 
 class BucketsInOrder(Generic[B]):
-    """Fills a replica's buckets; they set out in their order, each when it and all before it are complete.
+    """Fills a replica's buckets, and starts their sums in order, each when it and all before it are complete.
 
-    A backward reaches them in that order; `timer` times the sums.
+    Args:
+        buckets: in the order in which a backward reaches them.
+        timer: times the sums.
     """
 
     def __init__(self, buckets: Sequence[B], timer: HostTimer) -> None:
@@ -173,7 +184,7 @@ class BucketsInOrder(Generic[B]):
         self._bucket_of = {index: bucket for bucket in buckets for index in bucket.indices}
         self._next = 0  # the first bucket not started
         self._absent: set[int] = set()  # parameters without a gradient on this replica in the round
-        self._lacking: set[int] | None = None  # likewise in the last round in which it had a unit
+        self._lacking: set[int] | None = None  # `_absent` of the last round in which this replica had a unit
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Add a parameter's complete gradient of the round."""
@@ -192,11 +203,12 @@ class BucketsInOrder(Generic[B]):
         self._set_out()
 
     def _may_lack(self) -> set[int]:
-        """Return the parameters of which no replica may have a gradient in the round.
+        """Return the parameters that may have no gradient on any replica in the round.
 
-        Which get one is the graph's to say, the same on all replicas and in all rounds: one without a unit in a short
-        round takes what it had before. Otherwise it would skip parameters whose gradient happens to be all zeros, such
-        as of a branch that a zero weight shuts, where the others decay them.
+        The graph determines which parameters get a gradient, the same ones on all replicas and in all rounds. A replica
+        without a unit in a short round therefore uses those of an earlier round. If it took all for absent, it would
+        skip a parameter whose summed gradient happens to be zero, such as that of a branch with a zero weight, but the
+        other replicas would apply weight decay to it.
         """
         if len(self._absent) < len(self._bucket_of):
             self._lacking = {*self._absent}
@@ -217,12 +229,12 @@ class BucketsInOrder(Generic[B]):
 
 
 class Reducer(BucketsInOrder[_Bucket]):
-    """The buckets of one replica. Methods raise `PeerLostError` if another replica is gone.
+    """Sums the gradients of one replica. Methods raise `PeerLostError` if another replica is gone.
 
     Args:
         buckets: positions of the parameters of every bucket, in the order in which a backward reaches them.
         like: the stage's parameters.
-        summing: how they sum.
+        summing: how replicas sum.
         timer: times the sums.
     """
 
@@ -240,16 +252,14 @@ class Reducer(BucketsInOrder[_Bucket]):
     def connect(self) -> None:
         """Sum zeros of every bucket's size; all replicas call it before any of them runs a backward.
 
-        A group's first sum (with NCCL, the first by each algorithm, which depends on size) makes connections and
-        blocks, even if asynchronous. In a backward that would deadlock some plans, the smallest being `1-3-1` at full
-        depth, where a later replica depends on what follows that wait.
+        A group's first sum makes connections and blocks, even if it is asynchronous; with NCCL the first sum by each
+        algorithm does, which depends on the size. In a backward that would deadlock some plans, the smallest being
+        `1-3-1` at full depth: there another replica depends on what follows that wait.
         """
         for bucket in self._buckets:
             bucket.travels.zero_()
             with peers():
-                bucket.sum.start()
-                bucket.sum.go_on()
-                bucket.sum.wait()
+                sum_now(bucket.sum)
 
     def wait(self, on_bucket: OnBucket) -> list[torch.Tensor | None]:
         """Wait for all buckets; return the summed gradients, views of the buckets until the next round."""

@@ -1,8 +1,8 @@
 """Channels between workers of one host through shared memory: only the sender copies values.
 
 A sender has slots, pieces of a file in memory that the receiver maps. It copies a message's tensors into a free slot
-and writes a record into a pipe; the receiver gets tensors that are views of the slot. When the last of them is
-released, for an activation with its graph, the receiver returns the slot's number through another pipe.
+and writes a record into a pipe. The receiver gets tensors that are views of the slot. When the last of them is
+released (an activation is released with its graph), the receiver returns the slot's number through another pipe.
 
 Sends never block, except on a limit of unsent messages: the sender makes a new slot if none is free, and a pipe holds
 thousands of records. Slots and pipes have no names, so they end with the processes. Linux only: the other end opens
@@ -29,8 +29,9 @@ from pipebench.model.memory_format import as_bytes, in_order
 # Slot, the sender's file descriptor, start in the file, size, unit, number of the layout, bytes of the layout's text
 # that follow; time of the send, note.
 _RECORD = struct.Struct("<7q2d")
+# The other way: the number of a slot that is free again, or `_TAKEN`, if a message was received.
 _TOKEN = struct.Struct("<i")
-_TAKEN = -1  # in place of a free slot's number: a message was taken
+_TAKEN = -1
 
 
 def mapped(file: int, num_bytes: int, start: int = 0) -> torch.Tensor:
@@ -67,7 +68,12 @@ class _Slot(NamedTuple):
 
 
 class SharedSender(SendingEnd):
-    """The sending end; `line` carries records to the receiver and tokens back. Needs no flush."""
+    """The sending end; it needs no flush.
+
+    Args:
+        line: carries records to the receiver and tokens back.
+        clock: the run's clock, seconds.
+    """
 
     def __init__(self, line: PipePair, clock: Callable[[], float]) -> None:
         self._line = line
@@ -75,9 +81,9 @@ class SharedSender(SendingEnd):
         self._layouts = Layouts()
         self._file, self._end = new_file(0)
         self._slots: list[_Slot] = []
-        self._free: list[int] = []
+        self._free: list[int] = []  # slots, the latest freed last
         self._num_sent = self._num_taken = 0
-        self._largest = 0
+        self._slot_bytes = 0  # size of new slots: that of the largest message
 
     def send(self, unit: int, values: Any, note: float, most_leaving: int | None = None, taken: int = 0) -> int:
         """Send a message; see `SendingEnd`."""
@@ -109,19 +115,24 @@ class SharedSender(SendingEnd):
                 self._free.append(token)
 
     def _take(self, num_bytes: int) -> int:
-        """Return a free slot of sufficient size, the latest freed; a new one if there is none."""
+        """Return the free slot that was freed last among those of sufficient size; a new one if there is none."""
         for position in range(len(self._free) - 1, -1, -1):
             if self._slots[self._free[position]].num_bytes >= num_bytes:
                 return self._free.pop(position)
-        self._largest = max(self._largest, pages(num_bytes))
-        self._slots.append(_Slot(self._end, self._largest))
-        self._end += self._largest
+        self._slot_bytes = max(self._slot_bytes, pages(num_bytes))
+        self._slots.append(_Slot(self._end, self._slot_bytes))
+        self._end += self._slot_bytes
         os.ftruncate(self._file, self._end)
         return len(self._slots) - 1
 
 
 class SharedReceiver(ReceivingEnd):
-    """The receiving end; `line` carries tokens to the sender and records back. Needs no `expect`."""
+    """The receiving end; it needs no `expect`.
+
+    Args:
+        line: carries records from the sender and tokens back.
+        clock: the run's clock, seconds.
+    """
 
     def __init__(self, line: PipePair, clock: Callable[[], float]) -> None:
         self.num_taken = 0
@@ -134,11 +145,11 @@ class SharedReceiver(ReceivingEnd):
     def receive(self, unit: int | None) -> Received:
         """Wait for the next message; see `ReceivingEnd`."""
         record = self._line.read_exactly(_RECORD.size)
-        index, file, start, num_bytes, about, number, text_bytes, sent_s, note = _RECORD.unpack(record)
+        index, file, start, num_bytes, sent_unit, number, text_bytes, sent_s, note = _RECORD.unpack(record)
         if text_bytes:
             self._layouts.append(MessageLayout.from_text(self._line.read_exactly(text_bytes)))
-        if unit is not None and about != unit:
-            raise AssertionError(f"process {self._line.peer} sent unit {about} where unit {unit} was awaited")
+        if unit is not None and sent_unit != unit:
+            raise AssertionError(f"process {self._line.peer} sent unit {sent_unit} where unit {unit} was awaited")
         slot = self._slots.get(index)
         if slot is None:
             slot = self._slots[index] = self._open(file, num_bytes, start)
@@ -146,10 +157,10 @@ class SharedReceiver(ReceivingEnd):
         self.num_taken += 1
         arrived_s = self._clock()
         layout = self._layouts[number]
-        data = slot.numpy()  # a new view each time, which lives as long as its tensors
+        data = slot.numpy()  # a new view of the slot, which lives until the last of the message's tensors is released
         weakref.finalize(data, self._tell, index).atexit = False
         values = layout.values(layout.views(data))
-        return Received(about, values, layout.payload_bytes, sent_s, arrived_s, note, 0)
+        return Received(sent_unit, values, layout.payload_bytes, sent_s, arrived_s, note, 0)
 
     def close(self) -> None:
         """Close the pipes; received values stay valid."""
@@ -163,7 +174,7 @@ class SharedReceiver(ReceivingEnd):
         return slot
 
     def _tell(self, token: int) -> None:
-        """Send the sender a token; ignore a lost sender, which the next wait reports. A forked process sends none."""
+        """Send the sender a token, except in a forked process. The next wait reports a lost sender."""
         if self._process == os.getpid():
             with suppress(PeerLostError):
                 self._line.write(_TOKEN.pack(token))
@@ -180,9 +191,15 @@ Ends = tuple[SharedSender | None, SharedReceiver | None]
 
 
 def connect(world: World, pairs: Sequence[tuple[int, int]], clock: Callable[[], float]) -> list[Ends] | None:
-    """Connect pairs of (sender's rank, receiver's rank), possibly repeated; all workers call it with the same pairs.
+    """Connect pairs of workers; all workers call it with the same pairs.
 
-    Returns per pair this worker's end, if any; None if processes can't share memory.
+    Args:
+        world: the workers.
+        pairs: the sender's rank and the receiver's; a pair may occur several times.
+        clock: the run's clock, seconds.
+
+    Returns:
+        This worker's end of every pair, if any; None on all workers if processes can't share memory.
     """
     lines = join_pairs(world, pairs)
     if lines is None:

@@ -1,17 +1,18 @@
 """Sums over replicas of one host, in files in memory that all of them read.
 
-A bucket's numbers are in the replica's own file, and the others are notified when it is full. Once all are full, each
-replica adds up one chunk, reading the others' piece by piece, and notifies them; then each reads the others' chunks
-into its own file. It does this while it waits for the sum. A bucket may be filled again once all others have read it,
-which they also report; a backward lies between, so this hardly ever waits.
+A replica's bucket is in its own file, and it notifies the others when the bucket is full. Once all are full, each
+replica adds up one chunk, reading the others' files piece by piece, and notifies them. Then each reads the others'
+chunks into its own file. A replica does this while it waits for the sum. A bucket may be filled again once all others
+have read it, which they report, too. A backward lies between, so a replica hardly ever waits for that.
 
 It can't deadlock. A replica that waits here needs the others to reach their wait for the same round. Between its last
-backward of a round and that wait a worker blocks only for what a flush's other stages and microbatches still exchange;
-and in a flush a worker waits for its first sum after all of its passes.
+backward of a round and that wait, a worker blocks only for messages between a flush's other stages and microbatches. In
+a flush a worker waits for its first sum after all of its passes.
 """
 
 import os
 from collections.abc import Sequence
+from itertools import combinations
 
 import torch
 
@@ -19,23 +20,31 @@ from pipebench.distributed.pipes import PipePair, join_pairs
 from pipebench.distributed.shared_memory import bytes_of, mapped, new_file
 from pipebench.distributed.world import World
 
-FULL, _ADDED, _READ = b"fad"  # notifications on the next bucket; all replicas take buckets in one order
-PLACE_BYTES = 1 << 40  # from one place in a file to the other: more than tensors have; the hole takes no memory
+FULL, _ADDED, _READ = b"fad"  # notifications about the next bucket; all replicas take buckets in the same order
+# Distance of two places in a file that are used in turn: more bytes than any tensor has. The hole takes no memory.
+PLACE_BYTES = 1 << 40
 _PIECE_BYTES = 1 << 18  # read and added at once: fits a core's own cache
 _ALIGNED_BYTES = 64
 
 
 class SharedFile:
-    """One replica's file of `num_bytes` for all buckets, and its pipes to the others, by their positions."""
+    """One replica's file for all buckets, and its pipes to the others.
+
+    Args:
+        own: this replica's position among those that share.
+        lines: pipes to the others, by position.
+        num_bytes: size of the file.
+    """
 
     def __init__(self, own: int, lines: dict[int, PipePair], num_bytes: int) -> None:
         self.own, self.lines = own, lines
         self.num_full = 0  # calls of `full`
         self.file, size = new_file(num_bytes)
-        self.files: dict[int, int] = {}
+        self.files: dict[int, int] = {}  # file descriptors of the others' files, by position
         self.piece = torch.empty(_PIECE_BYTES, dtype=torch.uint8)
         self._bytes = mapped(self.file, size)
-        self._end = 0
+        self._end = 0  # of the part in use
+        # Number of notifications, by the sender's position and their kind
         self._heard = {(position, what): 0 for position in lines for what in (FULL, _ADDED, _READ)}
 
     def room(self, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
@@ -44,20 +53,20 @@ class SharedFile:
         return self._bytes[start : start + count * dtype.itemsize].view(dtype), start
 
     def take(self, num_bytes: int) -> int:
-        """Return the start of the next so many bytes of the file."""
+        """Reserve the next `num_bytes` bytes of the file; return their start."""
         start = self._end
         self._end += room_bytes(num_bytes)
         return start
 
-    def tell(self, what: int) -> None:
+    def notify(self, what: int) -> None:
         """Notify all others."""
         for line in self.lines.values():
             line.write(bytes([what]))
 
     def full(self) -> int:
-        """Notify all others that the next values are written; return how many times this has been."""
+        """Notify all others that the next values are written; return the number of calls so far."""
         self.num_full += 1
-        self.tell(FULL)
+        self.notify(FULL)
         return self.num_full
 
     def hear(self, position: int, what: int, times: int) -> None:
@@ -75,24 +84,31 @@ class SharedFile:
 
 
 class SharedSum:
-    """Sums one bucket of `count` numbers, number `position` of `buckets`; used like `reducer.RingSum`."""
+    """Sums one bucket; used like `reducer.RingSum`.
 
-    def __init__(self, count: int, dtype: torch.dtype, shared: SharedFile, position: int, buckets: int) -> None:
+    Args:
+        count: numbers in the bucket.
+        dtype: their type.
+        shared: the replica's file.
+        position: index of the bucket.
+        num_buckets: number of buckets of a round.
+    """
+
+    def __init__(self, count: int, dtype: torch.dtype, shared: SharedFile, position: int, num_buckets: int) -> None:
         self.data, start = shared.room(count, dtype)
         self._shared = shared
-        self._position, self._buckets = position, buckets
+        self._position, self._num_buckets = position, num_buckets
         self._round = 0
         size = len(shared.lines) + 1
-        self._chunks = self.data.tensor_split(size)
-        starts = [start + sum(chunk.nbytes for chunk in self._chunks[:index]) for index in range(size)]
-        self._starts = starts
-        step = _PIECE_BYTES // dtype.itemsize
-        own = self._chunks[shared.own]
+        self._chunks = self.data.tensor_split(size)  # by the position of the replica that adds it up
+        self._starts = [start + sum(chunk.nbytes for chunk in self._chunks[:index]) for index in range(size)]
+        own, own_start = self._chunks[shared.own], self._starts[shared.own]
         scratch = shared.piece.view(dtype)
-        # Per piece of the own chunk: the piece, the buffer for the others', and its start in their files.
+        # Per piece of this replica's chunk: the piece, a buffer for another replica's, that buffer's bytes, and the
+        # start of the piece in all files.
         self._pieces = [
-            (piece, scratch[: len(piece)], bytes_of(scratch[: len(piece)]), starts[shared.own] + index * _PIECE_BYTES)
-            for index, piece in enumerate(torch.split(own, step))
+            (piece, scratch[: len(piece)], bytes_of(scratch[: len(piece)]), own_start + index * _PIECE_BYTES)
+            for index, piece in enumerate(torch.split(own, _PIECE_BYTES // dtype.itemsize))
             if len(piece)
         ]
 
@@ -103,17 +119,17 @@ class SharedSum:
 
     def start(self) -> None:
         """Notify the others that the bucket is full."""
-        self._shared.tell(FULL)
+        self._shared.notify(FULL)
 
     def go_on(self) -> None:
-        """Add up the own chunk."""
+        """Add up this replica's chunk."""
         shared, count = self._shared, self._count(self._round)
         for position, file in shared.files.items():
             shared.hear(position, FULL, count)
-            for piece, scratch, taken, start in self._pieces:
-                read(file, taken, start)
+            for piece, scratch, scratch_bytes, start in self._pieces:
+                read(file, scratch_bytes, start)
                 piece.add_(scratch)
-        shared.tell(_ADDED)
+        shared.notify(_ADDED)
 
     def wait(self) -> None:
         """Read the other chunks."""
@@ -121,21 +137,26 @@ class SharedSum:
         for position, file in shared.files.items():
             shared.hear(position, _ADDED, count)
             read(file, bytes_of(self._chunks[position]), self._starts[position])
-        shared.tell(_READ)
+        shared.notify(_READ)
         self._round += 1
 
     def _count(self, round_index: int) -> int:
-        """Return the number of notifications up to this bucket of a round."""
-        return round_index * self._buckets + self._position + 1 if round_index >= 0 else 0
+        """Return the number of notifications of a kind up to this bucket of a round; 0 before the first round."""
+        return round_index * self._num_buckets + self._position + 1 if round_index >= 0 else 0
 
 
 def share(world: World, ranks: Sequence[int], num_bytes: int) -> SharedFile | None:
-    """Share files among replicas, given by rank in their order; all workers call it, those of other stages too.
+    """Share files in memory among some workers; all workers call it, the others, too.
 
-    Returns this replica's; None for other workers, and for all where processes can't share memory. `num_bytes` is the
-    aligned size of a replica's buckets.
+    Args:
+        world: all workers.
+        ranks: the workers that share, in their order.
+        num_bytes: aligned size of a replica's buckets.
+
+    Returns:
+        This worker's file; None on workers that don't share, and on all if processes can't share memory.
     """
-    pairs = [(a, b) for position, a in enumerate(ranks) for b in ranks[position + 1 :]]
+    pairs = list(combinations(ranks, 2))
     lines = join_pairs(world, pairs)
     if lines is None:
         return None
@@ -157,5 +178,5 @@ def read(file: int, into: memoryview, start: int) -> None:
     """Read from a file in memory, at most two gigabytes at once."""
     while into:
         found = os.preadv(file, [into], start)
-        assert found, f"nothing at {start}"
+        assert found, f"the file ends at {start}"
         into, start = into[found:], start + found

@@ -1,7 +1,7 @@
-"""The processes that a worker's layers are divided among: sums in their order, and what they gather.
+"""The processes among which a worker's layers are divided (tensor parallelism): their sums and gathers.
 
-They are neighbours by rank. All of them execute their worker's list, so they meet in one order in what layers, norms
-and optimizers sum; every one has its own connections to the same one of other workers' processes.
+They are neighbours by rank. All of them execute their worker's program, so they call the sums of layers, norms and
+optimizers in the same order. Each has connections of its own to its counterpart of every other worker.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pipebench.distributed.launch_join import leave, peers
-from pipebench.distributed.reducer import ServerSum
+from pipebench.distributed.reducer import ServerSum, sum_now
 from pipebench.distributed.shared_memory import bytes_of, write
 from pipebench.distributed.shared_sum import FULL, PLACE_BYTES, SharedFile, read, share
 from pipebench.distributed.world import World
@@ -26,8 +26,12 @@ from pipebench.simulate.timeline import TENSOR
 class ProcessSlices:
     """One of k processes of a worker; a `SliceGroup` once it is connected.
 
-    Processes of one host that compute on its CPUs read each other's tensors in shared memory; others use a group of
-    processes. Tensors without data, on the meta device, are returned as they are: these are shapes only.
+    Processes that compute on the CPUs of one host read each other's tensors in shared memory; others use a process
+    group. Tensors without data, on the meta device, are returned unchanged.
+
+    Args:
+        size: k.
+        rank: this process's index among the k.
     """
 
     def __init__(self, size: int, rank: int) -> None:
@@ -38,21 +42,25 @@ class ProcessSlices:
         self._host_copy = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ProcessSlices":
-        """Return the same: copies of layers have the same neighbours."""
+        """Return this object: copies of layers have the same neighbours."""
         return self
 
     def connect(self, world: World, level: str, num_bytes: Counter[tuple[str, str]]) -> None:
-        """Connect with the others, through links of a level; bytes sent by this process are added to `num_bytes`.
+        """Connect with the worker's other processes; all processes call it.
 
-        All processes call it, `world` has all. Methods raise `PeerLostError` if another is gone.
+        Methods raise `PeerLostError` if another process is gone.
+
+        Args:
+            world: all processes.
+            level: the cluster level of the links between a worker's processes.
+            num_bytes: gets the bytes that this process sends, by kind and level.
         """
         neighbours = [range(first, first + self.size) for first in range(0, world.size, self.size)]
         found = [share(world, ranks, 0) for ranks in neighbours]
         self._shared = next((each for each in found if each is not None), None)
         if self._shared is None:
-            backend = "nccl" if world.direct else "gloo"
-            self._group = [world.new_group(backend, ranks) for ranks in neighbours][world.rank // self.size]
-        self._host_copy = world.device.type == "cuda" and not world.direct
+            self._group = [world.new_group(world.backend, ranks) for ranks in neighbours][world.rank // self.size]
+        self._host_copy = world.host_copy
         self._num_bytes, self._key = num_bytes, (TENSOR, level)
         word = torch.zeros(self.size, device=world.device)
         self.sum(word)  # the first use makes connections
@@ -60,7 +68,7 @@ class ProcessSlices:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count bytes inside: those of training, as the simulation does."""
+        """Count the bytes sent inside the context, which is training: the simulation counts these."""
         self._counts = True
         try:
             yield
@@ -68,7 +76,7 @@ class ProcessSlices:
             self._counts = False
 
     def sum(self, tensor: torch.Tensor, *, counts: bool = True) -> torch.Tensor:
-        """Return the sum over all processes, in their order; see `SliceGroup`."""
+        """Return the sum over all processes, added in their order; see `SliceGroup`."""
         if tensor.is_meta:
             return tensor
         given = self._travelling(tensor)
@@ -87,14 +95,14 @@ class ProcessSlices:
         return [each.to(tensor.device) for each in self._all(given)]
 
     def close(self) -> None:
-        """Leave the others."""
+        """Disconnect."""
         if self._shared is not None:
             self._shared.close()
         else:
             leave([self._group])
 
     def _travelling(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor as the others can get it."""
+        """Return a tensor in the form in which it is sent."""
         own = tensor.detach().contiguous()
         return own.cpu() if self._host_copy else own
 
@@ -107,7 +115,7 @@ class ProcessSlices:
                 dist.all_gather(found, given, group=self._group)
             yield from found
             return
-        # Two places in turn: all have read one when they are at the other.
+        # Two places in turn: a process writes into one when all have read it, since they have written the other one.
         start = shared.num_full % 2 * PLACE_BYTES
         write(shared.file, bytes_of(given), start)
         number = shared.full()
@@ -128,20 +136,21 @@ class ProcessSlices:
         return total
 
     def _added(self, given: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all tensors, of which every process adds up a part: each sends less than all of its own."""
+        """Return the sum of all tensors. Each process adds up a part, so that it sends less than by `_read`."""
         flat = given.view(-1).clone()
-        total = ServerSum(flat, self._group)
         with peers():
-            total.start()
-            total.go_on()
-            total.wait()
+            sum_now(ServerSum(flat, self._group))
         return flat.view(given.shape)
 
 
 def connected_slices(
     setup: Setup, world: World, num_bytes: Counter[tuple[str, str]]
 ) -> tuple[ProcessSlices | None, World]:
-    """Connect this process with its worker's others, if layers are divided; return its part and the world it sees."""
+    """Connect this process with its worker's other ones, if layers are divided.
+
+    Returns:
+        The connection, None if layers aren't divided; and the world whose ranks count workers.
+    """
     if setup.graph.slices is None:
         return None, world
     group = setup.graph.slices.group
@@ -151,7 +160,7 @@ def connected_slices(
 
 
 def combined(facts: Sequence[dict[str, Any]], world: World) -> dict[str, Any]:
-    """Return what a worker counted, from all processes' counters: bytes of all of its own, and the most one held."""
+    """Return a worker's facts, from the facts of all processes: bytes sent by all of its own, and the highest peaks."""
     own = facts[world.rank * world.slices :][: world.slices]
     sent: Counter[tuple[str, str]] = Counter()
     for each in own:
@@ -161,7 +170,7 @@ def combined(facts: Sequence[dict[str, Any]], world: World) -> dict[str, Any]:
 
 
 def joined(stages: Sequence[Mapping[str, torch.Tensor]], slices: Slices | None) -> list[dict[str, torch.Tensor]]:
-    """Return every worker's tensors, by name, put together of its processes'."""
+    """Return every worker's whole tensors, by name, concatenated from those of its processes."""
     if slices is None:
         return [dict(tensors) for tensors in stages]
     size, cuts = slices.group.size, slices.cuts

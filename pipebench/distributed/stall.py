@@ -17,7 +17,7 @@ _OTHER_WORDS = {
     BARRIER: "waits for all workers at a barrier",
 }
 _WAITS = (*with_role(RECEIVE, WAIT), Op.PUSH)
-_STUCK = 0.25  # of the limit: a worker that computes for less may only be slow
+_STUCK_FRACTION = 0.25  # of the limit; a worker that has computed for less may only be slow
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,13 @@ def describe(
 ) -> Activity:
     """Return a worker's current work in words.
 
-    `work` names work without an instruction, or what an instruction that isn't training belongs to; `num_minibatches`
-    are those of the segment.
+    Args:
+        pipeline: the pipeline.
+        worker: its index.
+        instruction: the current one, None for other work.
+        work: the name of other work, or of what an instruction that isn't training belongs to.
+        num_minibatches: of the segment.
+        since_s: seconds for which the worker has been at it.
     """
     if instruction is None:
         waits = work in (ADMIT, EXCHANGE, BARRIER)
@@ -77,12 +82,18 @@ def stall_report(
     segment: int,
     notes: Sequence[str] = (),
 ) -> str:
-    """Return the culprit of a stall, and then a line per worker.
+    """Return the report on a stall: the worker that caused it, then a line per worker.
 
-    The culprit is the worker silent for longest; else the one longest at its own work; else, as all wait for each
-    other, the one that has waited longest. `activities` are the last known work of each worker that ever reported,
-    `silent_s` the seconds since the last report of overdue ones; minibatches are numbered in `segment`; `notes` follow
-    the first line.
+    The cause is the worker that has been silent for longest. If none is silent, it is the one that has been at its own
+    work for longest; if all wait for each other, the one that has waited for longest.
+
+    Args:
+        pipeline: the pipeline.
+        activities: the last known work of each worker that ever reported, by worker.
+        silent_s: seconds since the last report of workers whose report is overdue, by worker.
+        stall_limit_s: the limit, seconds.
+        segment: index of the segment in which minibatches are numbered.
+        notes: lines that follow the first one.
     """
     names = pipeline.worker_names
     lines = [_first_line(names, activities, silent_s, stall_limit_s, segment), *notes]
@@ -111,7 +122,7 @@ def _first_line(
         last = f"; last it was at {activities[worker].text}: {activities[worker].words}" if worker in activities else ""
         silence = f"worker {worker} ({names[worker]}) has not been heard of for {silent_s[worker]:.0f} s"
         return f"{silence}{last}; {where}; {limit}"
-    stuck = [w for w, d in activities.items() if not d.waits and d.since_s >= _STUCK * stall_limit_s]
+    stuck = [w for w, d in activities.items() if not d.waits and d.since_s >= _STUCK_FRACTION * stall_limit_s]
     worker = max(stuck or activities, key=lambda worker: (activities[worker].since_s, -worker))
     activity = activities[worker]
     since = f"has been at {activity.text} for {activity.since_s:.1f} s"

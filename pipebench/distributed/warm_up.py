@@ -1,7 +1,7 @@
 """Warm-up: a unit of every size through every stage before the clock starts, on copies that are discarded.
 
-The first forward, backward and update of a stage load the GPU's code, choose algorithms and allocate memory, and so do
-the first ones of every other number of samples: of an epoch's last minibatch, or of uneven microbatches. CUDA may delay
+The first forward, backward and update of a stage load the GPU's code, choose algorithms and allocate memory. So do the
+first ones with every other number of samples, as in an epoch's last minibatch or uneven microbatches. CUDA may delay
 them until all running work on the device has ended, which would deadlock with an NCCL kernel that waits for a peer. So
 they happen once while nothing is in transfer between GPUs: values go from stage to stage by Gloo, and a copy of every
 stage computes.
@@ -9,8 +9,8 @@ stage computes.
 Only GPUs need it, but it runs on any device; tests check on a CPU that it leaves no traces. Weights, optimizer, running
 statistics and carried states are copies; random generators are restored.
 
-Stages that are compiled (`engine.compile`) are so here, too, on any device: the worker's own stages then run a forward
-and a backward of every size, and what changes in them is restored.
+Stages to compile (`engine.compile`) are compiled here, too, on any device. The worker's own stages then run a forward
+and a backward of every size, and what that changes in them is restored.
 """
 
 from collections.abc import Iterable, Iterator
@@ -36,29 +36,34 @@ from pipebench.schedule.programs import forward_programs, programs
 
 _TAG = 6  # of its messages, on the group of all processes; channels have their own groups
 _TAGS_OF_EDGE = 2
-_NOTHING = float("nan")
+_NO_LOSS = float("nan")
 
 
 def needs_warm_up(setup: Setup) -> bool:
-    """Return whether a run needs warm-up; a CPU has nothing to wait for but compilation."""
+    """Return whether a run needs warm-up: on GPUs, and to compile."""
     return setup.device.type == "cuda" or setup.compiled
 
 
 def warm_up(setup: Setup, world: World, own: Worker) -> None:
-    """Run units of every size, and an evaluation's, through copies of this worker's stages; all processes call it.
+    """Run units of every size, of training and evaluations, through copies of this worker's stages.
 
-    Every stage has one replica here, computed by all its workers: all run the same units. The setup's graph still has
-    the model; `own` is this process's worker.
+    All processes call it. All replicas of a stage run the same units.
+
+    Args:
+        setup: what to run; its graph still has the model.
+        world: the processes.
+        own: this process's worker.
     """
     on_gpu = setup.device.type == "cuda"
     if on_gpu:
         torch.cuda.synchronize(setup.device)
     alone = _alone(setup)
     with torch.random.fork_rng([setup.device] if on_gpu else [], device_type="cuda"):
-        # Copies, with their gradients and optimizer state, and the own weights would take more than training does.
-        with ExitStack() as without_own:
+        # The copies, their gradients and optimizer states, and the worker's own weights together would take more memory
+        # than training does. So the latter are set aside.
+        with ExitStack() as set_aside:
             for replica in own.replicas.values():
-                without_own.enter_context(replica.weights.set_aside())
+                set_aside.enter_context(replica.weights.set_aside())
             worker = Worker(alone, setup.pipeline.stages_of(own.index)[0])
             for number, each in enumerate(_of_every_size(alone)):
                 _train(alone, worker, _Neighbours(setup, world, own.index), *each, updates=number == 0)
@@ -81,13 +86,13 @@ def _alone(setup: Setup) -> Setup:
 
 
 def _first_of_size(sampler: Sampler) -> list[int]:
-    """Return the first minibatch of every size, without a carried state; minibatch 0 comes first."""
+    """Return the first minibatch of every size that needs no carried state; minibatch 0 comes first."""
     beginning = (k for k in reversed(range(sampler.minibatches_per_epoch)) if sampler.stream(k).starts)
     return sorted({sampler.size(k): k for k in beginning}.values())
 
 
 def _of_every_size(setup: Setup) -> Iterator[tuple[int, int]]:
-    """Yield a unit of every number of samples: its minibatch, and its number in a segment that begins with that."""
+    """Yield a unit of every number of samples: its minibatch, and its number in a segment that begins with it."""
     known = {0}
     for minibatch in _first_of_size(setup.sampler):
         sizes = microbatch_sizes(setup.sampler.size(minibatch), setup.pipeline.microbatches)
@@ -98,7 +103,7 @@ def _of_every_size(setup: Setup) -> Iterator[tuple[int, int]]:
 
 
 def _compile(setup: Setup, world: World, own: Worker) -> None:
-    """Run a unit of every size, but no update, through a worker's own stages, which compiles them."""
+    """Compile a worker's own stages: run a unit of every size through them, without an update."""
     alone = _alone(setup)
     worker = Worker(alone, setup.pipeline.stages_of(own.index)[0])
     worker.replicas, worker.running = own.replicas, dict(own.running)
@@ -115,7 +120,7 @@ def _compile(setup: Setup, world: World, own: Worker) -> None:
 
 @contextmanager
 def _without_traces(replica: Replica) -> Iterator[None]:
-    """Give a replica memory for its weights, whatever they are; afterwards drop gradients and restore statistics."""
+    """Allocate memory for a replica's weights, with any values; afterwards drop gradients and restore statistics."""
     before = [buffer.clone() for buffer in replica.module.buffers()]
     replica.weights.allocate()
     yield
@@ -128,9 +133,9 @@ def _without_traces(replica: Replica) -> Iterator[None]:
 
 
 class _Neighbours:
-    """A transport to the workers of neighbouring stages; gradients are zeros.
+    """A transport to the workers of neighbouring stages. It sends no gradients: a stage gets zeros.
 
-    Replicas of a stage send to disjoint sets of another stage's replicas.
+    The replicas of a stage send to disjoint sets of another stage's replicas.
     """
 
     def __init__(self, setup: Setup, world: World, index: int) -> None:
@@ -152,7 +157,7 @@ class _Neighbours:
             edge, [ChannelSender(self._link(edge, target, other), 0) for other in others]
         )
         for sender in senders:
-            sender.send(unit, values, _NOTHING)
+            sender.send(unit, values, _NO_LOSS)
         self._sent[edge] = values
 
     def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
@@ -176,7 +181,7 @@ class _Neighbours:
                 sender.flush()
 
     def _link(self, edge: tuple[int, int], stage: int, replica: int) -> ChannelLink:
-        # By unpinned host memory, because pinned memory is never released.
+        # Not in pinned memory, because torch never releases that.
         pipeline = self._setup.pipeline
         tag = _TAG + _TAGS_OF_EDGE * (edge[0] * pipeline.num_stages + edge[1])
         peer = self._world.process(self._ranks[pipeline.worker(stage, replica)])

@@ -1,7 +1,7 @@
-"""One worker's view of the others: who they are, how to reach them, and facts shared by all.
+"""One worker's view of the others: who they are, how to reach them, and facts that all share.
 
-Collective unless stated otherwise: all workers call it, in the same order. Collective calls raise `PeerLostError` if a
-worker is gone, or doesn't call within `operation_limit_s`.
+Methods are collective unless stated otherwise: all workers call them, in the same order. A collective call raises
+`PeerLostError` if a worker is gone, or doesn't call within `operation_limit_s`.
 """
 
 import json
@@ -27,11 +27,11 @@ from pipebench.distributed.launch_join import HostSlot, connect, meet, peers, re
 from pipebench.distributed.members import check_members, shared_secret
 from pipebench.errors import UserError
 
-# Of this process; torch, too, has one default group per process.
+# Worlds that this process has joined; the last one is current. torch, too, has one default group per process.
 _joined: list["World"] = []
-_POLL_S = 0.02  # between two questions whether all have told
+_POLL_S = 0.02  # between two looks into the store
 FOR_EVER_S = 90 * 24 * 3600.0  # limit of what may wait as long as the run lasts; Gloo's overflow beyond
-_ASKING_S = 2.0
+_ASKING_S = 2.0  # for which a rank 0 that serves the store lets the others ask
 
 
 @dataclass
@@ -40,15 +40,15 @@ class World:
 
     place: HostSlot  # rank, size and host of this worker, from its launcher
     device: torch.device  # of this worker
-    direct: bool  # whether tensors on devices go by NCCL; otherwise by Gloo through the CPU's memory
+    direct: bool  # whether tensors on devices travel by NCCL, rather than by Gloo through the CPU's memory
     store: Store  # of small keys, shared by all workers of this attempt and pipebench's own launcher
-    operation_limit_s: float
-    connection: Store  # referenced to stay alive: on rank 0 the server, if no launcher has it; pipebench's own client
+    operation_limit_s: float  # limit of a message or collective, seconds; a peer that takes longer counts as lost
+    connection: Store  # that `store` uses; on rank 0 it is the server if no launcher serves. Referenced to stay alive
     remark: str = ""  # for the user, on how workers reach each other; "" for none
-    shares_memory: bool = True  # whether workers of one host may share memory; otherwise sockets, as between hosts
-    secret: bytes | None = None  # of all workers, if the store is private; None: members can't be checked
-    # Processes that each worker's layers are divided among, neighbours by rank. Beyond 1 this is what the own one of
-    # every worker's sees: ranks count workers, and others' processes take part unseen.
+    shares_memory: bool = True  # whether workers of one host may share memory, rather than use sockets
+    secret: bytes | None = None  # that all workers know, if the store is private; None: members can't be checked
+    # Processes that each worker's layers are divided among, neighbours by rank. If there are several, ranks and sizes
+    # count workers, and this process exchanges values with the one of the same `slice_index` of every other worker.
     slices: int = 1
     _num_groups: int = 0
     _gathered: Iterator[int] = field(default_factory=count)
@@ -65,16 +65,26 @@ class World:
         return self.place.size // self.slices
 
     @property
+    def backend(self) -> str:
+        """The backend of groups that exchange tensors."""
+        return "nccl" if self.direct else "gloo"
+
+    @property
+    def host_copy(self) -> bool:
+        """Whether tensors on a GPU travel through the host's memory."""
+        return self.device.type == "cuda" and not self.direct
+
+    @property
     def slice_index(self) -> int:
         """Which of its worker's processes this is."""
         return self.place.rank % self.slices
 
     def process(self, rank: int) -> int:
-        """Return the rank among all processes of a worker's process, the one that this one sees."""
+        """Return the rank among all processes of a worker's process with this one's `slice_index`."""
         return rank * self.slices + self.slice_index
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank; values are JSON: lists, dicts with text keys, numbers, text."""
+        """Return every rank's value, by rank; values are JSON data: lists, dicts with text keys, numbers, text."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         with peers():
             sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.place.size)]
@@ -84,8 +94,9 @@ class World:
             padded = torch.zeros(longest, dtype=torch.uint8)
             padded[: len(data)] = data
             dist.all_gather(rows, padded)
-        seen = slice(self.slice_index, None, self.slices)
-        return [json.loads(row[: int(n)].numpy().tobytes()) for row, n in zip(rows[seen], sizes[seen], strict=True)]
+        counterparts = slice(self.slice_index, None, self.slices)
+        pairs = zip(rows[counterparts], sizes[counterparts], strict=True)
+        return [json.loads(row[: int(size)].numpy().tobytes()) for row, size in pairs]
 
     def gather(self, own: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """Return all ranks' tensors on rank 0, in its host's memory; nothing on the others."""
@@ -109,11 +120,11 @@ class World:
         return found if self.rank == 0 else []
 
     def gathering(self) -> Callable[[Any], list[Any]]:
-        """Return a function by which the first process gets every one's value, the others nothing; any thread's.
+        """Return a function that gathers a value of every process on the first process, and returns [] on the others.
 
-        It doesn't wait for the first. All call it equally often; values are JSON.
+        It may be called in any thread, equally often by all processes. Only the first one waits. Values are JSON data.
         """
-        store = self.store.clone()  # a connection of its own, in which waiting disturbs nobody
+        store = self.store.clone()  # a connection of its own, whose waits hold up no other use of the store
         store.set_timeout(timedelta(days=365))
 
         def gather(value: Any) -> list[Any]:
@@ -121,7 +132,7 @@ class World:
             keys, own = [f"gathered/{number}/{rank}" for rank in range(self.place.size)], self.place.rank
             with peers():
                 store.set(keys[own], json.dumps(value))
-                # Asked again and again: waiting for the store's word has hung once, though all had told.
+                # Polled, because `store.wait` hung once although all keys were set.
                 while own == 0 and not store.check(keys):
                     time.sleep(_POLL_S)
                 found = store.multi_get(keys) if own == 0 else []
@@ -132,10 +143,14 @@ class World:
         return gather
 
     def hand_over(self, parcels: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Send bytes to ranks, through the hosts' memory; return those sent to this rank, by sender."""
+        """Send bytes to ranks, through the hosts' memory; return the bytes sent to this rank, by sender.
+
+        Args:
+            parcels: bytes by the rank that receives them.
+        """
         sizes = self.exchange([len(parcels.get(rank, b"")) for rank in range(self.size)])
         given: dict[int, bytes] = {}
-        for sender, row in enumerate(sizes):  # all in one order, so that no cycle of waits arises
+        for sender, row in enumerate(sizes):  # in the same order on all ranks, so that no cycle of waits arises
             for receiver, size in enumerate(row):
                 if size == 0 or self.rank not in (sender, receiver):
                     continue
@@ -156,30 +171,33 @@ class World:
     def new_group(
         self, backend: str, ranks: Sequence[int] | None = None, *, num_pairs: int = 0, limit_s: float | None = None
     ) -> Any:
-        """Make a group; ranks that aren't in it call too and get torch's placeholder.
+        """Return a new process group; ranks outside it call this method, too, and get torch's placeholder.
 
-        The default group is used by `exchange` only, so that its collectives never mix with the run's own.
+        A run's operations use such groups. The default group is for `exchange`, `gather` and `hand_over` only, whose
+        operations therefore never mix with the run's.
 
         Args:
             backend: "gloo" or "nccl".
-            ranks: None for all.
-            num_pairs: for a group of a sender and a receiver, the most such groups of any worker; else 0.
-            limit_s: limit of an operation, seconds; None: `operation_limit_s`.
+            ranks: members; None for all.
+            num_pairs: for a group of a sender and a receiver, the largest number of such groups of any worker; else 0.
+            limit_s: limit of an operation, seconds; None for `operation_limit_s`.
         """
         limit = timedelta(seconds=limit_s or self.operation_limit_s)
         options = nccl.pair_options(limit, num_pairs) if num_pairs and backend == "nccl" else None
-        named = range(self.size) if ranks is None else ranks
-        all_members = [[rank * self.slices + index for rank in named] for index in range(self.slices)]
-        return [self._group(backend, members, limit, options) for members in all_members][self.slice_index]
+        members = range(self.size) if ranks is None else ranks
+        # Making a group is collective over all processes, so each makes those of every slice.
+        by_slice = [[rank * self.slices + index for rank in members] for index in range(self.slices)]
+        return [self._group(backend, processes, limit, options) for processes in by_slice][self.slice_index]
 
-    def _group(self, backend: str, members: Sequence[int], limit: timedelta, options: Any) -> Any:
-        """Make a group of processes."""
+    def _group(self, backend: str, processes: Sequence[int], limit: timedelta, options: Any) -> Any:
         with peers():
-            group: Any = dist.new_group(list(members), timeout=limit, backend=backend, pg_options=options)
-            if options is not None and group is not dist.GroupMember.NON_GROUP_MEMBER:
-                group._enable_collectives_timing()  # see `DirectSends`
+            group: Any = dist.new_group(list(processes), timeout=limit, backend=backend, pg_options=options)
             self._num_groups += 1
-            if backend == "gloo" and self.secret is not None and group is not dist.GroupMember.NON_GROUP_MEMBER:
+            if group is dist.GroupMember.NON_GROUP_MEMBER:
+                return group
+            if options is not None:
+                group._enable_collectives_timing()  # see `DirectSends`
+            if backend == "gloo" and self.secret is not None:
                 check_members(self.secret, f"group {self._num_groups}", group)
             return group
 
@@ -189,10 +207,14 @@ class World:
             self.store.set(f"started/{self.place.rank}", "1")
 
     def first(self, event: str, patience_s: float = 0.0) -> bool:
-        """Return whether this is the first worker to ask about an event, such as a report to print once.
+        """Return whether this is the first worker to ask about an event, such as a report that is to be printed once.
 
-        Not collective. For `patience_s` seconds it lets others ask. If the store's server is gone, every worker is
-        first; so a rank 0 that serves the store waits a moment for the others to ask.
+        Not collective. If the store's server is gone, every worker counts as the first. So a rank 0 that serves the
+        store waits for up to `_ASKING_S` until the others have asked.
+
+        Args:
+            event: its name.
+            patience_s: seconds for which this worker lets others ask before it does.
         """
         key, patient_until_s = f"first/{event}", time.monotonic() + patience_s
         try:
@@ -224,15 +246,18 @@ def join(
     shares_memory: bool = True,
     met: Callable[["World"], None] = lambda world: None,
 ) -> World:
-    """Join the other workers of this job, on device `cpu`, `cuda`, or `auto`: `cuda` if torch sees a device.
+    """Join the other workers of this job.
 
-    Workers have `limit_s` seconds to join; after `operation_limit_s` in a message or collective a peer counts as lost.
-    `place` is by default from the environment; see `World` for `shares_memory`. `met` is called once all are there,
-    before groups are made.
+    Args:
+        device: `cpu`, `cuda`, or `auto`, which is `cuda` if torch sees a device.
+        limit_s: seconds that workers have to join.
+        operation_limit_s: see `World`.
+        place: this worker's place, by default from the environment.
+        shares_memory: see `World`.
+        met: called with the world when all workers are there, before groups are made.
 
     Raises:
-        UserError: no CUDA device where one is requested, or different kinds of device; a port in use; a worker that
-            doesn't join, with how many did.
+        UserError: a requested CUDA device is missing, a port is in use, or workers don't join; says how many did.
         PeerLostError: rank 0 gave up, and reports why itself.
     """
     place = place or read_place(os.environ)
@@ -271,8 +296,9 @@ def _init_default_group(world: World) -> None:
 def _group_store(world: World) -> Store:
     """Return the store by which torch makes groups.
 
-    NCCL's threads use it as long as they live, which may be longer than Python's objects: pipebench's own store is
-    replaced by torch's file store, on a file in memory that only this user's processes can open, until rank 0 ends.
+    NCCL's threads use the store as long as they live, which may be longer than Python's objects live. So NCCL doesn't
+    get pipebench's own store, but torch's file store, on a file in memory that only this user's processes can open. It
+    lasts until rank 0 ends.
     """
     if not world.direct or world.place.connection is None:
         return PrefixStore("groups", world.store)
@@ -287,7 +313,17 @@ def current() -> World | None:
 
 
 def check_world_size(size: int, needed: int, plan: str, slices: int = 1) -> None:
-    """Check that the number of processes is the plan's; `plan` is its notation, such as `2-1-1`."""
+    """Check that the number of processes is the plan's.
+
+    Args:
+        size: number of processes.
+        needed: number that the plan needs.
+        plan: its notation, such as `2-1-1`.
+        slices: processes per worker.
+
+    Raises:
+        UserError: the numbers differ.
+    """
     if size != needed:
         of = "" if slices == 1 else f" of {slices} slices"
         raise UserError(
@@ -297,10 +333,10 @@ def check_world_size(size: int, needed: int, plan: str, slices: int = 1) -> None
 
 
 def shared_folder_check(world: World, folder: Path) -> None:
-    """Check that all workers see the same folder, by a file that rank 0 writes into it, and can write there.
+    """Check that all workers see the same folder, by a file that rank 0 writes into it, and that all can write there.
 
     Raises:
-        UserError: names the ranks and hosts that don't see it or can't write, and why.
+        UserError: names the ranks and hosts that don't see the file or can't write, and why.
     """
     token = folder / f".shared-{uuid.uuid4().hex}"
     name, problem = world.exchange([token.name, _writing_problem(token) if world.rank == 0 else ""])[0]
@@ -330,7 +366,7 @@ def shared_folder_check(world: World, folder: Path) -> None:
 
 
 def _writing_problem(path: Path) -> str:
-    """Write a file, in a folder that may be new; return why it can't be, "" if it could: a full or read-only disk."""
+    """Write a file, in a folder that may be new; return why it can't be written, "" if it can."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(path.name)
@@ -356,8 +392,12 @@ def _device(device: str, place: HostSlot) -> tuple[torch.device, dict[str, Any]]
 def check_devices(device: str, everyone: Sequence[dict[str, Any]]) -> None:
     """Check that all workers have a CUDA device if one is requested.
 
-    Every worker raises the same error, after all have joined, so it is reported once. `everyone` has every rank's
-    `host` and `gpu`, None if torch sees none.
+    Args:
+        device: as for `join`.
+        everyone: every rank's facts: `host`, and `gpu`, which is None if torch sees none.
+
+    Raises:
+        UserError: on every worker, after all have joined; so it is reported once.
     """
     without = [(rank, facts["host"]) for rank, facts in enumerate(everyone) if facts["gpu"] is None]
     if device == "cpu" or not without or (device == "auto" and len(without) == len(everyone)):

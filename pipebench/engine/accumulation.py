@@ -1,4 +1,4 @@
-"""Sums of parameter gradients over backwards; each is passed on as soon as it is complete."""
+"""Sums of parameter gradients over the backwards of a round; each sum is passed on as soon as it is complete."""
 
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
@@ -13,27 +13,28 @@ OnGradient = Callable[[int, torch.Tensor], None]  # position of a parameter in t
 
 
 class Accumulation:
-    """Adds the gradients of a stage's units; `num_parameters` is the stage's.
+    """Adds the gradients of a stage's units; `num_parameters` are the stage's.
 
-    Autograd's own accumulation adds in place and takes over a gradient with no other reference; parameters have a
-    `grad` only while a backward runs.
+    Autograd adds, since it does so in place and without a copy of the first gradient: while a backward runs, a
+    parameter's sum is its `grad`. Between backwards parameters have no `grad`, as every weight version has its own
+    parameters.
     """
 
     def __init__(self, num_parameters: int) -> None:
-        # Sums in the order of the parameters; None without a gradient
+        # Sums in the order of the stage's parameters; None without a gradient
         self.gradients: list[torch.Tensor | None] = [None] * num_parameters
         self._num_parameters = num_parameters
-        self._passed_on_bytes = 0  # of the round, until the sums over the replicas are there
-        self.apart: frozenset[int] = frozenset()  # positions of parameters whose sums nobody takes
+        self._passed_on_bytes = 0  # of the round's sums passed on, until the sums over the replicas are there
+        self.apart: frozenset[int] = frozenset()  # positions of parameters whose sums are not passed on
         self._hooks: WeakKeyDictionary[Version, _GradientHooks] = WeakKeyDictionary()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the sums, those included that were passed on to be summed over the replicas."""
+        """Bytes of the sums, including those that were passed on to be summed over the replicas."""
         return self._passed_on_bytes + sum(g.nbytes for g in self.gradients if g is not None)
 
     def take_sums(self, gradients: list[torch.Tensor | None]) -> None:
-        """Take the sums over the replicas in place of the own ones."""
+        """Replace this replica's sums by the sums over all replicas."""
         self.gradients, self._passed_on_bytes = gradients, 0
 
     def clear(self) -> None:
@@ -44,7 +45,8 @@ class Accumulation:
     def add(self, version: Version, on_gradient: OnGradient | None) -> Iterator[None]:
         """Add the gradients of a backward inside to the sums of `version`'s parameters.
 
-        `on_gradient` takes every sum but those `apart` in place of `gradients`, as soon as it is complete.
+        `on_gradient` gets every sum as soon as it is complete, except those `apart`; it takes the sum in place of
+        `gradients`.
         """
         parameters = version.parameters
         for parameter, total in zip(parameters, self.gradients, strict=True):
@@ -68,10 +70,10 @@ class Accumulation:
 
 
 class _GradientHooks:
-    """Hooks on a version's parameters, kept because creating them for every backward takes as long as calling them."""
+    """Hooks on a version's parameters. They stay: creating them for every backward takes as long as calling them."""
 
     def __init__(self, version: Version, apart: Container[int]) -> None:
-        self.on_gradient: OnGradient | None = None  # the receiver, or None
+        self.on_gradient: OnGradient | None = None  # None: gradients stay in `grad`
         for index, parameter in enumerate(version.parameters):
             if index in apart:
                 continue

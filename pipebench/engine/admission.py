@@ -1,18 +1,18 @@
 """Admission control before each minibatch's first forward, and the agreement on where an interrupted run ends.
 
 A stop may be requested while workers are at different minibatches; all must end at the same one. Each worker stops
-admitting and reports its *position*: its segment and the first minibatch it has not admitted, rounded up to a whole
-grain. The greatest position of all workers is the *cut*; every worker admits minibatches up to it.
+admitting minibatches and reports its *position*: its segment, and the first minibatch that it has not admitted, rounded
+up to a whole grain. The greatest position of all workers is the *cut*; every worker admits the minibatches before it.
 
-Agreement: a position is taken once, under a lock, and never changes, and the cut is a function of all positions. A
-closed admission control admits nothing beyond its position until the cut is known, and a worker that enters a later
-segment waits at minibatch 0. So no worker has started a minibatch beyond the cut, and all before it can still run.
+Agreement: a position is taken once, under a lock, and never changes, and the cut is a function of all positions. Until
+the cut is known, a worker admits nothing beyond its position; one that enters a later segment waits at minibatch 0. So
+no worker has started a minibatch beyond the cut, and all minibatches before the cut can still run.
 
 No deadlock: control threads take and exchange positions and never wait for a training thread, so the cut becomes known.
 Afterwards nothing blocks, and the workers run the rest of one schedule.
 
-A worker between two segments reports the end of the last one. If all do (a stop during an evaluation), the cut is that
-end and later segments are empty; if one has started the next segment, the cut is in that one.
+A worker between two segments reports the end of the last one. If all workers do (a stop during an evaluation), the cut
+is that end and later segments are empty. If one has started the next segment, the cut is in that one.
 """
 
 import contextlib
@@ -56,14 +56,17 @@ def admitted_program(
     its list for more minibatches, except for the backwards that empty the pipeline: updates average over as many
     minibatches as without the cut.
 
-    Asks before the first instruction of every grain: a forward (or its load or receive) or, on a replica without a unit
-    in the last, short round, its wait or update. So a worker at the end of its list has asked for the last grain, and
-    the segment cannot be shortened afterwards. Instructions that move layers ask nothing.
+    Admission is requested before the first instruction of every grain: a forward (or its load or receive) or, on a
+    replica without a unit in the last, short round, that round's wait or update. So a worker at the end of its list has
+    requested the last grain, and the segment cannot be shortened afterwards. Instructions that move layers need no
+    admission.
+
+    `num_minibatches` is the segment's length if it isn't shortened, `by_extension` has extensions' parts in it.
 
     Yields:
         `programs(pipeline, admission.limit)[worker]`, with the final limit.
     """
-    size = pipeline.period
+    grain = pipeline.period
     admitted = 0  # minibatches before this one may start
     for executed, instruction in enumerate(programs(pipeline, num_minibatches, by_extension)[worker]):
         if instruction.op in MOVE_OPS:
@@ -77,29 +80,29 @@ def admitted_program(
             if not admission.admit(minibatch):
                 yield from itertools.islice(programs(pipeline, admission.limit, by_extension)[worker], executed, None)
                 return
-            admitted = (minibatch // size + 1) * size
+            admitted = (minibatch // grain + 1) * grain
         yield instruction
 
 
 class AdmissionControl:
-    """Admits the minibatches of one worker, in grains of `size`.
+    """Admits the minibatches of one worker, in grains of `grain` minibatches.
 
     The training thread calls `begin` and `admit`, the control thread the others; any thread reads `limit`.
     """
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, grain: int) -> None:
+        self._grain = grain
         self._changed = threading.Condition()
         self.segment = -1  # the worker's current or last one
-        self.num_minibatches = 0  # of the segment without a cut
-        self._begun = 0  # admitted minibatches of the segment, rounded up to a grain
+        self.num_minibatches = 0  # of the segment, without a cut
+        self._admitted = 0  # minibatches of the segment, rounded up to a grain
         self._position: Position | None = None
         self._cut: Position | None = None
 
     def begin(self, segment: int, num_minibatches: int) -> None:
         """Enter a segment; all workers enter the same segments, of the same lengths, in ascending order."""
         with self._changed:
-            self.segment, self.num_minibatches, self._begun = segment, num_minibatches, 0
+            self.segment, self.num_minibatches, self._admitted = segment, num_minibatches, 0
 
     def admit(self, minibatch: int) -> bool:
         """Return whether a minibatch of this segment may start; waits while a cut is being agreed on."""
@@ -108,7 +111,7 @@ class AdmissionControl:
                 self._changed.wait()
             if minibatch >= self.limit:
                 return False
-            self._begun = max(self._begun, (minibatch // self._size + 1) * self._size)
+            self._admitted = max(self._admitted, (minibatch // self._grain + 1) * self._grain)
             return True
 
     def is_undecided(self, minibatch: int) -> bool:
@@ -130,7 +133,7 @@ class AdmissionControl:
         """Stop admitting until `settle`; return the position, the same at every call."""
         with self._changed:
             if self._position is None:
-                self._position = Position(self.segment, min(self._begun, self.num_minibatches))
+                self._position = Position(self.segment, min(self._admitted, self.num_minibatches))
             return self._position
 
     def settle(self, cut: Position) -> None:
@@ -141,7 +144,7 @@ class AdmissionControl:
 
     @property
     def limit(self) -> int:
-        """Minibatches of the segment that will run, as far as known; final once all of them have started."""
+        """Minibatches of the segment that will run, as far as is known; final once all of them have started."""
         cut = self._cut
         if cut is None or self.segment < cut.segment:
             return self.num_minibatches
@@ -157,9 +160,9 @@ class StopRequest:
 
 @contextlib.contextmanager
 def handling_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle SIGINT, SIGTERM and SIGHUP; only the main thread can.
+    """Handle SIGINT, SIGTERM and SIGHUP inside, if this is the main thread: no other can.
 
-    One that the parent has ignored, as nohup does, stays ignored.
+    A signal that is ignored already, as SIGHUP is under nohup, stays ignored.
     """
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
@@ -191,9 +194,14 @@ def stopping_on_signals(stop: StopRequest) -> Iterator[None]:
 
 
 class StoppableAdmission(AdmissionControl):
-    """Admission control for all workers of one process; a cut is at their current position.
+    """Admission control for all workers of one process, which need no agreement: the cut is at their position.
 
-    Segments end early at multiples of `multiple_of` minibatches, see `Control`; `on_cut` is called with the new length.
+    Args:
+        stop: a request to end the run early.
+        pipeline: the segment's.
+        num_minibatches: of the segment.
+        multiple_of: the segment ends early at multiples of so many minibatches only, as texts in streams require.
+        on_cut: called with the segment's new length.
     """
 
     def __init__(

@@ -10,9 +10,9 @@ import torch
 
 from pipebench.model.slice_modules import Divided
 
-# A CPU widens few numbers at once, which stay in its cache; of many it adds rows in their own type: widened one by one,
-# as torch's norms do it, they take ten times as long.
-_FEW, _ROW = 1 << 14, 512
+# On a CPU, up to `_FEW` numbers are widened to float64 at once, which stays in the cache. More are added in rows of
+# `ROW`, in their own type: widened one by one, as torch's norms do it, they take ten times as long.
+_FEW, ROW = 1 << 14, 512
 _ALIGNMENT = 64  # bytes; vectorised kernels of CUDA need 32 for float64
 
 
@@ -21,10 +21,11 @@ def squared_norms(
 ) -> list[torch.Tensor]:
     """Return the squared norm of every gradient on `device`, one float64 per parameter; 0 for None.
 
-    `sizes` are the elements of the whole gradients, if these are pieces: rows are added as in the whole.
+    `sizes` are the elements of the whole gradients, if these are pieces: the whole's size decides how they are added.
     """
     if any(gradient is not None and gradient.is_complex() for gradient in gradients):
-        sizes = None if sizes is None else [size * _parts(g) for size, g in zip(sizes, gradients, strict=True)]
+        is_complex = [gradient is not None and gradient.is_complex() for gradient in gradients]
+        sizes = None if sizes is None else [size * (1 + two) for size, two in zip(sizes, is_complex, strict=True)]
         gradients = [torch.view_as_real(g.resolve_conj()) if g is not None and g.is_complex() else g for g in gradients]
     if device.type == "cpu":
         wholes = [0 if g is None else g.numel() for g in gradients] if sizes is None else sizes
@@ -62,9 +63,10 @@ def clip(gradients: list[torch.Tensor | None], indices: Iterable[int], norm: tor
 def replace_each(
     gradients: list[torch.Tensor | None], indices: Iterable[int], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Replace some gradients in their list, one after the other: others may have a gradient, so none is changed.
+    """Replace some gradients in their list, one after the other.
 
-    All of them at once would take as much memory again.
+    None is changed in place, since other replicas of this process may have the same tensor. All of them at once would
+    take as much memory again.
     """
     for index in indices:
         gradient = gradients[index]
@@ -72,30 +74,25 @@ def replace_each(
             gradients[index] = change(gradient)
 
 
-def _parts(gradient: torch.Tensor | None) -> int:
-    """Return how many real numbers an element is: two of a complex gradient."""
-    return 2 if gradient is not None and gradient.is_complex() else 1
-
-
 def _aligned(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient in memory that begins at a multiple: kernels add in an order that hangs on where a piece is."""
+    """Return a gradient in aligned memory: the order in which kernels add depends on the alignment."""
     return gradient if gradient.data_ptr() % _ALIGNMENT == 0 else gradient.clone()
 
 
 def _squared_norm(gradient: torch.Tensor, size: int) -> torch.Tensor:
-    """Return a gradient's squared norm on a CPU; large ones are summed by rows in their own type, then in float64.
+    """Return a gradient's squared norm on a CPU: [] float64. Large ones are summed in rows, and the rows in float64.
 
-    An fp32 sum of a million squares is wrong in its fifth digit; sums of rows are as exact as float64's.
+    An fp32 sum of a million squares is wrong in its fifth digit; with rows it is as exact as a float64 sum.
     """
     flat = gradient.reshape(-1)
     if size > _FEW:
-        whole = len(flat) // _ROW * _ROW
+        whole = len(flat) // ROW * ROW
         own = torch.promote_types(flat.dtype, torch.float32)  # 16 bits hold neither many nor large squares
-        rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1, dtype=own)
+        rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1, dtype=own)
         rest = torch.linalg.vector_norm(flat[whole:], dtype=own)
         total: torch.Tensor = rows.double().square().sum() + rest.double().square()
         if not total.isfinite():
             total = torch.linalg.vector_norm(flat, dtype=torch.float64).square()
         return total
-    wide = flat.to(torch.float64, copy=True)  # memory of its own, aligned: BLAS may add in an order that hangs on that
+    wide = flat.to(torch.float64, copy=True)  # copied, so aligned: the order in which BLAS adds may depend on it
     return torch.dot(wide, wide)

@@ -20,18 +20,19 @@ from pipebench.simulate.timeline import BUFFERS, CONTROL
 
 
 class InProcessCollectives:
-    """Collectives of the replicas of a stage, or of all stages.
+    """Collectives of the replicas of a stage, or of all stages; `num_bytes` counts bytes sent, by kind and level.
 
-    `num_bytes` counts sent bytes by kind and level.
+    A group is a stage or, numbered after the stages, a tie: the copies of weights that several stages share.
     """
 
     def __init__(self, setup: Setup, workers: Sequence[Worker], num_bytes: Counter[tuple[str, str]]) -> None:
         self.setup = setup
         self.workers = workers  # all
         self._num_bytes = num_bytes
-        self._given: dict[tuple[int, int], dict[int, Sequence[torch.Tensor | None]]] = {}  # by replica
-        self._sums: dict[tuple[int, int], tuple[list[torch.Tensor | None], int]] = {}  # and reads left
-        self._norms: dict[int, torch.Tensor] = {}
+        # By group and round: gradients by replica; their sums, and how many replicas have yet to read them
+        self._given: dict[tuple[int, int], dict[int, Sequence[torch.Tensor | None]]] = {}
+        self._sums: dict[tuple[int, int], tuple[list[torch.Tensor | None], int]] = {}
+        self._norms: dict[int, torch.Tensor] = {}  # by round, the latest only
         self._gathering: Counter[int] = Counter()  # replicas that have joined the gather under way, by stage
         hooks = setup.pipeline.hooks("in_process")
         # Of the enabled extensions
@@ -45,10 +46,10 @@ class InProcessCollectives:
             extension.begin(part)
 
     def on_gradient(self, stage: int) -> None:
-        """Return None: gradients are contributed all at once, since nothing is sent while a backward runs."""
+        """Return None: gradients are contributed after the backward, since here nothing overlaps with it."""
 
     def contribute(self, stage: int, replica: int, round_index: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Store a replica's gradients of a round; one without a unit in it may come after the sum is made."""
+        """Store a replica's gradients of a round, unless the sum is there: a replica without a unit may come late."""
         if (stage, round_index) not in self._sums:
             self._given.setdefault((stage, round_index), {})[replica] = gradients
 
@@ -67,9 +68,9 @@ class InProcessCollectives:
         return [None if gradient is None else piece.of(gradient) for gradient, piece in own]
 
     def gather(self, stage: int, kind: str) -> None:
-        """Join a gather; when all replicas have, each gets what the others have stepped on.
+        """Join a gather; the last replica to join gives each what the others have stepped on.
 
-        None of them makes another update before it has waited for this, so all have these weights.
+        No replica makes another update before it has waited for the gather, so all of them still have these weights.
         """
         size = self.setup.pipeline.replicas[stage]
         self._gathering[stage] += 1
@@ -79,9 +80,9 @@ class InProcessCollectives:
         weights = [self._weights(stage, replica) for replica in range(size)]
         for given in weights:
             assert given.sharding is not None
-            for taker in weights:
-                if taker is not given or not given.sharding.keeps_all:
-                    taker.gathered(given.sharding.own, given.own_pieces())
+            for receiver in weights:
+                if receiver is not given or not given.sharding.keeps_all:
+                    receiver.gathered(given.sharding.own, given.own_pieces())
         self._count_half(stage, kind, weights[0].version_bytes)
 
     def wait_gathered(self, stage: int) -> None:
@@ -98,7 +99,7 @@ class InProcessCollectives:
             self.count(kind, ring[sender], ring[receiver], sent)
 
     def tied(self, group: int, round_index: int) -> list[torch.Tensor | None]:
-        """Return the sum of a tie's gradients, made at the first call: all copies have theirs by then."""
+        """Return the sum of a tie's gradients, made at the first call, when all copies have theirs."""
         if (group, round_index) not in self._sums:
             self._given[group, round_index] = {
                 index: self.workers[worker].tied[group].gradients()
@@ -107,7 +108,7 @@ class InProcessCollectives:
         return self.wait(group, 0, round_index)
 
     def norm(self, round_index: int) -> torch.Tensor:
-        """Return the norm of all stages' gradients, after replicas have summed theirs."""
+        """Return the norm of all stages' gradients, made at the first call, when replicas have summed theirs."""
         if round_index not in self._norms:
             ring = self.setup.ring(range(self.setup.pipeline.num_workers))
             squares = [self.workers[worker].squared_norms() for worker in ring]
@@ -119,7 +120,7 @@ class InProcessCollectives:
         self._num_bytes[kind, self.setup.level_between(sender, receiver).name] += num_bytes
 
     def of_stage(self, stage: int) -> list[int]:
-        """Return the workers of a stage, or of a tie's group, in ring order."""
+        """Return the workers of a group in ring order."""
         return self.setup.ring(self.setup.pipeline.members(stage))
 
     def all_reduce(self, kind: str, ring: Sequence[int], buffers: Sequence[torch.Tensor]) -> torch.Tensor:

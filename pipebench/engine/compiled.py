@@ -1,7 +1,7 @@
-"""A stage's layers compiled by torch (`engine.compile`): forward and backward as kernels that fuse layers.
+"""A stage's layers compiled by `torch.compile` (key `engine.compile`), which fuses layers into kernels.
 
-Parameters are arguments of what is compiled, so weight versions share it. It is made when first called, and again for
-another number of samples.
+Parameters are arguments of the compiled function, so all weight versions use the same one. It is compiled at the first
+call, and again for another number of samples.
 """
 
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from torch import nn
 
 from pipebench.model.stage import Stage
 
-# Draws stay those of the layers by themselves: the same in every engine and partition.
+# Random layers draw the same numbers as without compilation, so that draws depend on no engine and no partition.
 _OPTIONS: dict[str, Any] = {"fallback_random": True}
 
 
 def compiled(stage: Stage) -> Callable[..., Any]:
-    """Return the stage's module, compiled; it takes and returns what the module does.
+    """Return the stage's module, compiled, with the module's arguments and results.
 
-    What depends on more than tensors runs as it is: the seeding of random layers, the loss, recurrent layers and
-    modules that carry a state.
+    Excluded is what depends on more than tensors: the seeding of random layers, the loss, recurrent layers and modules
+    that carry a state.
     """
     carrying = [stage.module.get_submodule(path) for path in stage.stateful]
     recurrent = [part for part in stage.module.modules() if isinstance(part, nn.RNNBase)]

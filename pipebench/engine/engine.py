@@ -1,6 +1,6 @@
-"""What engines share: a run goes from drain to drain, and may go on with another setup there.
+"""The interface of engines: a run goes from drain to drain, and may continue with another setup at a drain.
 
-Training engines also evaluate, count, and resume from checkpoints.
+Engines that train also evaluate, count, and resume from checkpoints.
 """
 
 from abc import ABC, abstractmethod
@@ -24,10 +24,10 @@ from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import Op
 from pipebench.simulate.meter import RunMeasurements
 
-OnLoss = Callable[[torch.Tensor, int, float, float], None]
-OnUnit = Callable[[int, float, float], None]
-Gather = Callable[[Any], list[Any]]
-CUDA_LOSS_EVERY: Final = 50  # units between reads of the loss, which wait for the GPU
+OnLoss = Callable[[torch.Tensor, int, float, float], None]  # summed loss, samples, weight, clock in seconds
+OnUnit = Callable[[int, float, float], None]  # samples, mean loss, clock in seconds
+Gather = Callable[[Any], list[Any]]  # a process's value to those of all processes
+CUDA_LOSS_EVERY: Final = 50  # units between reads of the loss, each of which waits for the GPU
 
 
 class Engine(ABC):
@@ -44,18 +44,18 @@ class Engine(ABC):
 
     @abstractmethod
     def train(self, first_minibatch: int, num_minibatches: int) -> int:
-        """Train on minibatches from `first_minibatch` on, then drain.
+        """Train a segment: minibatches from `first_minibatch` of the run on, then drain.
 
         Returns:
-            How many were trained: fewer than requested if a stop or an extension ends the segment.
+            The number of minibatches trained: fewer than requested if a stop or an extension ends the segment.
         """
 
     @abstractmethod
     def switch_setup(self, setup: Setup) -> None:
-        """Continue at a drain with another setup of the same model: other cuts, or other cells; see `replan`."""
+        """Continue at a drain with another setup of the same model: other cuts, or other cells of a search."""
 
     def replan(self, plan: Plan) -> None:
-        """Continue at a drain under a plan with other cuts or memory policies; transfers take link time.
+        """Continue at a drain under a plan with other cuts or memory policies; transfers of layers take link time.
 
         Raises:
             PlanError: stages, replicas, devices or depth differ.
@@ -63,12 +63,12 @@ class Engine(ABC):
         self.switch_setup(self.setup.under(plan))
 
     def _begin_segment(self) -> dict[str, SegmentExtension]:
-        """Return extensions' parts in the segment that begins now."""
+        """Return extensions' parts in the segment that begins now, by name."""
         found = {name: extension.segment() for name, extension in self.extensions.items()}
         return {name: part for name, part in found.items() if part is not None}
 
     def _end_segment(self) -> None:
-        """Let extensions end a segment, after which the run may go on with another setup."""
+        """Let extensions end a segment; each may return another setup to continue with."""
         for extension in self.extensions.values():
             self.setup = extension.ended(self.setup)
 
@@ -76,28 +76,29 @@ class Engine(ABC):
 class WorkersMeter(Protocol):
     """Measures the workers of this process, training and evaluation apart."""
 
-    evaluating: bool
+    evaluating: bool  # whether an evaluation runs
 
     @property
     def busy_s(self) -> float:
-        """Seconds of forward, backward and update in training, over these workers."""
+        """Seconds of forward, backward and update in training, summed over these workers."""
 
 
 class TrainingEngine(Engine):
-    """Trains all workers, in one process or as one of several, on a virtual or wall clock.
+    """Trains all workers, in one process or as one of several processes, on a virtual or wall clock.
 
-    Methods here have the answers of a single process. Training and evaluation leave the pipeline drained.
+    Methods that aren't abstract are those of an engine in one process. Training and evaluation leave the pipeline
+    drained.
 
     Args:
         setup: what to run.
-        on_loss: called with every unit's summed loss (a scalar on the engine's device, not divided by its weight),
-            number of samples, weight and the time; may raise to end the run.
-        on_unit: called for every finished unit with its samples, the latest known mean loss (NaN if none; does not wait
-            for a GPU) and the time.
+        on_loss: called with every unit's loss (summed over its samples, a scalar on the engine's device), its number of
+            samples, its weight in a mean loss, and the clock; may raise to end the run.
+        on_unit: called with every finished unit's number of samples, the latest mean loss that is known without waiting
+            for a GPU (NaN if none is), and the clock.
     """
 
     workers: list[Worker]  # of this process
-    collectives: Collectives  # what they do together with the others of their stages
+    collectives: Collectives
     meter: WorkersMeter
 
     def __init__(self, setup: Setup, on_loss: OnLoss, on_unit: OnUnit) -> None:
@@ -106,18 +107,18 @@ class TrainingEngine(Engine):
         self.num_bytes: Counter[tuple[str, str]] = Counter()
         self._on_loss = on_loss
         self._on_unit = on_unit
-        self._not_training_s = 0.0
-        self.loaders = Loaders(setup.dataset, setup.device)  # until the training loop ends
+        self._not_training_s = 0.0  # in evaluations
+        self.loaders = Loaders(setup.dataset, setup.device)  # closed by the training loop
 
     @property
     @abstractmethod
     def now_s(self) -> float:
-        """The time, also between drains."""
+        """The clock, also between drains."""
 
     @property
     @abstractmethod
     def stop_reason(self) -> str | None:
-        """Why the run ends early, as far as this process knows."""
+        """Why the run ends early, as far as this process knows; None if it doesn't."""
 
     @abstractmethod
     def start_clock(self, clock_s: float = 0.0) -> None:
@@ -150,13 +151,13 @@ class TrainingEngine(Engine):
 
     @property
     def busy_fraction(self) -> float:
-        """Computing share of the workers' training time."""
+        """Share of the workers' training time that they compute."""
         elapsed_s = (self.now_s - self._not_training_s) * len(self.workers)
         return min(1.0, self.meter.busy_s / elapsed_s) if elapsed_s > 0 else 0.0
 
     @property
     def position(self) -> int:
-        """This process's index in the result of `exchange`."""
+        """This process's index in what `exchange` returns."""
         return 0
 
     @property
@@ -165,23 +166,29 @@ class TrainingEngine(Engine):
         return True
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return every process's value (JSON), in the order of workers."""
+        """Return the values of all processes (JSON), in the order of workers; all processes call it."""
         return [value]
 
     def gathering(self) -> Gather:
-        """Return what a thread beside training gives values to: the first process gets everyone's, the others none."""
+        """Return a function that gathers values for a thread beside training.
+
+        All processes call it with their value. It returns all values in the first process, and none in the others.
+        """
         return lambda value: [value]
 
     def set_activity(self, work: str) -> None:
         """Name this process's current work, for processes that wait for it."""
 
     def sync_clock(self) -> None:
-        """Set `clock_s` to now: time since the drain counts neither as training nor as evaluation."""
+        """Set `clock_s` to now: time since the drain counts neither as training nor as evaluation.
+
+        On a virtual clock no time has passed.
+        """
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the newest weights on every held-out sample; return `eval_loss` and the dataset's metrics.
 
-        Workers run forward in a pipeline; all processes return the same.
+        Workers run forward in a pipeline. All processes return the same.
         """
         setup, before_s, scores = self.setup, self.clock_s, Scores(self.setup.dataset)
         feed = Feed(setup, "eval", 0, setup.held_out.minibatches_per_epoch, self.loaders)
@@ -200,21 +207,21 @@ class TrainingEngine(Engine):
             scales = [scale for worker in self.workers for scale in worker.loss_scales]
             metrics |= scale_metrics(scale for own in self.exchange(scales) for scale in own)
         if setup.dataset.generates_with is not None:
-            self.together(Op.GATHER, Op.WAIT_GATHER)
+            self.gather_or_free(Op.GATHER, Op.WAIT_GATHER)
             metrics |= self._whole_model_metrics()
-            self.together(Op.FREE)
+            self.gather_or_free(Op.FREE)
         self.sync_clock()
         self.meter.evaluating = False
         self._not_training_s += self.clock_s - before_s
         return metrics
 
-    def together(self, *ops: Op) -> None:
-        """Let sharded replicas that don't keep their weights gather, or free, those of all stages."""
+    def gather_or_free(self, *ops: Op) -> None:
+        """Execute GATHER and WAIT_GATHER, or FREE, for all stages, if replicas keep shards of the weights only."""
         pipeline = self.setup.pipeline
         for op in ops if pipeline.gathers else ():
             for stage in range(pipeline.num_stages):
                 for worker in self.workers:
-                    worker.collective(Instruction(op, stage, 0), self.collectives)
+                    worker.gather_or_free(Instruction(op, stage, 0), self.collectives)
 
     @cached_property
     def _whole(self) -> WholeModel:
@@ -230,10 +237,13 @@ class TrainingEngine(Engine):
     def restore(
         self, state: ModelState, facts: Mapping[str, Any] | None, clock_s: float, plan: Plan | None = None
     ) -> None:
-        """Resume from a checkpoint's `state` of the whole model, at `clock_s` on the run's clock.
+        """Resume from a checkpoint.
 
-        `facts` are what `facts` returned in this process then, None if engine or plan differed; `plan` is the one to
-        resume under, None for the current one.
+        Args:
+            state: of the whole model.
+            facts: what `facts` returned in this process at the checkpoint; None if engine or plan differed.
+            clock_s: the run's clock.
+            plan: to resume under; None: the present one.
         """
         if plan is not None:
             before = self.workers
@@ -258,26 +268,26 @@ class TrainingEngine(Engine):
         """Return this process's counters as JSON values; lists are by worker of this process."""
         return {
             "num_bytes": [[kind, level, count] for (kind, level), count in self.num_bytes.items()],
-            "peak_bytes": [worker.peak_bytes for worker in self.workers],
+            "peak_bytes": [worker.peaks.device_bytes for worker in self.workers],
             "weight_versions_max": [worker.versions_max for worker in self.workers],
-            "host_peak_bytes": [worker.host_peak_bytes for worker in self.workers],
+            "host_peak_bytes": [worker.peaks.host_bytes for worker in self.workers],
             **self._meter_facts(),
             **facts_of(self.extensions),
         }
 
 
-# Checkpoints predate extensions, so one extension's list has a key of its own.
+# The first checkpoints had the asynchronous server's pushes, and no extensions, so that list keeps a key of its own.
 _KEYS: Final = {"asynchronous": "pushes"}
 _OTHERS = "extensions"
 
 
 def facts_of(extensions: Mapping[str, EngineExtension]) -> dict[str, Any]:
-    """Return extensions' counters as part of an engine's."""
+    """Return extensions' counters in the form of an engine's `facts`."""
     found = {name: extension.facts() for name, extension in extensions.items()}
     others = {name: facts for name, facts in found.items() if facts and name not in _KEYS}
     return {key: found.get(name, []) for name, key in _KEYS.items()} | ({_OTHERS: others} if others else {})
 
 
 def facts_by_extension(facts: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the counters by extension from an engine's; checkpoints of 0.1.0 have none."""
+    """Return extensions' counters, by name, from an engine's `facts`; those of checkpoints of 0.1.0 have none."""
     return {name: facts.get(key, []) for name, key in _KEYS.items()} | dict(facts.get(_OTHERS, {}))

@@ -1,4 +1,4 @@
-"""An engine's data between two drains: each unit's samples, inputs and targets.
+"""The data of a segment of training, or of an evaluation: each unit's samples, inputs and targets.
 
 Inputs are prefetched while stages compute (`model/loading.py`), which changes no result.
 """
@@ -24,7 +24,12 @@ _SIZES_CACHED = 1024  # more than there are units in flight
 class Feed:
     """The data of one segment of training, or of one evaluation.
 
-    `split` is `train` or `eval`, `first` the minibatch of unit 0. Without `loaders` that stay, it has its own.
+    Args:
+        setup: what is run.
+        split: `train` or `eval`.
+        first: minibatch of unit 0, numbered since the run's start.
+        num_minibatches: of the segment or evaluation.
+        loaders: loader processes that outlive it; None: it starts its own, and ends them.
     """
 
     def __init__(
@@ -40,14 +45,15 @@ class Feed:
         self._fields = dict(zip(setup.graph.inputs, setup.dataset.inputs, strict=True))
         self._own_loaders = Loaders(setup.dataset, setup.device)
         self._loaders = loaders or self._own_loaders
-        self._ahead: dict[tuple[int, int], _Ahead] = {}
+        self._ahead: dict[tuple[int, int], _Ahead] = {}  # by stage and worker
         self._loaded: dict[tuple[int, int], dict[str, torch.Tensor]] = {}  # targets by worker and unit
         self._parts = setup.pipeline.microbatches if self._trains else 1
-        # A unit's number of samples, read by every instruction; 0 in minibatches with fewer samples than microbatches
+        # A unit's number of samples, cached since every instruction reads it. A minibatch with fewer samples than
+        # microbatches has units of 0 samples.
         self.size = lru_cache(maxsize=_SIZES_CACHED)(self._size)
 
     def minibatch(self, unit: int) -> tuple[int, int]:
-        """Return a unit's minibatch of the whole run and microbatch; evaluations have no microbatches."""
+        """Return a unit's minibatch, numbered since the run's start, and its microbatch, 0 in evaluations."""
         minibatch, microbatch = self._pipeline.minibatch(unit) if self._trains else (unit, 0)
         return self._first + minibatch, microbatch
 
@@ -63,15 +69,16 @@ class Feed:
         return self._setup.dataset.weight(self.split, self.indices(unit))
 
     def place(self, unit: int) -> StreamSlot:
-        """Return whose state stateful modules carry in a unit."""
+        """Return the stream whose state stateful modules continue in a unit."""
         minibatch, microbatch = self.minibatch(unit)
         stream = self._sampler.stream(minibatch)
         return StreamSlot(self.split, stream.number, microbatch, stream.starts)
 
     def inputs(self, stage: int, worker: int, unit: int, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return the named model inputs; a stage requests its units in the order of their forwards, without gaps.
+        """Return the named model inputs of a unit.
 
-        Targets that aren't apart from them are fetched with them, for `targets`.
+        A stage of a worker requests its units in the order of their forwards, without gaps, since they are prefetched
+        in this order. If the data set can't fetch targets apart from inputs, they are stored for `targets`.
         """
         inputs = [self._fields[name] for name in names]
         targets = self._setup.dataset.targets if stage == self._reads_targets else []
@@ -96,7 +103,7 @@ class Feed:
         return next((stage for stage in self._pipeline.loads if self._pipeline.is_local(stage, last)), None)
 
     def _fetching(self, stage: int, worker: int, fields: list[str], unit: int) -> "_Fetched":
-        """Return a worker's prefetcher, restarted at `unit` if it is the first or reads other fields."""
+        """Return the prefetched units of a worker's stage, from `unit` on if the fields are others than before."""
         ahead = self._ahead.get((stage, worker))
         if ahead is None or ahead.fields != fields:
             if ahead is not None:
@@ -105,20 +112,20 @@ class Feed:
         return ahead.units
 
     def targets(self, worker: int, unit: int) -> dict[str, torch.Tensor]:
-        """Return what the loss needs besides the model's output, once."""
+        """Return what the loss of a unit needs besides the model's output; called once."""
         dataset, fetched = self._setup.dataset, self._loaded.pop((worker, unit), None)
         if fetched is None:
             fetched = dataset.fetch(self.split, self.indices(unit), dataset.targets, self._draw(unit))
         return {name: onto_device(value, self._setup.device) for name, value in fetched.items()}
 
     def close(self) -> None:
-        """End fetching ahead."""
+        """End prefetching."""
         for ahead in self._ahead.values():
             ahead.units.close()
         self._own_loaders.close()
 
     def _fetch_ahead(self, stage: int, worker: int, fields: Sequence[str], first: int) -> "_Fetched":
-        """Yield a stage's units from `first` on, in order, with their fields."""
+        """Yield a stage's units from `first` on, in the order of their forwards, with their fields."""
         source = Source(self._setup.dataset, self.split, fields, self._setup.device)
         tasks = ((list(self.indices(unit)), self._draw(unit)) for unit in self._units(stage, worker, first))
         processes = self._loaders.of((stage, worker), self._num_processes)
@@ -127,7 +134,7 @@ class Feed:
 
     @property
     def _num_processes(self) -> int:
-        """Loader processes per worker that reads inputs: the dataset's number divided among them."""
+        """Loader processes per worker that reads inputs: those of the data set, divided among these workers."""
         pipeline, total = self._pipeline, self._setup.dataset.loader_processes
         return shared_loaders(total, sum(pipeline.replicas[stage] for stage in pipeline.loads))
 

@@ -1,8 +1,9 @@
-"""Gradients on their way back over a cut: one per tensor of a value that may get one.
+"""Gradients of values that cross a cut: one per tensor of the value that requires grad.
 
-Through an `argmax` or a `.detach()` none flows, and an optimizer skips a parameter without a gradient, where it would
-decay one whose gradient is zeros. Messages have a size by shape alone, so zeros are sent there all the same; they
-require grad, as no gradient does, and the receiver leaves them out.
+Through an `argmax` or a `.detach()` no gradient flows. That differs from a gradient of zeros: an optimizer skips a
+parameter without a gradient, and decays one whose gradient is zeros. But the size of a message depends on shapes only.
+So zeros are sent in place of a missing gradient, marked by `requires_grad`, which no gradient has set; the receiver
+leaves them out.
 """
 
 from collections.abc import Mapping
@@ -14,17 +15,17 @@ Gradients = dict[int, list[Any]]  # layer index to the gradients of its output's
 
 
 def gradient_of(leaf: torch.Tensor) -> torch.Tensor:
-    """Return what a backward found for a value's tensor, to send."""
+    """Return the gradient of a value's tensor after a backward, or marked zeros if it has none."""
     return torch.zeros_like(leaf, requires_grad=True) if leaf.grad is None else leaf.grad
 
 
 def flows(gradient: torch.Tensor) -> bool:
-    """Return whether it is a gradient, rather than zeros in place of one."""
+    """Return whether a tensor is a gradient, not zeros in place of one."""
     return not gradient.requires_grad
 
 
 def add(total: Gradients, more: Mapping[int, list[torch.Tensor]], factor: float = 1.0) -> None:
-    """Add gradients of a unit's values, times a factor, to those from later readers."""
+    """Add gradients of values, times a factor, to `total`, the sum over later readers of the values."""
     for layer, tensors in more.items():
         scaled = tensors if factor == 1.0 else [each * factor if flows(each) else each for each in tensors]
         known = total.get(layer)

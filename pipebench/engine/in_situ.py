@@ -1,14 +1,18 @@
-"""In-situ profiling: each worker runs its instruction list alone to measure layer costs in use.
+"""In-situ profiling: each worker runs its list of instructions alone, to measure what layers cost in use.
 
-A profile times layers one by one, and optimizer steps back to back. In use there is the engine's own Python, gradient
-accumulation and a stage's graph, several minibatches are in flight, and caches are cold: on CPUs an update takes twice
-as long as consecutive steps. So workers run their own lists for a few minibatches, one after the other, without
-waiting: messages from others are copies of what their own list sent, gradients are zeros. Samples may differ in length,
-so units get samples by rows: a row has a unit of every replica, and all of them the samples that the messages were of.
-Measured instruction times are the sums for a stage's layers; the profile divides them among its layers.
+A profile times layers one by one, and optimizer steps back to back. In use there is also the engine's Python, gradient
+accumulation and a stage's graph; several minibatches are in flight; and caches are cold. On CPUs an update then takes
+twice as long as consecutive steps do.
 
-Workers compute on copies, which are discarded before the next one's: beside the model itself, measuring takes what
-training its largest stage takes, where no worker has several.
+So workers run their own lists for a few minibatches, one worker after the other, without waiting. Activations from
+other stages are copies of those that these sent when they were measured; gradients are zeros. Samples may differ in
+length, so a unit must have the samples of the copied activations: all units of a row, one of every replica, have the
+same samples.
+
+The seconds of an instruction are the sum over a stage's layers. They are divided among the layers as in the profile.
+
+Workers compute on copies, which are freed before the next worker's: beside the model itself, measuring takes the memory
+that training the largest stage takes, or the largest worker's stages.
 """
 
 import statistics
@@ -39,17 +43,17 @@ from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import NOTHING, programs
 from pipebench.schedule.syncs import NOT_SHARDED
 
-_PERIODS = 2  # of a segment, after the minibatches that fill the pipeline
+_PERIODS = 2  # of the pipeline, in a segment after the minibatches that fill it
 _RULE = StopRule(most=9, most_s=6.0)
 _TIMED = (Op.LOAD_INPUT, Op.FORWARD, *BACKWARDS, Op.UPDATE)
 
 
 class Key(NamedTuple):
-    """A timed instruction: of a stage, with a number of samples (0 for an update)."""
+    """A timed instruction."""
 
     op: Op
     stage: int
-    num_samples: int
+    num_samples: int  # of its unit; 0 for an update
 
 
 InSituTimes = Mapping[Key, float]  # seconds
@@ -68,15 +72,15 @@ def profile_in_situ(
 ) -> InSituTimes:
     """Run training on copies of the model, every stage by its first replica; return seconds per instruction.
 
-    Each is the median over segments of the mean within a segment, since a run's time is a sum. After an untimed one,
-    unless it is long, there are as many as `rule` wants of a worker in all processes.
+    The seconds are means within a segment, since a run's time is a sum, and medians over segments. The first segment is
+    a warm-up and not counted, unless it is long.
 
     Args:
-        setup: whose workers run one after the other, unless they wait for each other's messages.
-        agree: called before every segment with whether this process needs no more, returns whether none does; waits
-            for the others, so that processes compute at the same time.
-        now: returns the time in seconds, where the host's clock times instructions; GPUs time theirs by events.
-        rule: of the segments; its seconds are shared out to the workers.
+        setup: its workers run one after the other, except those that need each other's messages.
+        agree: called before every segment with whether this process needs no more segments; returns whether none does.
+            It waits for the other processes, so that all compute at the same time, as in training.
+        now: the host's clock in seconds, for CPUs; GPUs time instructions by events.
+        rule: how many segments are enough; its seconds are divided among the workers.
     """
     sent: _Sent = {}
     found: dict[Key, float] = {}
@@ -92,7 +96,7 @@ def profile_in_situ(
 
 
 def _in_order(pipeline: Pipeline) -> list[list[int]]:
-    """Return the workers of every stage's first replica, in groups that need activations of earlier groups only."""
+    """Return the workers of every stage's first replica, in groups that need activations from earlier groups only."""
     groups: list[list[int]] = []
     last_stage = -1
     for index in sorted({pipeline.worker(stage, 0) for stage in range(pipeline.num_stages)}, key=pipeline.stages_of):
@@ -105,7 +109,7 @@ def _in_order(pipeline: Pipeline) -> list[list[int]]:
 
 
 def _medians(play: Callable[[], dict[Key, float]], agree: Callable[[bool], bool], rule: StopRule) -> InSituTimes:
-    """Play segments until all processes have enough; return the medians of their instructions' seconds."""
+    """Play segments until all processes have enough; return the medians of the instructions' seconds."""
     taken: dict[Key, list[float]] = defaultdict(list)
     spent_s = 0.0
     for segment in count():
@@ -122,12 +126,12 @@ def _medians(play: Callable[[], dict[Key, float]], agree: Callable[[bool], bool]
 
 
 def entries(profiled_in_situ: InSituTimes) -> list[list[Any]]:
-    """Return measurements as JSON values, for `mean`."""
+    """Return measurements as JSON values, in the form that `mean` takes."""
     return [[key.op.name, key.stage, key.num_samples, seconds] for key, seconds in profiled_in_situ.items()]
 
 
 def mean(found: Sequence[Sequence[Sequence[Any]]]) -> InSituTimes:
-    """Return the mean of measurements that several processes made at the same time, slowing each other alike."""
+    """Return the mean of several processes' measurements, which were made at the same time, as in training."""
     seconds: dict[Key, list[float]] = defaultdict(list)
     for process in found:
         for op, stage, num_samples, taken_s in process:
@@ -138,7 +142,7 @@ def mean(found: Sequence[Sequence[Sequence[Any]]]) -> InSituTimes:
 def in_use(profile: Profile, setup: Setup, profiled_in_situ: InSituTimes) -> Profile:
     """Return a profile whose layers add up, stage by stage, to the in-situ measurements of a setup.
 
-    Sizes without a measurement change like the nearest measured one.
+    Sizes without a measurement are scaled as the nearest measured size is.
     """
     sizes = sorted({key.num_samples for key in profiled_in_situ if key.op is Op.FORWARD})
     bounds = [range(stage.start, stage.stop) for stage in setup.plan.stages]
@@ -154,7 +158,8 @@ def in_use(profile: Profile, setup: Setup, profiled_in_situ: InSituTimes) -> Pro
         )
 
     layers = {size: scaled(size) for size in profile.layers}
-    # One process has all stages here, and may keep for one what another read; waiting for processes tells nothing.
+    # All stages are in this process, so one may read what the data set has cached for another: the longest counts.
+    # Waiting for loader processes says nothing of how long they load.
     waits = {key: seconds for key, seconds in profiled_in_situ.items() if key.op is Op.LOAD_INPUT}
     loaded = waits if fetches_itself(setup) else {}
     loads = {size: max(s for key, s in loaded.items() if key.num_samples == size) for _, _, size in loaded}
@@ -184,7 +189,7 @@ def fetches_itself(setup: Setup) -> bool:
 def update_costs(steps: Sequence[Stepped]) -> tuple[float, float]:
     """Return an update's fixed seconds and its seconds per byte, from stages of different size.
 
-    A least-squares line, through 0 if it would start below, level if it would fall.
+    They are those of a least-squares line: through 0 if it would start below 0, and level if it would fall.
     """
     if not steps:
         return 0.0, 0.0
@@ -199,7 +204,7 @@ def update_costs(steps: Sequence[Stepped]) -> tuple[float, float]:
 
 
 class _ListPlayer:
-    """Some workers of a setup, and the messages from all."""
+    """Plays the lists of some workers of a setup; messages are copies of those that all have sent so far."""
 
     def __init__(self, setup: Setup, indices: Sequence[int], sent: "_Sent") -> None:
         self._setup, self._indices, self._others = setup, indices, _Others(sent)
@@ -218,7 +223,7 @@ class _ListPlayer:
     def play(self, now: Callable[[], float]) -> dict[Key, float]:
         """Run the first minibatches; return mean seconds per instruction.
 
-        A worker runs its list to the end, except in the first pass, where it may have to wait for a message to copy.
+        A worker runs its list to the end, except in the first segment, where it may have to wait for a message to copy.
         """
         count, others = self._num_minibatches, self._others
         feed, divisors = _InRows(self._setup, "train", 0, count), loss_divisors(self._setup, 0, count)
@@ -245,10 +250,10 @@ class _ListPlayer:
 
 
 class _InRows(Feed):
-    """A segment's data, with the samples of a row's first unit for all of a row, and of few rows in turn."""
+    """A segment's data, in which all units of a row have the samples of its first one; few rows repeat in turn."""
 
     def row(self, unit: int) -> int:
-        """Return whose samples a unit has."""
+        """Return the row of a unit."""
         pipeline = self._pipeline
         return unit // pipeline.block % ((_PERIODS + pipeline.depth) * pipeline.microbatches)
 
@@ -260,7 +265,7 @@ class _InRows(Feed):
 class AloneCollectives:
     """The collectives of a worker that waits for no other: sums are its own gradients."""
 
-    worker: Worker  # that asks
+    worker: Worker  # whose instruction is executed
     extensions = NOTHING
 
     def __init__(self) -> None:
@@ -292,25 +297,25 @@ class AloneCollectives:
         return torch.zeros(())
 
 
-_Sent = dict[tuple[int, int, int], Any]  # activations by stages and row
+_Sent = dict[tuple[int, int, int], Any]  # activations by sending stage, receiving stage and row
 
 
 class _Others(AloneCollectives):
-    """Stand-in for other workers: the activations of a row that were sent first, zero gradients, its own sums."""
+    """Stand-in for all other workers: sends the first activations of the row, zero gradients, and no sums."""
 
-    feed: _InRows  # for units' sizes and rows
+    feed: _InRows
 
     def __init__(self, sent: _Sent) -> None:
         super().__init__()
         self._sent = sent
 
     def can_hear(self, it: Instruction) -> bool:
-        """Return whether a message for a receive instruction can be copied."""
+        """Return whether an instruction can run: whether the activation that it receives, if any, was sent before."""
         size = self.feed.size(it.number) if it.op is Op.RECEIVE_ACTIVATION else 0
         return size == 0 or (it.peer, it.stage, self.feed.row(it.number)) in self._sent
 
     def send(self, kind: str, unit: int, source: int, target: int, values: Any) -> None:
-        """Store a copy of activations; gradients are ignored."""
+        """Store a copy of activations, unless the row has some; gradients are ignored."""
         key = (source, target, self.feed.row(unit))
         if kind != GRADIENT and key not in self._sent:
             self._sent[key] = pytree.tree_map(_copied, values)
@@ -356,7 +361,7 @@ def _seconds(row: LayerProfile) -> float:
 
 
 def _keeping(setup: Setup) -> Setup:
-    """Return a setup without recomputation, whose cost is known from forwards, without swapping and without shards."""
+    """Return a setup without recomputation (its seconds are those of forwards), without swapping and shards."""
     stages = tuple(replace(stage, memory=(KEEP,) * len(stage.memory)) for stage in setup.plan.stages)
     return replace(
         setup, plan=replace(setup.plan, stages=stages), pipeline=replace(setup.pipeline, swaps=(), shard=NOT_SHARDED)

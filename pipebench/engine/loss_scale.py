@@ -1,8 +1,8 @@
-"""Dynamic loss scaling: fp16 gradients are multiplied by a scale, against underflow, that adapts to overflows.
+"""Dynamic loss scaling: fp16 gradients are multiplied by a scale, against underflow; it shrinks at overflows.
 
 Paper: Micikevicius et al. (2018) section 3.2; rule and defaults are those of torch.amp.GradScaler. Differs: every stage
-has its own scale. Gradients are sent with their scale, and a stage converts those that arrive. If all stages update
-together they share every decision, so their scales stay equal.
+has its own scale. Gradients are sent with their scale, and a stage converts those that arrive into its own. If all
+stages update together, they share every decision, so their scales stay equal.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,12 +17,12 @@ class LossScale:
 
     def __init__(self, options: LossScaleRecipe) -> None:
         self._options = options
-        self.value = options.initial  # the scale
-        self.num_skipped = 0  # updates skipped in the run for gradients that were not finite
+        self.value = options.initial
+        self.num_skipped = 0  # updates skipped in the run, since gradients were not finite
         self._num_finite = 0  # updates since the scale last changed
 
     def update(self, *, finite: bool) -> None:
-        """Adapt to an update's gradients."""
+        """Adapt the scale after an update; `finite`: whether all its gradients were."""
         options = self._options
         if not finite:
             self.value *= options.backoff
@@ -35,11 +35,11 @@ class LossScale:
             self._num_finite = 0
 
     def state(self) -> torch.Tensor:
-        """Return a checkpoint's entry: the scale, finite updates since it changed, skipped updates."""
+        """Return a checkpoint's entry: [scale, finite updates since it changed, skipped updates] float64."""
         return torch.tensor([self.value, self._num_finite, self.num_skipped], dtype=torch.float64)
 
     def restore(self, states: Sequence[torch.Tensor]) -> None:
-        """Restore from the states of one stage or, if cut otherwise, of several: the most conservative of them."""
+        """Restore from the states of one stage or, under other cuts, of several: the most conservative of them."""
         if states:
             rows = [state.tolist() for state in states]
             self.value = min(value for value, _, _ in rows)
@@ -48,7 +48,7 @@ class LossScale:
 
 
 def scale_metrics(scales: Iterable[Sequence[float]]) -> dict[str, float]:
-    """Return metrics of all workers' `loss_scales`: the smallest scale, and the most updates skipped by a stage."""
+    """Return metrics from all workers' `loss_scales`: the smallest scale, the most updates that a stage skipped."""
     found = list(scales)
     if not found:
         return {}

@@ -1,11 +1,12 @@
-"""Displaced weights for single passes: predicted some updates ahead, or taken back by some.
+"""Weights displaced for single passes: predicted some updates ahead, or taken back by some.
 
 Papers: SpecTrain (Chen et al. 2018) predicts with momentum SGD's smoothed gradient, XPipe (Guan et al. 2019) with
-Adam's: w(t + s) = w(t) - s lr d, where d is the optimizer's step direction from its current averages. PipeMare (Yang et
-al., MLSys'21) takes a backward's weights back along the mean change of the last updates: w(t) - tau delta, delta(t + 1)
-= gamma delta(t) + (1 - gamma) (w(t + 1) - w(t)).
+Adam's averages:
+    w(t + s) = w(t) - s lr d, with the optimizer's present step direction d.
+PipeMare (Yang et al., MLSys'21) takes a backward's weights back along the mean change of the last updates:
+    w(t) - tau delta(t), delta(t + 1) = gamma delta(t) + (1 - gamma) (w(t + 1) - w(t)).
 
-Nothing is stashed: all minibatches in flight share one set of buffers, to which their graphs refer and which is filled
+Nothing is stashed. All minibatches in flight share one set of buffers, to which their graphs refer, and which is filled
 before each pass as the schedule says.
 """
 
@@ -33,7 +34,7 @@ AS_IT_IS = Displacement(0, 0.0)
 
 
 def _adam(state: Mapping[str, Any], group: Group) -> torch.Tensor:
-    """Return m_hat / (sqrt(v_hat) + eps), without AdamW's weight decay."""
+    """Return Adam's step direction, m_hat / (sqrt(v_hat) + eps), without AdamW's weight decay."""
     (b1, b2), steps = group["betas"], state["step"].double()  # the float32 counter is too coarse for 1 - b2^steps
     mean = state["exp_avg"] / (1 - b1**steps)
     squares = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
@@ -41,7 +42,8 @@ def _adam(state: Mapping[str, Any], group: Group) -> torch.Tensor:
     return direction
 
 
-# Step directions by torch.optim class; `recipe.rules_training` has their names.
+# Step directions by torch.optim class, from a parameter's state; None before the first step. `recipe.rules_training`
+# has the classes' names.
 DIRECTIONS: Final[dict[type, Callable[[Mapping[str, Any], Group], torch.Tensor | None]]] = {
     torch.optim.SGD: lambda state, group: state.get("momentum_buffer"),
     torch.optim.Adam: _adam,
@@ -50,51 +52,52 @@ DIRECTIONS: Final[dict[type, Callable[[Mapping[str, Any], Group], torch.Tensor |
 
 
 class MovedWeights:
-    """The weights that all passes of a stage replica compute with, displaced from the newest of `weights`.
+    """The weights that all passes of a stage replica compute with, displaced from the newest version of `weights`.
 
-    `gamma` is the decay of the mean change per update; None keeps no mean change.
+    `gamma` is the decay of the mean change per update (PipeMare); with None there is no mean change.
     """
 
     def __init__(self, weights: Weights, gamma: float | None) -> None:
         self._weights = weights
-        self._working = weights.new_version()
+        self._working = weights.new_version()  # the buffers that all passes use
         self._gamma = gamma
         self._mean_change = None if gamma is None else weights.new_version()
-        self._content: tuple[int, Displacement] | None = None  # version and displacement of `_working`
-        self._forward: tuple[int, Displacement] | None = None  # of the last forward
-        self._held: list[torch.Tensor] | None = None  # copy of that forward's weights, after an update
+        self._content: tuple[int, Displacement] | None = None  # version and displacement that `_working` holds
+        self._last_forward: tuple[int, Displacement] | None = None  # version and displacement of the last forward
+        # Copy of the last forward's weights, if a later forward uses the same version after an update
+        self._held: list[torch.Tensor] | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of these buffers."""
+        """Bytes of the working buffers, the mean change and the copy."""
         copies = 1 + (self._mean_change is not None) + (self._held is not None)
         return copies * self._weights.version_bytes
 
     @property
     def mean_change(self) -> dict[str, torch.Tensor]:
-        """Mean changes per update by parameter name, if kept: references, not copies."""
+        """Mean changes per update, by parameter name: references, not copies; empty without `gamma`."""
         if self._mean_change is None:
             return {}
         return {n: t.detach() for n, t in zip(self._weights.names, self._mean_change.parameters, strict=True)}
 
     def restore(self, mean_change: Mapping[str, torch.Tensor]) -> None:
         """Restore mean changes by name, 0 for those without; nothing may be in flight."""
-        self._content = self._forward = self._held = None
+        self._content = self._last_forward = self._held = None
         with torch.no_grad():
             for name, mine in self.mean_change.items():
                 mine.copy_(mean_change[name]) if name in mean_change else mine.zero_()
 
     def for_forward(self, number: int, move: Displacement) -> Version:
         """Return a forward's weights: the newest version displaced, or the same as the last forward's."""
-        asked = number, move
-        if asked != self._forward:
-            self._forward, self._held = asked, None
+        wanted = number, move
+        if wanted != self._last_forward:
+            self._last_forward, self._held = wanted, None
         if self._held is None:
             self._fill(number, move)
         else:
             with self._unnoticed():
                 _copy(self._working.flats, self._held)
-            self._content = asked
+            self._content = wanted
         return self._working
 
     def for_backward(self, move: Displacement) -> None:
@@ -104,11 +107,11 @@ class MovedWeights:
     def update(self, gradients: Sequence[torch.Tensor | None], lr: float, *, keep_from: int) -> None:
         """Make the next version in place of the newest; see `Weights.update`."""
         newest = self._weights.newest
-        if keep_from <= newest.number and self._forward is not None and self._held is None:
-            self._fill(*self._forward)
+        if keep_from <= newest.number and self._last_forward is not None and self._held is None:
+            self._fill(*self._last_forward)
             self._held = [flat.clone() for flat in self._working.flats]
         self._content = None
-        if self._mean_change is not None:
+        if self._mean_change is not None:  # the working buffers hold the weights before the update
             with self._unnoticed():
                 _copy(self._working.flats, newest.flats)
         self._weights.update(gradients, lr, keep_from=newest.number + 1)
@@ -118,7 +121,7 @@ class MovedWeights:
                     mean.lerp_(old.neg_().add_(new), 1 - self._gamma)
 
     def _fill(self, number: int, move: Displacement) -> None:
-        """Compute weights from the newest version, unless the buffers hold them."""
+        """Fill the working buffers with the newest version, displaced, unless they hold just that."""
         if self._content == (number, move):
             return
         assert number == self._weights.newest.number, f"version {number} is gone"
@@ -132,6 +135,7 @@ class MovedWeights:
         self._content = number, move
 
     def _predict(self, move: Displacement) -> None:
+        """Move the working buffers along the optimizer's step directions."""
         optimizer = self._weights.optimizer
         assert optimizer is not None
         direction = DIRECTIONS[type(optimizer)]
@@ -146,7 +150,7 @@ class MovedWeights:
 
     @contextmanager
     def _unnoticed(self) -> Iterator[None]:
-        """Write into buffers of graphs in flight without autograd's error: they are meant to use the new contents."""
+        """Write into buffers of graphs in flight without autograd's error: their backwards use the new values."""
         buffers = (*self._working.flats, *self._working.parameters)
         with torch.no_grad(), _unsafe_preserve_version_counter(buffers):
             yield

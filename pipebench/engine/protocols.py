@@ -26,24 +26,24 @@ class SegmentCosts(NamedTuple):
     """What instructions cost in a segment on the virtual clock."""
 
     costs: Costs
-    size_of: Callable[[int], Size]  # of a unit, on which costs depend
-    recomputing_s: Callable[[int, int], float] | None  # of repeated forwards, by the stage and unit of a backward
+    size_of: Callable[[int], Size]  # a unit's size, on which costs depend
+    recomputing_s: Callable[[int, int], float] | None  # seconds that a backward recomputes, by its stage and unit
 
 
 class UnitLoss(NamedTuple):
     """The loss of one unit."""
 
-    total: torch.Tensor  # sum over samples, a scalar on the worker's device
+    total: torch.Tensor  # sum over the samples: [], on the worker's device
     samples: int
-    weight: float  # divisor of a mean loss
+    weight: float  # of the samples in a mean loss
 
 
 class StageRunner(Protocol):
-    """Runs a stage: a `Replica`, or a `MigratingReplica` while layers leave or join it."""
+    """Runs a stage for a worker: a `Replica`, or a `MigratingReplica` while layers leave or join the stage."""
 
-    scale: LossScale | None  # of its gradients; None: no scaling
-    again_bytes: int  # see `Replica`
-    divided: Divided | None  # which gradients are parts of whole ones, in the stage's order; None: none is
+    scale: LossScale | None  # None: gradients aren't scaled
+    recomputed_bytes: int  # see `Replica`
+    divided: Divided | None  # which gradients are slices of whole ones, in the stage's order; None: none is
 
     @property
     def apart(self) -> frozenset[int]:
@@ -72,13 +72,13 @@ class StageRunner(Protocol):
         """Apply one update and drop the round's gradients."""
 
     def skip_update(self, *, keep_from: int) -> None:
-        """Drop the round's gradients instead of applying them; counts as a version all the same."""
+        """Drop the round's gradients instead of applying them; the version is counted all the same."""
 
     def swap_out(self, unit: int) -> int:
         """Copy a unit's saved activations of swapped layers to the host; return the bytes."""
 
     def swap_in(self, unit: int) -> int:
-        """Begin to copy them back; return the bytes."""
+        """Begin to copy a unit's activations back from the host; return the bytes."""
 
     def live_by_kind(self) -> LiveBytes:
         """Return its bytes on the device, by kind."""
@@ -91,13 +91,18 @@ class Transport(Protocol):
     """Sends and receives values between a worker's stages and those of other workers."""
 
     def send(self, kind: str, unit: int, source: int, target: int, values: Any) -> None:
-        """Send a unit's values from one stage of this worker to another's; returns at once.
+        """Send a unit's values from a stage of this worker to one of another worker; returns at once.
 
-        `kind` is `activation`, `gradient`, or `evaluation` for an evaluation's activations; `values` are by layer.
+        Args:
+            kind: `activation`, `gradient` or, for an evaluation's activations, `evaluation`.
+            unit: its number.
+            source: the sending stage.
+            target: the receiving stage.
+            values: by layer.
         """
 
     def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
-        """Return a unit's values from a stage of another worker; waits for them."""
+        """Return what another worker has sent with the same arguments; waits for it."""
 
     def copied(self, kind: str, num_bytes: int) -> None:
         """Count bytes copied from the device to its host (kind `swap-out`) or back (`swap-in`)."""
@@ -114,32 +119,32 @@ class Collectives(Protocol):
         """Return a function to call with each gradient of a round's last backward when it is complete, or None."""
 
     def contribute(self, stage: int, replica: int, round_index: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Contribute a replica's gradients of a round, except those taken by `on_gradient`."""
+        """Contribute a replica's gradients of a round, except those that `on_gradient` has taken."""
 
     def wait(self, stage: int, replica: int, round_index: int) -> list[torch.Tensor | None]:
-        """Return the sum of a round's gradients over the stage's replicas, or the replica's pieces; waits for them."""
+        """Return a round's gradients summed over the stage's replicas, or the replica's pieces of them; waits."""
 
     def gather(self, stage: int, kind: str) -> None:
-        """Start to gather the newest weights of a stage from its replicas; bytes are counted as `kind`."""
+        """Start to gather the newest weights of a stage from its replicas' shards; bytes are counted as `kind`."""
 
     def wait_gathered(self, stage: int) -> None:
-        """Wait for the weights of a stage that are on their way."""
+        """Wait for the weights that `gather` has started to gather."""
 
     def tied(self, group: int, round_index: int) -> list[torch.Tensor | None]:
-        """Return the sum of a round's gradients over all copies of a tie's weights; waits for them."""
+        """Return a round's gradients of tied weights, summed over all copies of these; waits."""
 
     def norm(self, round_index: int) -> torch.Tensor:
-        """Return the norm of a round's gradients of all stages; waits for them."""
+        """Return the norm of all stages' gradients of a round: [] float64; waits."""
 
 
 Handler = Callable[[Instruction, Transport, Collectives], UnitLoss | None]
-Sent = tuple[str, int, int, int, str]  # kind of bytes, sender, receiver, bytes, label
+Sent = tuple[str, int, int, int, str]  # kind of bytes, sending worker, receiving worker, bytes, label
 
 
 class WorkerExtension:
     """An extension's part in one worker."""
 
-    handlers: Mapping[Op, Handler]  # added to `Worker.handlers`, or in place of some
+    handlers: Mapping[Op, Handler]  # added to `Worker.handlers`; they replace those of the same operations
 
     def begin(self, segment: Any) -> None:
         """Start a segment of training, with nothing in flight; `segment` is the extension's part in it, if any."""
@@ -148,29 +153,29 @@ class WorkerExtension:
         """End a segment of training."""
 
     def passed(self, stage: int) -> None:
-        """Take note of a backward of a stage, before its round may end."""
+        """Called after a backward of a stage, before its round may end."""
 
     def took(self, instruction: Instruction, seconds: float) -> None:
-        """Take note of an instruction's time."""
+        """Called with the duration of every instruction."""
 
     def held(self, num_bytes: int) -> None:
-        """Take note of the bytes that the worker holds."""
+        """Called with the bytes on the worker's device at every measurement; see `WorkerPeaks`."""
 
 
 class SegmentExtension:
     """An extension's part in one segment of training, on all workers."""
 
     def costs(self, costs: SegmentCosts) -> SegmentCosts:
-        """Return what instructions cost on the virtual clock."""
+        """Return what instructions cost on the virtual clock, given what they cost without the extension."""
         return costs
 
     def foreseen(self) -> "SegmentExtension":
-        """Return a copy for lists that are only looked ahead in."""
+        """Return a copy for lists of instructions that are read ahead and not executed."""
         return self
 
 
 class EngineExtension:
-    """An extension's part in a process's workers together; made with their collectives when stages are cut."""
+    """An extension's part in a process, for all its workers; made with their collectives when stages are cut."""
 
     def segment(self) -> SegmentExtension | None:
         """Return the extension's part in the segment that begins next, if any."""
@@ -180,11 +185,11 @@ class EngineExtension:
         """Start a segment."""
 
     def ended(self, setup: Setup) -> Setup:
-        """End a segment; return the setup to go on with."""
+        """End a segment; return the setup to continue with."""
         return setup
 
     def drained(self) -> Iterable[Sent]:
-        """Run a drain's exchange; yield what it sends if the links' clock is virtual."""
+        """Run a drain's exchange; on a virtual clock, yield what it sends."""
         return ()
 
     def facts(self) -> list[Any]:
@@ -192,7 +197,7 @@ class EngineExtension:
         return []
 
     def restore(self, facts: list[Any]) -> None:
-        """Restore the result of `facts` from a checkpoint; raises a CheckpointError if it has another form."""
+        """Restore the counters from what `facts` returned; raises a CheckpointError if they have another form."""
 
     def close(self) -> None:
         """End the run; all processes call it."""

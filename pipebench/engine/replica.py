@@ -1,6 +1,6 @@
-"""One replica of one stage: forward, backward and update of its minibatches.
+"""One replica of one stage: the forward and backward passes of its units, and its updates.
 
-It knows no schedule, clock, transport or mode: callers choose the version of each minibatch.
+It knows no schedule, clock, transport or mode. Callers choose the order of the passes, and each unit's weight version.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,65 +33,68 @@ from pipebench.model.stage import LossFunction, Stage
 from pipebench.model.values import bytes_in, detached, differentiable, tensors_in
 from pipebench.recipe.schema import LossScaleRecipe
 
-Values = dict[int, Any]  # layer index to its output, a pytree of tensors
+Values = dict[int, Any]  # layer index to the layer's output, a pytree of tensors
 
-
-_EVALUATION = name_hash("evaluation")  # evaluations draw other numbers than training
+_EVALUATION = name_hash("evaluation")  # added to the key of random layers: evaluations draw other numbers than training
 
 
 class UnitInput(NamedTuple):
-    """What a unit's forward through a stage gets."""
+    """Arguments of a unit's forward through a stage."""
 
-    unit: int  # saved for its backward; at most one forward before it
+    unit: int  # its number, by which its backward finds what the forward has saved
     draw: tuple[int, ...]  # key of random layers: (minibatch, microbatch)
-    inputs: Sequence[torch.Tensor]  # the model inputs the stage reads, in its order
+    inputs: Sequence[torch.Tensor]  # the model inputs that the stage reads, in its order
     received: Values  # values from other stages, by layer
     version: int  # number of the weight version to use
-    place: StreamSlot = ALONE  # whose state stateful modules carry
+    place: StreamSlot = ALONE  # the stream whose state stateful modules continue
     move: Displacement = AS_IT_IS  # of the weights from that version
-    loss: LossFunction | None = None  # in the last stage, maps the model's output to the loss to differentiate
+    loss: LossFunction | None = None  # in the last stage: maps the model's output to the loss to differentiate
 
 
 class LiveBytes(NamedTuple):
-    """Live bytes by kind."""
+    """A replica's live bytes on its device, by kind."""
 
-    weights: int  # all versions, or shards of them, parameters that aren't trained, and buffers
-    moved: int  # displaced copies of weights
-    stepped: int  # masters and the optimizer's state
-    gradients: int  # of updates to come
-    in_flight: int  # minibatches, streams' states, and units waiting to be transferred
-    gathered: int = 0  # weights gathered for now, where replicas keep shards only
+    weights: int  # all versions, or this replica's shard of one; frozen parameters and buffers
+    moved: int  # displaced copies of the weights
+    stepped: int  # full-precision masters and the optimizer's state
+    gradients: int  # accumulated for the next update
+    in_flight: int  # saved for the backwards of units in flight, and states of streams
+    gathered: int = 0  # whole weights, gathered for a pass where replicas keep shards only
 
 
 class _Saves(NamedTuple):
-    """A forward's saved bytes that stay on the device, and the indices of saved tensors that do; see `Swap`."""
+    """What a forward saves for its backward; the same for all forwards of equal shapes, so measured once."""
 
-    saved_bytes: int
-    staying: frozenset[int]
+    saved_bytes: int  # that stay on the device
+    staying: frozenset[int]  # indices of swapped layers' saved tensors that stay, see `Swap.saved_with`
 
 
 class ReplicaRules(NamedTuple):
     """What a training mode requires of a replica."""
 
-    split: bool = False  # whether backwards come in two parts
-    overwrite: bool = False  # for weight policies without stash, see `Weights`
-    moves: bool = False  # whether passes use weights displaced from the newest version
-    gamma: float | None = None  # see `MovedWeights`
+    split: bool = False  # backwards come in two parts: gradients of inputs, then of weights
+    overwrite: bool = False  # updates overwrite the weights of units in flight, see `Weights`
+    moves: bool = False  # passes use weights displaced from the newest version
+    gamma: float | None = None  # decay of the mean change of weights, see `MovedWeights`
     loss_scale: LossScaleRecipe | None = None  # None: no scaling
-    divide: Divide | None = None  # its part of the parameters, where replicas are sharded
-    compiled: bool = False  # whether its layers are compiled, for training
-    channels_last: bool = False  # whether images and weights of convolutions are laid out channels last
-    slices: Slices | None = None  # where layers are divided among processes
+    divide: Divide | None = None  # chooses this replica's shard of the parameters; None: all of them
+    compiled: bool = False  # layers are compiled for training
+    channels_last: bool = False  # images and weights of convolutions are laid out channels last
+    slices: Slices | None = None  # the layers' slices, where layers are divided among processes
 
 
 _PLAIN = ReplicaRules()
 
 
 class Replica:
-    """Runs one stage on `device`.
+    """Runs one stage on one device.
 
-    The module of `stage` must be this replica's alone. `make_optimizer` makes the optimizer for its parameters; `seed`,
-    the run's, is for random layers; `rules` are the training mode's.
+    Args:
+        stage: its modules must be this replica's alone; they are moved to the device.
+        make_optimizer: makes the optimizer of the stage's parameters.
+        device: where it computes.
+        seed: the run's, for random layers.
+        rules: what the training mode requires.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class Replica:
         seed: int,
         rules: ReplicaRules = _PLAIN,
     ) -> None:
-        self.stage, self._channels_last = stage, rules.channels_last
+        self.stage, self.device, self._channels_last = stage, device, rules.channels_last
         self.module = lay_out(stage.module.to(device)) if rules.channels_last else stage.module.to(device)
         self._evaluation = stage.evaluation_on(device)
         exact = lower([self.module, self._evaluation.module], stage.rounding)
@@ -111,7 +114,8 @@ class Replica:
             self.module, make_optimizer, overwrite=rules.overwrite, also=[self._evaluation.module],
             divide=rules.divide, masters=exact if stage.rounding else None,
         )  # fmt: skip
-        # In mixed precision, what has been rounded and isn't trained, for checkpoints; the weights hold other masters.
+        # In mixed precision, the exact values of rounded tensors that aren't trained, for checkpoints. `Weights` has
+        # those of trained parameters, the masters.
         self.exact = {name: tensor.to("cpu") for name, tensor in exact.items() if name not in self.weights.names}
         untrained = [*(each for each in self.module.parameters() if not each.requires_grad), *self.module.buffers()]
         self._untrained_bytes = sum(tensor.nbytes for tensor in untrained)
@@ -119,14 +123,13 @@ class Replica:
         moves = rules.moves and self.weights.optimizer is not None
         self.moved = MovedWeights(self.weights, rules.gamma) if moves else None
         self.scale = None if rules.loss_scale is None else LossScale(rules.loss_scale)  # None: gradients aren't scaled
-        # Host copies of the state of layers left out for now, by the model's own names; None: initial
+        # State of the layers that an architecture search leaves out for now, on the host; None: the initial one
         self.idle_state: ModelState | None = None
         self._split = SplitBackward(self.stage, device) if rules.split else None
-        self.device = device
-        self._in_flight: dict[int, InFlight] = {}
+        self._in_flight: dict[int, InFlight] = {}  # by unit
         self._saves: dict[tuple[torch.Size, ...], _Saves] = {}
         self._recomputation = Recomputation(stage.recomputed)
-        self.again_bytes = 0  # bytes that the last backward recomputed, freed with it
+        self.recomputed_bytes = 0  # that the last backward recomputed, and has freed
         self._fixed_storages = {each.untyped_storage().data_ptr() for each in untrained} | self._recomputation.storages
         self.states = StreamStates([self.module.get_submodule(path) for path in stage.stateful])
         self._accumulation = Accumulation(len(self.weights.names))
@@ -135,7 +138,11 @@ class Replica:
         self._call: Callable[..., Any] = compiled(stage) if rules.compiled else self.module
 
     def forward(self, given: UnitInput) -> tuple[Values, torch.Tensor | None]:
-        """Run a unit forward; return the detached values that leave the stage, by layer, and the last stage's loss."""
+        """Run a unit forward.
+
+        Returns:
+            The values that leave the stage, detached, by layer; and in the last stage the loss, else None.
+        """
         unit, draw, inputs, received, version, place, move, loss = given
         weights = self.weights.use(version) if self.moved is None else self.moved.for_forward(version, move)
         received = {layer: detached(received[layer]) for layer in self.stage.reads}
@@ -158,29 +165,29 @@ class Replica:
 
         Args:
             unit: a unit that has run forward.
-            arrived: by layer whose value left, one gradient per tensor of it that requires grad; none for the loss.
+            arrived: gradients of the values that left the stage, by layer: one per tensor that requires grad.
             on_gradient: called with every parameter's gradient, summed with those of earlier units, as soon as it is
-                complete, instead of adding it to `gradients`.
+                complete; it takes the gradient in place of `gradients`.
             move: displacement of the weights from the newest version.
 
         Returns:
-            Per received layer the gradients of its tensors that required grad, see `gradients`.
+            Gradients of the received values, by layer: one per tensor that requires grad, see `engine/gradients.py`.
         """
         returning = self._backward(self._in_flight[unit], arrived, on_gradient, move)
         self.drop_unit(unit)
         return returning
 
     def backward_input(self, unit: int, arrived: Gradients, move: Displacement = AS_IT_IS) -> Gradients:
-        """Run the input part of a unit's backward; see `backward`. Layers that can't be split run whole in it."""
+        """Run the input part of a unit's backward: all gradients but those of split layers' weights; see `backward`."""
         item = self._in_flight[unit]
         returning = self._backward(item, arrived, None, move)
         item.received, item.carried, item.loss, item.saved_bytes = {}, [], None, saved_bytes(item.rests)
         return returning
 
     def backward_weight(self, unit: int, on_gradient: OnGradient | None = None) -> None:
-        """Run the weight part of a unit's backward, after the input part; see `backward`.
+        """Run the weight part of a unit's backward, after its input part; see `backward`.
 
-        It reads no weights; `on_gradient` is called for the parameters of this part only.
+        It reads no weights, so it may run after later updates. `on_gradient` gets the gradients of this part only.
         """
         item = self._in_flight[unit]
         with self._accumulation.add(item.version, on_gradient):
@@ -188,17 +195,17 @@ class Replica:
         self.drop_unit(unit)
 
     def stepped(self) -> list[torch.Tensor | None]:
-        """Return the gradients in the types the optimizer steps on."""
+        """Return the accumulated gradients in the types of what the optimizer steps on."""
         self.gradients = self.weights.as_stepped(self.gradients)
         return self.gradients
 
     def swap_out(self, unit: int) -> int:
-        """Copy a unit's saved activations of swapped layers to the host and free them; return the bytes, maybe 0."""
+        """Copy the activations that swapped layers saved for a unit to the host, and free them; return the bytes."""
         swap = self._in_flight[unit].swap
         return 0 if swap is None else swap.copy_out()
 
     def swap_in(self, unit: int) -> int:
-        """Begin to copy them back, which a backward otherwise does on demand; return the bytes."""
+        """Begin to copy a unit's activations back from the host; return the bytes. Without it, its backward does so."""
         swap = self._in_flight[unit].swap
         return 0 if swap is None else swap.copy_back()
 
@@ -221,7 +228,7 @@ class Replica:
         """Run forward only, in evaluation mode, with the newest weights or their averages; arguments as in `UnitInput`.
 
         Returns:
-            The values that leave the stage, by layer of the evaluation; and the model's output in the last stage.
+            The values that leave the stage, by layer of the evaluation; and in the last stage the model's output.
         """
         stage = self._evaluation
         self.weights.bind(self.weights.evaluated)
@@ -240,36 +247,42 @@ class Replica:
         return tuple(self._in_flight)
 
     def drop_unit(self, unit: int) -> None:
-        """Drop a unit's saved state: its backward is over, or runs elsewhere."""
+        """Drop what a unit's forward has saved: its backward is over, or runs in another replica."""
         item = self._in_flight.pop(unit)
-        if self.moved is None:  # else all units share the same buffers
+        if self.moved is None:  # otherwise all units share the same buffers
             self.weights.release(item.number)
 
     def retire(self) -> None:
-        """Make no more updates, and keep only what backwards of units in flight need."""
+        """Make no more updates; keep only what the backwards of units in flight need."""
         self.weights.retire()
         self.states.clear()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the parameters and buffers of evaluations by qualified name: references, not copies."""
+        """Return the parameters and buffers that evaluations use, by qualified name: references, not copies."""
         parameters = dict(zip(self.weights.names, self.weights.evaluated.parameters, strict=True))
         return {**parameters, **dict(self.module.named_buffers())}
 
     def live_bytes(self) -> int:
-        """Return this replica's bytes."""
+        """Return this replica's bytes on its device."""
         return sum(self.live_by_kind())
 
     def live_by_kind(self) -> LiveBytes:
-        """Return this replica's bytes by kind."""
+        """Return this replica's bytes on its device, by kind."""
         in_flight = sum(item.num_bytes for item in self._in_flight.values())
         carried = bytes_in(list(self.states.values())) if self.states else 0
         moved = 0 if self.moved is None else self.moved.num_bytes
-        once = self.weights.master_bytes + self.weights.state_bytes
-        weights, gradients = self._untrained_bytes + self.weights.live_bytes, self._accumulation.num_bytes
-        return LiveBytes(weights, moved, once, gradients, in_flight + carried, self.weights.gathered_bytes)
+        weights = self.weights
+        return LiveBytes(
+            weights=self._untrained_bytes + weights.live_bytes,
+            moved=moved,
+            stepped=weights.master_bytes + weights.state_bytes,
+            gradients=self._accumulation.num_bytes,
+            in_flight=in_flight + carried,
+            gathered=weights.gathered_bytes,
+        )
 
     def host_bytes(self) -> int:
-        """Return the host bytes of its minibatches in flight."""
+        """Return the bytes of its units in flight that are on the host."""
         return sum(item.host_bytes for item in self._in_flight.values())
 
     @property
@@ -284,7 +297,7 @@ class Replica:
 
     @property
     def gradients(self) -> list[torch.Tensor | None]:
-        """Accumulated gradients, or their sum over replicas, in the stage's order."""
+        """Accumulated gradients, or their sums over the replicas, in the order of the stage's parameters."""
         return self._accumulation.gradients
 
     @gradients.setter
@@ -296,16 +309,16 @@ class Replica:
         self._accumulation.take_sums(gradients)
 
     def keep_apart(self, positions: Iterable[int]) -> None:
-        """Leave parameters out of the sums over replicas: those of a tie, summed over the copies of all its stages."""
+        """Leave parameters out of the sums over replicas: tied ones, which are summed over the copies of all stages."""
         self._accumulation.apart |= frozenset(positions)
 
     @property
     def apart(self) -> frozenset[int]:
-        """The positions of parameters whose gradients aren't summed with the other ones."""
+        """Positions of the parameters whose gradients aren't summed with the others'; see `keep_apart`."""
         return self._accumulation.apart
 
     def _run(self, item: InFlight, arguments: Sequence[Any]) -> Any:
-        """Run the module; measure its saved bytes the first time for each shape."""
+        """Run the module; measure what it saves for the backward at the first forward of these shapes."""
         shapes = item.shapes = tuple([tensor.shape for argument in arguments for tensor in tensors_in(argument)])
         if self.stage.swapped:
             item.swap = Swap(self.device)
@@ -320,7 +333,7 @@ class Replica:
             own = self._own_storages(item)
             size = sum(storage.nbytes() for address, storage in saved.items() if address not in own)
             self._saves[shapes] = _Saves(size, frozenset() if item.swap is None else item.swap.saved_with(saved))
-            saved.clear()  # every node of torch's holds the hook, so that none would free anything before the last
+            saved.clear()  # the graph's nodes hold the hook, and with it all storages until the last node is freed
         item.saved_bytes = self._saves[shapes].saved_bytes + (bytes_in(item.carried) if self.stage.recomputed else 0)
         if item.swap is not None:
             item.swap.settle(self._saves[shapes].staying, self._own_storages(item), tensors_in(item.received))
@@ -330,7 +343,7 @@ class Replica:
         return [channels_last(each) for each in inputs] if self._channels_last else inputs
 
     def _own_storages(self, item: InFlight) -> set[int]:
-        """Return the addresses of a unit's weights and the stage's other tensors."""
+        """Return the addresses of storages that a unit doesn't save: its weights and the stage's other tensors."""
         return self._fixed_storages.union(flat.untyped_storage().data_ptr() for flat in item.version.flats)
 
     def _backward(
@@ -348,7 +361,7 @@ class Replica:
             self.states.carry(item.carried)
             with self._recomputation.run(item.shapes, lambda: self._own_storages(item)):
                 self._differentiate(item, leaves, arrived, on_gradient)
-            self.again_bytes = self._recomputation.num_bytes[item.shapes]
+            self.recomputed_bytes = self._recomputation.num_bytes[item.shapes]
         else:
             self._differentiate(item, leaves, arrived, on_gradient)
         item.results.clear()
@@ -358,8 +371,8 @@ class Replica:
     def _differentiate(
         self, item: InFlight, leaves: list[torch.Tensor], arrived: Gradients, on_gradient: OnGradient | None
     ) -> None:
-        """Set the leaves' `grad`, and pass parameters' gradients on to `gradients` or `on_gradient`."""
-        of_loss = None  # stands for 1
+        """Run autograd: set the leaves' `grad`, and give parameters' gradients to `gradients` or `on_gradient`."""
+        of_loss = None  # gradient of the loss; None stands for 1
         if self.scale is not None:
             of_loss = torch.full((), self.scale.value, dtype=item.loss_type, device=self.device)
         pairs = [
@@ -368,7 +381,8 @@ class Replica:
             for edge, gradient in zip(edges, arrived.get(layer, ()), strict=True)
             if flows(gradient)
         ]
-        results, heads = [e for e, _ in pairs] + item.of_loss, [g for _, g in pairs] + [of_loss] * len(item.of_loss)
+        results = [edge for edge, _ in pairs] + item.of_loss
+        heads = [gradient for _, gradient in pairs] + [of_loss] * len(item.of_loss)
         wanted = [*leaves, *item.version.parameters]
         if not results or not wanted:
             return
@@ -381,7 +395,7 @@ class Replica:
 
 @contextmanager
 def _naming_overwriting() -> Iterator[None]:
-    """Turn torch's error about a tensor that is no longer what a backward saved into a sentence about the model."""
+    """Turn torch's error about a saved tensor that was overwritten into a sentence about the model."""
     try:
         yield
     except RuntimeError as error:
@@ -394,12 +408,15 @@ def _naming_overwriting() -> Iterator[None]:
 
 
 def _edges(value: Any) -> list[GradientEdge]:
-    """Return where gradients of a value's tensors enter the graph that computed it."""
+    """Return the edges at which gradients of a value's tensors enter the graph that computed it.
+
+    An edge keeps the graph alive, but not the value, which has left the stage by then.
+    """
     return [get_gradient_edge(tensor) for tensor in differentiable(value)]
 
 
 def _divided(weights: Weights, slices: Slices | None) -> Divided | None:
-    """Return which gradients are pieces of whole ones, also set in an optimizer that computes norms."""
+    """Return which gradients are slices of whole ones; set that in an optimizer that computes norms, too."""
     if slices is None:
         return None
     found = Divided(slices.group, torch.tensor([name in slices.cuts for name in weights.stepped_names]))

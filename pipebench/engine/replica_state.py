@@ -1,4 +1,4 @@
-"""A replica's share of a checkpoint, written and restored."""
+"""A replica's share of a checkpoint: what it writes, and how it is restored."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +16,11 @@ from pipebench.model.sampling import microbatch_sizes
 
 
 def state_of(replica: Replica, share: Share) -> ModelState:
-    """Return the state at a drain that this replica writes to a checkpoint: references, not copies."""
+    """Return the state at a drain that this replica writes to a checkpoint: references, not copies.
+
+    The first replica of a stage, and the first of the processes among which its layers are divided, writes what all of
+    them hold; the others write only what is theirs alone.
+    """
     held = held_by(replica, share)
     if share.replica == 0:
         for section in (held.parameters, held.optimizer, held.mean_change, held.loss_scale):
@@ -47,7 +51,7 @@ def state_of(replica: Replica, share: Share) -> ModelState:
 
 
 def held_by(replica: Replica, share: Share) -> ModelState:
-    """Return all state at a drain that this replica holds, whichever replica writes it: references, not copies."""
+    """Return all state at a drain that this replica holds, under the model's names: references, not copies."""
     carried = {
         f"{stream}/{microbatch}/{path}": carried
         for (split, stream, microbatch), state in replica.states.items()
@@ -55,6 +59,7 @@ def held_by(replica: Replica, share: Share) -> ModelState:
         for path, carried in zip(replica.stage.stateful, state, strict=True)
     }
     buffers = {share.names[name]: replica.exact.get(name, buffer) for name, buffer in replica.module.named_buffers()}
+    mean_change = {} if replica.moved is None else replica.moved.mean_change
     scales = {} if replica.scale is None else {share.names[n]: replica.scale.state() for n in replica.weights.names}
     own = ModelState(
         parameters={share.names[name]: parameter.detach() for name, parameter in _parameters(replica).items()},
@@ -62,21 +67,23 @@ def held_by(replica: Replica, share: Share) -> ModelState:
         buffers=buffers,
         carried=carried,
         loss_scale=scales,
-        mean_change={share.names[name]: change for name, change in _mean_change(replica).items()},
+        mean_change={share.names[name]: change for name, change in mean_change.items()},
         pieces={share.names[name]: place for name, place in replica.weights.places_of_pieces().items()},
     )
     return ModelState.merge([own, replica.idle_state or _as_cut(replica, share)])
 
 
 def restore(replica: Replica, state: ModelState, share: Share) -> None:
-    """Restore this replica's share of a whole model's state, by name; it is neither changed nor referenced.
+    """Restore this replica's share of a whole model's state by copying from it.
 
     Raises:
         CheckpointError: a tensor of this stage is missing or has another shape; the replica is unchanged then.
     """
-    own, state = {name: share.names[name] for name in names_in(replica)}, state.of_slice(share.cuts)
+    own = {name: share.names[name] for name in names_in(replica)}  # the stage's name to the model's
+    state = state.of_slice(share.cuts)
+    counters = {name: state.counters.get(f"{share.replica}/{name}") for name in own.values()}
     given = {**state.buffers, **state.parameters}
-    given |= {n: b for n in own.values() if (b := state.counters.get(f"{share.replica}/{n}")) is not None}
+    given |= {name: counter for name, counter in counters.items() if counter is not None}
     tensors = {**_whole(replica), **dict(replica.module.named_buffers())}
     for name, tensor in tensors.items():
         _check_fits(own[name], tensor, given)
@@ -94,8 +101,8 @@ def restore(replica: Replica, state: ModelState, share: Share) -> None:
         )
     with torch.no_grad():
         module = replica.module
-        for each in (dict(module.named_parameters()), dict(module.named_buffers()), replica.exact):
-            for name, tensor in each.items():
+        for table in (dict(module.named_parameters()), dict(module.named_buffers()), replica.exact):
+            for name, tensor in table.items():
                 if name in own and name not in replica.weights.names:
                     tensor.copy_(given[own[name]])
     replica.states.clear()
@@ -112,14 +119,14 @@ def names_in(replica: Replica) -> set[str]:
 
 
 def _as_cut(replica: Replica, share: Share) -> ModelState:
-    """Return the initial state of the layers that are left out."""
+    """Return the initial state of the layers that are left out for now (`Replica.idle_state`)."""
     idle = {share.names[name]: tensor for name, tensor in replica.stage.idle.items()}
     parameters = {name: tensor.detach() for name, tensor in idle.items() if isinstance(tensor, nn.Parameter)}
     return ModelState(parameters=parameters, buffers={n: t for n, t in idle.items() if n not in parameters})
 
 
 def _idle_state_of(replica: Replica, state: ModelState, given: Mapping[str, torch.Tensor], share: Share) -> ModelState:
-    """Return copies of a state's tensors of the layers that are left out."""
+    """Return copies on the host of a state's tensors of the layers that are left out for now."""
     found = _as_cut(replica, share)
     for section in (found.parameters, found.buffers):
         for name, tensor in section.items():
@@ -139,19 +146,15 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _parameters(replica: Replica) -> dict[str, torch.Tensor]:
-    """Return the newest and the untrained parameters, in full precision; of sharded ones this replica's pieces."""
+    """Return all parameters, the newest and in full precision; of sharded ones, this replica's pieces."""
     trained = replica.weights.trained()
     names = {*replica.weights.names} - trained.keys()
     return {name: p for name, p in _whole(replica).items() if name not in names} | trained
 
 
 def _whole(replica: Replica) -> dict[str, torch.Tensor]:
-    """Return all parameters as the stage's module has them; sharded ones may have no memory for now."""
+    """Return all parameters, whole, as the stage's module has them; those of shards may have no memory."""
     return {name: replica.exact.get(name, p) for name, p in replica.module.named_parameters()}
-
-
-def _mean_change(replica: Replica) -> dict[str, torch.Tensor]:
-    return {} if replica.moved is None else replica.moved.mean_change
 
 
 def _check_fits(name: str, tensor: torch.Tensor, given: Mapping[str, torch.Tensor]) -> None:
@@ -166,9 +169,12 @@ def _check_fits(name: str, tensor: torch.Tensor, given: Mapping[str, torch.Tenso
 def carried_states(
     carried: Mapping[str, Any], modules: Sequence[str], sizes: Sequence[int]
 ) -> dict[tuple[int, int], list[Any]]:
-    """Return carried states by (stream, microbatch), in the order of `modules`, the qualified names wanted.
+    """Return carried states by (stream, microbatch), one per module.
 
-    `carried` maps `stream/microbatch/module` to the state, of the whole model; `sizes` are each microbatch's samples.
+    Args:
+        carried: `stream/microbatch/module` to the state, for the whole model, in the checkpoint's microbatches.
+        modules: qualified names of the modules whose states are wanted, in order.
+        sizes: samples of each microbatch now.
 
     Raises:
         CheckpointError: the state can't be cut into these microbatches; names the module.
@@ -190,7 +196,7 @@ def carried_states(
 
 
 def _recut(module: str, parts: Mapping[int, Any], sizes: Sequence[int]) -> Mapping[int, Any]:
-    """Return a module's state of one stream by microbatch."""
+    """Return a module's state of one stream by microbatch, given those of the checkpoint's microbatches."""
     wanted = [microbatch for microbatch, size in enumerate(sizes) if size > 0]
     if sorted(parts) == wanted:
         return parts

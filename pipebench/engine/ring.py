@@ -1,4 +1,4 @@
-"""Sums over the replicas of a stage, in a ring or by servers, chunk by chunk in one process."""
+"""Sums over the replicas of a stage, in a ring or by servers: in one process, chunk by chunk as between processes."""
 
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -7,15 +7,15 @@ import torch
 
 from pipebench.schedule.syncs import ALL_REDUCE, ALL_TO_ALL, PARAMETER_SERVER, RING
 
-Count = Callable[[int, int, int], None]  # sender index, receiver index, bytes
-Groups = Sequence[Sequence[int]]  # members that sum first, see `Cluster.servers`
+Count = Callable[[int, int, int], None]  # called with a chunk's sender and receiver, positions in the ring, and bytes
+Groups = Sequence[Sequence[int]]  # the members on every server, see `Cluster.servers`
 
 
 def ring_all_reduce(buffers: Sequence[torch.Tensor], count: Count) -> torch.Tensor:
     """Return the sum of one-dimensional buffers of one size, in a ring's order of addition.
 
-    Chunk c starts at member c and is added to at every step; then its sum is passed round. With two members the order
-    does not matter, so the result has the same bits as any other all-reduce. `count` is called for every chunk sent.
+    Chunk c starts at member c, and each next member adds its own; then the sum is passed round. With two members the
+    order does not matter, so the result has the same bits as any other all-reduce.
     """
     size = len(buffers)
     if size == 1:
@@ -35,9 +35,9 @@ def ring_all_reduce(buffers: Sequence[torch.Tensor], count: Count) -> torch.Tens
 
 
 def all_reduce(buffers: Sequence[torch.Tensor], servers: Groups, count: Count) -> torch.Tensor:
-    """Return the sum of one-dimensional buffers of one size: in a ring inside every server, then in a ring among them.
+    """Return the sum of one-dimensional buffers of one size: in a ring inside every server, then in a ring of servers.
 
-    `servers` lists the members of each; with a single server this is the ring. `count` is called for every chunk sent.
+    With a single server this is `ring_all_reduce`.
     """
 
     def counter_of(ring: Sequence[int]) -> Count:
@@ -52,7 +52,7 @@ def server_sum(buffers: Sequence[torch.Tensor], count: Count) -> torch.Tensor:
 
     Member c is the server of chunk c: all others send it theirs and receive the sum. Paper: PipeDream's preprint of
     2018. Differs: servers return sums and every replica updates its own weights; in the paper they update and return
-    weights. Bytes and weights are the same. `count` is called for every chunk sent.
+    weights. Bytes and weights are the same.
     """
     size = len(buffers)
     chunks = [buffer.tensor_split(size) for buffer in buffers]
@@ -69,7 +69,7 @@ def server_sum(buffers: Sequence[torch.Tensor], count: Count) -> torch.Tensor:
 
 
 def of_one_type(bucket: Sequence[int], like: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Split a bucket, positions in the parameters `like`, into one per dtype, in order: messages have one dtype."""
+    """Split a bucket, positions in the parameters `like`, into one per dtype: a message has one dtype."""
     by_type: dict[torch.dtype, list[int]] = {}
     for index in bucket:
         by_type.setdefault(like[index].dtype, []).append(index)
@@ -80,11 +80,11 @@ def _not_counted(sender: int, receiver: int, num_bytes: int) -> None:
     """Count nothing."""
 
 
-# By way, as in `syncs.Sync`; `simulate/sums.py` says what each sends, and when.
+# Sums by the `way` of a `syncs.Sync`; `simulate/sums.py` says what each sends, and when.
 SUMS: Final[dict[str, Callable[[Sequence[torch.Tensor], Groups, Count], torch.Tensor]]] = {
     ALL_REDUCE: all_reduce,
     PARAMETER_SERVER: lambda buffers, _, count: server_sum(buffers, count),
-    # Scattered, not sent to all: their bytes are counted apart.
+    # Of sharded replicas: sums are scattered, not sent to all, and `InProcessCollectives` counts their bytes.
     RING: lambda buffers, servers, _: all_reduce(buffers, servers, _not_counted),
     ALL_TO_ALL: lambda buffers, _, __: server_sum(buffers, _not_counted),
 }

@@ -1,5 +1,6 @@
 """Sums of an evaluation over held-out samples, and the whole model for metrics that no single stage can compute."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -8,10 +9,11 @@ import torch
 
 from pipebench.checkpoint.share import own_names
 from pipebench.engine.setup import Setup
-from pipebench.model.graph import copied
+from pipebench.model.graph import copied, copied_to
+from pipebench.model.values import tensors_in
 from pipebench.zoo.registry import Dataset
 
-_LOSS, _WEIGHT = "eval_loss", "weight of all samples"
+_LOSS, _WEIGHT, _NAN_WEIGHT = "eval_loss", "weight of all samples", "weight of samples with NaN outputs"
 
 
 class Scores:
@@ -23,14 +25,21 @@ class Scores:
         self.sums: dict[str, float] = defaultdict(float)
 
     def add(self, output: Any, targets: Mapping[str, torch.Tensor], weight: float) -> None:
-        """Score the model's output for some samples."""
-        self.sums[_LOSS] += float(self._dataset.loss(output, targets))
+        """Score the model's output for a minibatch.
+
+        NaN outputs have scores, too: `argmax` takes the first NaN, so an accuracy is the share of a class. Their
+        minibatch counts, and scores nothing.
+        """
+        loss, scores = float(self._dataset.loss(output, targets)), self._dataset.score(output, targets)
+        self.sums[_LOSS] += loss
         self.sums[_WEIGHT] += weight
-        for name, value in self._dataset.score(output, targets).items():
-            self.sums[name] += float(value)
+        has_nan = math.isnan(loss) and any(bool(tensor.isnan().any()) for tensor in tensors_in(output))
+        self.sums[_NAN_WEIGHT] += weight if has_nan else 0.0
+        for name, value in scores.items():
+            self.sums[name] += 0.0 if has_nan else float(value)
 
     def merge(self, others: Iterable[Mapping[str, float]]) -> None:
-        """Replace the sums by the total over workers, this one included, in their order."""
+        """Replace the sums by the totals over all workers, added in their order."""
         total: dict[str, float] = defaultdict(float)
         for sums in others:
             for name, value in sums.items():
@@ -38,17 +47,24 @@ class Scores:
         self.sums = total
 
     def metrics(self) -> dict[str, float]:
-        """Return `eval_loss` and every metric of the dataset."""
+        """Return `eval_loss` and every metric of the dataset.
+
+        With NaN outputs, a metric to maximise is a lower bound, and one to minimise is NaN, as without their scores it
+        would be too good.
+        """
         sums = dict(self.sums)
-        weight = sums.pop(_WEIGHT)
-        return {_LOSS: sums.pop(_LOSS) / weight, **self._dataset.summarise(sums, weight)}
+        weight, nan_weight = sums.pop(_WEIGHT), sums.pop(_NAN_WEIGHT)
+        metrics = {_LOSS: sums.pop(_LOSS) / weight, **self._dataset.summarise(sums, weight)}
+        if nan_weight > 0:
+            metrics |= {name: math.nan for name in metrics if self._dataset.metrics.get(name) == "min"}
+        return metrics
 
 
 class WholeModel:
     """A copy of the whole model, in evaluation mode, for metrics that no single stage can compute.
 
-    The model of `setup` must still hold its initial weights, for those that no stage trains. The copy is on the host
-    between evaluations: on a GPU it would take memory from training, and a pipeline's model may be more than one holds.
+    The model of `setup` must still hold its initial weights, for those that no stage trains. Between evaluations the
+    copy is on the host: on a GPU it would take memory from training, and may be more than one GPU holds.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -57,7 +73,10 @@ class WholeModel:
         self._own_names = own_names(setup.graph)
 
     def metrics(self, stages: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-        """Return the dataset's metrics of the model with the stages' parameters and buffers, by qualified name."""
+        """Return the dataset's metrics of the whole model.
+
+        `stages` has the parameters and buffers of stages, by qualified name.
+        """
         named = dict(self._model.named_buffers()) | dict(self._model.named_parameters(remove_duplicate=False))
         with torch.no_grad():
             for tensors in stages:
@@ -65,6 +84,5 @@ class WholeModel:
                     name = self._own_names[stages_name]
                     if name in named:  # tracing adds buffers for tensors made in forward
                         named[name].copy_(tensor)
-        is_here = self._device.type == "cpu"
-        model = self._model if is_here else copied(self._model).to(self._device)
+        model = self._model if self._device.type == "cpu" else copied_to(self._model, self._device)
         return dict(self._dataset.whole_model_metrics(model))

@@ -1,4 +1,4 @@
-"""A segment of training on the virtual clock: the lists, costs and links of every engine that uses it."""
+"""A segment of training on the virtual clock: its lists of instructions, and what they cost."""
 
 from collections.abc import Callable, Mapping
 
@@ -14,9 +14,15 @@ SizeOf = Callable[[int], Size]
 
 
 class Segment:
-    """A segment between two drains, with extensions' parts in it.
+    """A segment between two drains.
 
-    `first` is its first minibatch in the run; `on_cut` is called with the new length if the segment is cut short.
+    Args:
+        setup: what is run.
+        by_extension: extensions' parts in the segment, by name.
+        first: first minibatch, numbered since the run's start.
+        num_minibatches: of the segment, if it isn't cut short.
+        stop: a request to end the run early.
+        on_cut: called with the new length if the segment is cut short.
     """
 
     def __init__(
@@ -35,7 +41,7 @@ class Segment:
 
     @property
     def limit(self) -> int:
-        """Minibatches that will run."""
+        """Minibatches that will run, as far as is known."""
         return self._admission.limit
 
     def end_at(self, minibatch: int) -> None:
@@ -45,7 +51,11 @@ class Segment:
     def simulation(self, network: Network, size_of: SizeOf, start_s: float, meter: Meter) -> Simulation:
         """Return the simulation, which yields timed instructions and ends early if the segment does.
 
-        `start_s` is the clock at the segment's start; `meter` is notified of the start, not of events.
+        Args:
+            network: the links.
+            size_of: a unit's size.
+            start_s: the clock at the segment's start.
+            meter: is notified of the segment's start; the caller notifies it of events.
         """
         pipeline, by_extension = self._setup.pipeline, self.part.by_extension
         found = SegmentCosts(self._setup.costs, size_of, recomputing(self._setup.costs, size_of))
@@ -57,5 +67,5 @@ class Segment:
         ]
         meter.begin(size_of, found.recomputing_s)
         costs, sizes, _ = found
-        copies = bool(by_extension)  # layers may change their policies, too
+        copies = bool(by_extension)  # layers that move may begin to swap
         return Simulation(pipeline, lists, costs, network, sizes, start_s, self.part, copies)

@@ -1,4 +1,4 @@
-"""A recipe's setup: everything an engine needs, and what follows from it."""
+"""A recipe's setup: all that an engine needs, and what follows from it."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -24,29 +24,29 @@ from pipebench.zoo.registry import Dataset
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything an engine needs to run a recipe."""
+    """All that an engine needs to run a recipe."""
 
     graph: LayerGraph  # its parameters are the initial weights
     plan: Plan
     pipeline: Pipeline  # shape and order of work
     profile: Profile  # layer costs at every size of a unit
     costs: Costs  # seconds and bytes of every instruction, from the profile
-    evaluation: Evaluation  # how evaluations are cut
+    evaluation: Evaluation  # the stages of evaluations, and their costs
     cluster: Cluster
     dataset: Dataset
     sampler: Sampler  # of training minibatches
     held_out: Sampler  # of evaluation minibatches
     make_optimizer: MakeOptimizer  # makes a stage's optimizer
-    lr: Callable[[int, int, int], float]  # of an update, from (stage, samples before it, its own samples)
-    clip_norm: float | None  # largest gradient norm per update, of all stages if they share it, else of each
+    lr: Callable[[int, int, int], float]  # an update's rate, from (stage, samples before it, its own samples)
+    clip_norm: float | None  # largest norm of an update's gradients: of all stages in flushing modes, else of each
     seed: int  # for random layers
     device: torch.device  # of the arithmetic
     loss_scale: LossScaleRecipe | None = None  # None: no scaling
     correction_decay: float = CORRECTION_DECAY  # PipeMare's D, see `gamma`
-    steps_on_whole: bool = False  # whether the optimizer needs parameters whole: shards don't cut them then
-    repartitions: bool = False  # whether layers may move: processes then keep the model and connect all stages
-    compiled: bool = False  # whether stages are compiled
-    channels_last: bool = False  # whether images and weights of convolutions are laid out channels last
+    steps_on_whole: bool = False  # the optimizer needs whole parameters, so shards don't cut them
+    repartitions: bool = False  # layers may move, so processes keep the whole model and connect all stages
+    compiled: bool = False  # stages are compiled
+    channels_last: bool = False  # images and weights of convolutions are laid out channels last
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -55,11 +55,11 @@ class Setup:
 
     @property
     def copies(self) -> bool:
-        """Whether devices swap to their hosts, or may once layers have moved."""
+        """Whether devices copy activations to their hosts, or may do so once layers have moved."""
         return bool(self.pipeline.swaps) or self.repartitions
 
     def under(self, plan: Plan) -> "Setup":
-        """Return the same run under a plan with other cuts or memory policies, with all that follows.
+        """Return the same run under a plan with other cuts or memory policies.
 
         Raises:
             PlanError: stages, replicas, devices or depth differ.
@@ -83,9 +83,10 @@ class Setup:
         )
 
     def gamma(self, stage: int) -> float | None:
-        """Return the decay of a parameter's mean change per update, D^(1 / tau); None: not kept.
+        """Return the decay gamma = D^(1 / tau) of a parameter's mean change per update; None without correction.
 
-        PipeMare's tau is the delay of the stage's forwards, since its backwards have none.
+        Paper: PipeMare (Yang et al., MLSys'21), technique T2. Its tau is the delay of the stage's forwards, since
+        backwards have none.
         """
         tau = delay(self.pipeline, stage)
         if tau == 0 or not WEIGHT_POLICIES[self.pipeline.weights].corrects:
@@ -97,7 +98,7 @@ class Setup:
         return self.cluster.levels[self.cluster.level_between(self.devices[sender], self.devices[receiver])]
 
     def ring(self, workers: Iterable[int]) -> list[int]:
-        """Return workers in the order of their devices: such a ring leaves and enters every component once."""
+        """Return workers in the order of their devices: the ring then enters and leaves every server only once."""
         return sorted(workers, key=self.devices.__getitem__)
 
     def servers(self, ring: Sequence[int]) -> list[list[int]]:
@@ -106,23 +107,21 @@ class Setup:
 
 
 def ranks_of(setup: Setup) -> list[int]:
-    """Return every worker's process rank, in the order of devices.
-
-    Processes are started only for devices that the plan uses.
-    """
+    """Return every worker's process rank: processes run in the order of devices, on those that the plan uses."""
     return [sorted(setup.devices).index(device) for device in setup.devices]
 
 
 def minibatch_weight(setup: Setup, k: int) -> float:
-    """Return the weight of minibatch k in a mean loss."""
+    """Return the weight in a mean loss of minibatch k of the run."""
     return setup.dataset.weight("train", setup.sampler.indices(k))
 
 
 def loss_divisors(setup: Setup, first: int, num_minibatches: int) -> list[float] | None:
-    """Return the divisor of every minibatch's loss in a segment, before its backward.
+    """Return what the loss of every minibatch of a segment is divided by before its backward.
 
-    This is the update's weight if all stages' updates average over the same minibatches (flushing modes, straight
-    pipelines). Otherwise None: every stage divides at its own update. Either way a gradient is divided once.
+    It is the weight of the minibatch's update, if the updates of all stages average over the same minibatches, as in
+    flushing modes and straight pipelines. Otherwise None: every stage divides at its own update. Either way a gradient
+    is divided once.
     """
     pipeline = setup.pipeline
     sizes = {pipeline.round_size(stage) for stage in range(pipeline.num_stages)}

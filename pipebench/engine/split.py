@@ -1,8 +1,8 @@
-"""Backwards in two parts: gradients of a stage's inputs first, to send them early, those of its weights later.
+"""Backwards in two parts (zero-bubble): gradients of a stage's inputs first, to send them early; of its weights later.
 
-Every splittable layer has a small graph of its own. The stage's graph runs through it only for its input's gradient,
-and is then freed; the layer's own graph and its output's gradient remain for the second part. Other layers run their
-whole backward in the first part.
+Every splittable layer has a small autograd graph of its own. The stage's graph uses it in the first part, to compute
+the gradient of the layer's input, and is then freed. The layer's own graph and the gradient of its output remain for
+the second part. Layers that can't be split run their whole backward in the first part.
 
 A recomputed layer has its own graph only after recomputation, right before the first part.
 """
@@ -23,32 +23,32 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Own(NamedTuple):
-    """A layer's own graph: where gradients enter, where its input's gradient leaves, and its saved input."""
+    """A layer's own graph."""
 
-    edge: GradientEdge
-    input: GradientEdge | None
-    saved: torch.Tensor
+    edge: GradientEdge  # where the gradient of its output enters
+    input: GradientEdge | None  # where the gradient of its input leaves; None if the input needs none
+    saved: torch.Tensor  # its input
 
 
 class Rest(NamedTuple):
-    """A layer's weight part, with its output's gradient and its saved input."""
+    """What is left of a layer's backward after the first part: the gradients of its weights."""
 
-    edge: GradientEdge
-    gradient: torch.Tensor
-    saved: torch.Tensor
+    edge: GradientEdge  # where the gradient of its output enters its own graph
+    gradient: torch.Tensor  # of its output
+    saved: torch.Tensor  # its input
 
 
 class SplitBackward:
-    """Gives splittable layers of a stage graphs of their own, and collects their weight parts.
+    """Gives splittable layers of a stage graphs of their own, and collects what is left for the second part.
 
-    The modules of `stage` are changed.
+    The layers of `stage` get another `forward`.
     """
 
     def __init__(self, stage: Stage, device: torch.device) -> None:
-        self.rests: list[Rest] = []  # deferred by the current input part
+        self.rests: list[Rest] = []  # of the first part that runs
         self.recomputed: dict[int, _Own] = {}  # own graphs of recomputed layers, by number
-        self.numbers = itertools.count()  # of recomputed layers
-        # Without it autograd would skip a first layer, whose input has no gradient.
+        self.numbers = itertools.count()  # of recomputations
+        # An input of every split layer that requires grad: autograd would skip a first layer, whose input needs none.
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         graphs = (stage.module, *(each.run for each in stage.recomputed))
         parts = (module.get_submodule(name) for module in graphs for name in splittable(module, module.graph))
@@ -58,10 +58,12 @@ class SplitBackward:
     def backward_input(
         self, results: Sequence[GradientEdge], heads: Sequence[torch.Tensor | None], wanted: Sequence[torch.Tensor]
     ) -> list[Rest]:
-        """Run a backward without the split layers' weights; return their weight parts.
+        """Run the first part of a backward; return what is left for the second.
 
-        `heads` are the gradients of `results`; gradients are added to the `grad` of `wanted` leaves, as far as this
-        part computes them.
+        Args:
+            results: where gradients enter the stage's graph.
+            heads: the gradients of `results`; None stands for 1.
+            wanted: leaves; gradients that this part computes are added to their `grad`.
         """
         torch.autograd.backward(results, heads, inputs=[*wanted, self._anchor])
         rests, self.rests = self.rests, []
@@ -75,20 +77,20 @@ class SplitBackward:
 
 
 def backward_weight(rests: Sequence[Rest], parameters: Sequence[torch.Tensor]) -> None:
-    """Run the weight parts, add gradients to the parameters' `grad`, and free the layers' graphs."""
+    """Run the second part of a backward: add to the `grad` of the parameters, and free the layers' own graphs."""
     if rests and parameters:
         edges, gradients = [rest.edge for rest in rests], [rest.gradient for rest in rests]
         torch.autograd.backward(edges, gradients, inputs=list(parameters))
 
 
 def saved_bytes(rests: Sequence[Rest]) -> int:
-    """Return the bytes saved for weight parts; shared storages count once."""
+    """Return the bytes saved for the second part; shared storages count once."""
     storages = (tensor.untyped_storage() for rest in rests for tensor in (rest.gradient, rest.saved))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 class _Split(torch.autograd.Function):
-    """A layer in the stage's graph, whose backward computes only its input's gradient."""
+    """A layer in the stage's graph, whose backward computes the gradient of its input only."""
 
     @staticmethod
     def forward(
@@ -96,13 +98,13 @@ class _Split(torch.autograd.Function):
     ) -> torch.Tensor:
         """Run a layer outside the stage's graph; `anchor` makes autograd always reach this node.
 
-        A recomputed layer runs twice; its second run's own graph is found by number, since autograd takes only saved
-        tensors from that run.
+        A recomputed layer runs twice. Autograd takes nothing but saved tensors from the second run, so its own graph is
+        found by a number in a saved tensor.
         """
         ctx.split, ctx.own = split, None
         time = running.get()
         if time == FIRST:
-            ctx.save_for_backward(torch.tensor(-1))  # the second run replaces it by a number
+            ctx.save_for_backward(torch.tensor(-1))  # the second run saves its number in this place
             return forward(value)
         own, result = _run(forward, value.detach().requires_grad_(ctx.needs_input_grad[1]), time)
         if time == ONCE:
@@ -115,7 +117,7 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Return the input's gradient, and store the weight part."""
+        """Return the input's gradient, and store what is left for the second part."""
         split, (gradient,) = ctx.split, gradients
         own = split.recomputed.pop(int(ctx.saved_tensors[0])) if ctx.own is None else ctx.own
         split.rests.append(Rest(own.edge, gradient, own.saved))
@@ -126,7 +128,10 @@ class _Split(torch.autograd.Function):
 
 
 def _run(forward: Forward, value: torch.Tensor, time: str) -> tuple[_Own, torch.Tensor]:
-    """Run a layer with a graph of its own; a recomputation saves its tensors despite outer hooks."""
+    """Run a layer with a graph of its own.
+
+    A recomputation runs under hooks that discard what autograd saves; hooks of its own save this graph's tensors.
+    """
     with torch.enable_grad():
         if time == AGAIN:
             with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):

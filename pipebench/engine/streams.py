@@ -1,4 +1,4 @@
-"""States that stateful modules carry from a stream's minibatch to its next one."""
+"""States that stateful modules carry from one minibatch of a stream to its next one, as an LSTM does over a text."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,12 +9,12 @@ TRAIN = "train"
 
 
 class StreamSlot(NamedTuple):
-    """The key of a carried state: a stream's microbatch, in training or evaluation; `starts`: with no state yet."""
+    """The stream, and the microbatch in its minibatches, whose state a unit continues."""
 
-    split: str
+    split: str  # `train` or `eval`
     stream: int
     microbatch: int
-    starts: bool
+    starts: bool  # whether the stream begins: there is no state yet
 
 
 ALONE = StreamSlot(TRAIN, 0, 0, starts=True)
@@ -29,8 +29,7 @@ class StreamStates(dict[tuple[str, int, int], list[Any]]):
 
     def load(self, place: StreamSlot) -> list[Any]:
         """Load the state after the stream's previous minibatch into the modules; return it."""
-        goes_on = self.modules and not place.starts
-        carried = self[place[:3]] if goes_on else [None] * len(self.modules)
+        carried = self[place[:3]] if self.modules and not place.starts else [None] * len(self.modules)
         self.carry(carried)
         return carried
 

@@ -1,10 +1,10 @@
-"""Structures of tuples, lists, dictionaries and named tuples around tensors, with names that sender and receiver share.
+"""Structures of tuples, lists, dictionaries and named tuples around tensors, in a form that can be sent as JSON.
 
-torch's pytree can also serialise structures, but its names depend on the release: `torch.return_types.max` has none in
-2.11 and 2.14. Names here are pipebench's own, and `module:class` for classes.
+torch's pytree can also serialise structures, but the names that it uses depend on the release: `torch.return_types.max`
+has none in 2.11 and 2.14. Here containers have pipebench's own names, and classes are `module:class`.
 
-Received names are looked up, never imported or called: a class must be a named tuple in a module that this process has
-imported, found without triggering imports (a module's `__getattr__` may).
+For safety, received names are looked up, and nothing is imported or called: a class must be a named tuple in a module
+that this process has imported. Attributes are read in a way that runs no module's `__getattr__`, which may import.
 """
 
 import sys
@@ -142,12 +142,12 @@ def _class_of(name: str) -> type:
 
 
 def _found(name: str) -> object:
-    """Return the object named `module:a.b`, looked up in namespaces alone, or None."""
+    """Return the object named `module:a.b`, looked up in namespaces only; None if there is none."""
     module, _, path = name.partition(":")
     found: object = sys.modules.get(module)
     for part in path.split("."):
         owner = next((owner for owner in (ModuleType, type) if isinstance(found, owner)), None)
-        # A plain look-up, since attribute access makes some modules import.
+        # Attribute access would make some modules import.
         found = owner.__getattribute__(found, "__dict__").get(part) if owner is not None else None
     return found
 
@@ -160,7 +160,7 @@ def _is_named_tuple(kind: type) -> bool:
 
 
 def _is_struct_sequence(kind: type) -> bool:
-    """Return whether a class is the result of a torch operator with several, such as `torch.return_types.max`."""
+    """Return whether a class is that of a torch operator's several results, such as `torch.return_types.max`."""
     return vars(torch.return_types).get(kind.__name__) is kind and hasattr(kind, "n_sequence_fields")
 
 

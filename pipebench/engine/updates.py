@@ -1,7 +1,8 @@
-"""Updates from a round's gradients: mean, clipping, and the learning rate of its samples.
+"""Updates from a round's gradients: their mean, clipping, and the learning rate of the round's samples.
 
-A gradient is divided once, by its update's weight: in the loss if all stages' updates average over the same
-minibatches, else at every stage's own update.
+A gradient is divided once, by the weight of its update (the weight of all samples of the round). If the updates of all
+stages average over the same minibatches, the loss is divided before its backward; otherwise every stage divides its
+gradients at its own update.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -21,19 +22,23 @@ _Gradients = list[torch.Tensor | None]
 
 
 class Updates:
-    """The updates of one segment of training, from minibatch `first` of the run on.
+    """The updates of one segment of training.
 
-    `divisors` are of every minibatch's loss; None: every stage divides at its own update.
+    Args:
+        setup: what is run.
+        first: the segment's first minibatch, numbered since the run's start.
+        num_minibatches: minibatches of the segment.
+        divisors: per minibatch, of its loss; None: every stage divides at its own update.
     """
 
     def __init__(self, setup: Setup, first: int, num_minibatches: int, divisors: Sequence[float] | None) -> None:
         self._setup = setup
         self._first = first
-        self.num_minibatches = num_minibatches  # may be lowered by whole rounds that have not started
+        self.num_minibatches = num_minibatches  # lowered if the segment ends early
         self._divisors = divisors
 
     def loss_function(self, targets: Mapping[str, torch.Tensor], minibatch: int) -> LossFunction:
-        """Return the map from the model's output to the loss to differentiate."""
+        """Return the map from the model's output to the loss to differentiate; `minibatch` counts from the drain."""
         divisor = None if self._divisors is None else self._divisors[minibatch]
 
         def loss(output: Any) -> torch.Tensor:
@@ -43,7 +48,7 @@ class Updates:
         return loss
 
     def summed_loss(self, loss: torch.Tensor, minibatch: int) -> torch.Tensor:
-        """Return a unit's loss without the divisor."""
+        """Return a unit's loss, summed over its samples, from the loss that was differentiated."""
         return loss if self._divisors is None else loss * self._divisors[minibatch]
 
     def apply(
@@ -58,14 +63,19 @@ class Updates:
     ) -> None:
         """Apply a round's update, or skip it if scaled gradients overflowed.
 
-        `gradients` are summed over replicas, in the stage's order, and replaced in their list; `shared_norm` is of all
-        stages' gradients, if they clip or skip together; `keep_from` is the oldest version of the weights still needed.
+        Args:
+            replica: the stage's.
+            gradients: summed over the replicas, in the stage's order; they are replaced in this list.
+            stage: its index.
+            round_index: numbered since the drain.
+            shared_norm: of the gradients of all stages, if these clip or skip together; else None.
+            keep_from: the oldest version of the weights that a forward may still request.
         """
         norm = shared_norm
         if replica.scale is not None:
             scale = replica.scale.value
-            device = self._setup.device
-            norm = gradient_norm(gradients, device, scale, replica.divided) if norm is None else norm
+            if norm is None:
+                norm = gradient_norm(gradients, self._setup.device, scale, replica.divided)
             finite = bool(norm.isfinite())  # waits for the GPU, as torch's GradScaler does
             replica.scale.update(finite=finite)
             if not finite:
@@ -75,7 +85,7 @@ class Updates:
         if self._divisors is None:
             weight = sum(minibatch_weight(self._setup, self._first + k) for k in self._round(stage, round_index))
             replace_each(gradients, range(len(gradients)), lambda gradient: gradient / weight)
-            norm = None
+            norm = None  # it was that of the undivided gradients
         self.clip(gradients, norm, replica.apart, replica.divided)
         replica.update(gradients, self._lr(stage, round_index), keep_from=keep_from)
 
@@ -86,28 +96,35 @@ class Updates:
         apart: Collection[int] = (),
         divided: Divided | None = None,
     ) -> None:
-        """Clip gradients, in their list, to the run's largest norm, if any, by `norm` or their own.
+        """Clip gradients, in their list, to the run's `clip_norm`, if it has one.
 
-        Without a shared norm, each of those `apart` has one of its own, so that all stages clip a tied weight alike.
+        Args:
+            gradients: of a stage's parameters, in order.
+            norm: of the gradients of all stages; None: the stage clips by the norm of its own.
+            apart: positions of tied weights. Without a shared norm each is clipped by its own norm, which is the same
+                on all stages that have the weight.
+            divided: which gradients are slices of whole ones.
         """
-        largest, device, everything = self._setup.clip_norm, self._setup.device, range(len(gradients))
+        largest = self._setup.clip_norm
         if largest is None:
             return
+        everything = range(len(gradients))
         if norm is not None:
             clip(gradients, everything, norm, largest)
             return
         for group in ({*everything} - {*apart}, *({index} for index in sorted(apart))):
-            own = gradient_norm([g if i in group else None for i, g in enumerate(gradients)], device, divided=divided)
-            clip(gradients, group, own, largest)
+            own = [gradient if index in group else None for index, gradient in enumerate(gradients)]
+            clip(gradients, group, gradient_norm(own, self._setup.device, divided=divided), largest)
 
     def move(self, it: Instruction) -> Displacement:
-        """Return the displacement of a pass's weights; its rate is that of the update after the version."""
+        """Return how far a pass's weights are displaced; the rate is that of the update after the pass's version."""
         return Displacement(it.ahead, self._lr(it.stage, it.version)) if it.ahead else AS_IT_IS
 
     def _lr(self, stage: int, round_index: int) -> float:
         sampler, minibatches = self._setup.sampler, self._round(stage, round_index)
-        samples = sum(sampler.size(self._first + k) for k in minibatches)
-        return self._setup.lr(stage, sampler.samples_before(self._first + minibatches.start), samples)
+        samples_before = sampler.samples_before(self._first + minibatches.start)
+        own_samples = sum(sampler.size(self._first + k) for k in minibatches)
+        return self._setup.lr(stage, samples_before, own_samples)
 
     def _round(self, stage: int, round_index: int) -> range:
         """Return the minibatches of a stage's round, numbered since the drain."""

@@ -1,8 +1,8 @@
-"""One version of a stage's parameters: flat buffers, and a view of them per parameter.
+"""One weight version of a stage: flat buffers, and a view of them per parameter.
 
-Every buffer is its own storage, since slices of one storage share autograd's version counter: writing one version would
-look like overwriting all. Each dtype has a buffer of its own. So has each recurrent module, laid out as cuDNN requires;
-otherwise cuDNN would copy the weights at every call.
+Every buffer has a storage of its own. Slices of one storage share autograd's version counter, so that writing one
+weight version would look like overwriting all. There is a buffer per dtype, and one per recurrent module, laid out as
+cuDNN requires; otherwise cuDNN would copy the weights at every call.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,11 +23,11 @@ class Like(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    last: bool  # whether its channels are last
+    last: bool  # whether its channels are last in memory
 
     @staticmethod
     def of(tensor: torch.Tensor) -> "Like":
-        """Return what is to be like a tensor."""
+        """Return a tensor's."""
         return Like(tensor.shape, tensor.dtype, tensor.device, is_channels_last(tensor))
 
     @property
@@ -40,18 +40,19 @@ class ParameterGroup(NamedTuple):
     """Parameters of one dtype that share a buffer."""
 
     indices: Sequence[int]  # positions in the stage's order, in buffer order
-    packed: bool  # whether without gaps
+    packed: bool  # whether there are no gaps between them
 
 
 class Version:
-    """The parameters of a stage after some number of updates; parameters of one group share a buffer."""
+    """The parameters of a stage after some number of updates, initially zeros; those of a group share a buffer."""
 
-    __slots__ = ("__weakref__", "flats", "number", "parameters", "stepped")
+    __slots__ = ("__weakref__", "flats", "num_bytes", "number", "parameters", "stepped")
 
     def __init__(
         self, likes: Sequence[Like], groups: Sequence[ParameterGroup], pieces: Sequence[Piece] | None = None
     ) -> None:
         self.number = 0  # updates since the start of the run
+        self.num_bytes = sum(like.nbytes for like in likes)  # of the parameters, without gaps
         self.flats: list[torch.Tensor] = []  # one-dimensional, one per group
         views: dict[int, torch.Tensor] = {}
         for group in groups:
@@ -63,7 +64,7 @@ class Version:
                 shape, run = likes[index].shape, flat[start : start + likes[index].shape.numel()]
                 views[index] = shaped(run, shape, last=likes[index].last).detach().requires_grad_()
         self.parameters = [views[index] for index in range(len(likes))]  # leaf views, in the stage's order
-        # What an optimizer steps on: all of them, or these pieces
+        # What an optimizer steps on: all parameters, or views of these pieces of them
         self.stepped = self.parameters if pieces is None else [p.of(self.parameters[p.place]) for p in pieces]
 
 
@@ -78,7 +79,7 @@ def _places_in_buffer(likes: Sequence[Like], *, packed: bool) -> tuple[list[int]
 
 
 def apart(values: Sequence[torch.Tensor]) -> Version:
-    """Return copies of parameters for the optimizer alone; no module needs a buffer layout."""
+    """Return copies of parameters that only the optimizer uses, so that none is laid out for a module."""
     likes = [Like.of(value) for value in values]
     made = Version(likes, grouped([], likes))
     fill(made, values)
@@ -93,7 +94,7 @@ def fill(version: Version, values: Sequence[torch.Tensor]) -> None:
 
 
 def recurrent_in(module: nn.Module, parameters: Sequence[torch.Tensor]) -> Iterator[tuple[nn.RNNBase, list[int]]]:
-    """Yield every recurrent module whose weights cuDNN can use in place, with the order of its parameters.
+    """Yield every recurrent module whose weights cuDNN can use in place, with the positions of its parameters in order.
 
     In cuDNN's buffer all matrices come first, layer by layer, then all biases; PyTorch expects them from the start of
     the storage. Modules with projections, or with frozen or shared parameters, are left to PyTorch.
@@ -125,7 +126,7 @@ def grouped(recurrent: Sequence[Sequence[int]], likes: Sequence[Like]) -> list[P
 def places_in(
     modules: Iterable[nn.Module], parameters: Iterable[torch.Tensor]
 ) -> list[tuple[dict[str, nn.Parameter | None], str, int]]:
-    """Return every place of a parameter in module trees; a tied one has several."""
+    """Return where modules hold parameters, tied ones several times: a module's table, the key, the position."""
     index = {id(parameter): i for i, parameter in enumerate(parameters)}
     parts = dict.fromkeys(part for module in modules for part in module.modules())
     return [

@@ -1,8 +1,9 @@
-"""The virtual engine: N logical workers, real arithmetic, one process, one device, a virtual clock.
+"""The virtual engine: N logical workers and their real arithmetic, in one process on one device, on a virtual clock.
 
-It executes the simulator's events in order. Weight versions, stale gradients and replicas are exactly those of N
-processes; only time is simulated. What crosses between stages is stored until requested; at a drain, with an empty
-pipeline, workers exchange averages and layers that move.
+It executes the simulator's events in the order of their times. Weight versions, stale gradients and replicas are
+exactly those of N processes; only time is simulated. A message is stored from its SEND to its RECEIVE, which the
+simulator places after its arrival. At a drain the pipeline is empty: workers then average running statistics over
+replicas, and hand over layers that move.
 """
 
 import logging
@@ -35,23 +36,23 @@ _LOG = logging.getLogger("pipebench.engine")
 
 
 class InProcessTransport:
-    """Transfers values between stages and counts bytes; `num_bytes` counts them by kind and level."""
+    """Messages between the workers of this process; their bytes are added to `num_bytes`, by kind and level."""
 
     def __init__(self, setup: Setup, num_bytes: Counter[tuple[str, str]]) -> None:
         self._setup = setup
         self._num_bytes = num_bytes
-        self._mail: dict[tuple[str, int, int, int], Any] = {}
+        self._sent: dict[tuple[str, int, int, int], Any] = {}  # by kind, unit, sending and receiving stage
 
     def send(self, kind: str, unit: int, source: int, target: int, values: Any) -> None:
-        """Store a unit's values until requested."""
+        """Store a unit's values until they are received."""
         pipeline = self._setup.pipeline
         level = self._setup.level_between(pipeline.worker(source, unit), pipeline.worker(target, unit)).name
         self._num_bytes[kind, level] += sum(map(bytes_in, values.values()))
-        self._mail[kind, unit, source, target] = values
+        self._sent[kind, unit, source, target] = values
 
     def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
-        """Return the sent values; the virtual clock guarantees that they have arrived."""
-        return self._mail.pop((kind, unit, source, target))
+        """Return the values sent; the virtual clock guarantees that they have arrived."""
+        return self._sent.pop((kind, unit, source, target))
 
     def copied(self, kind: str, num_bytes: int) -> None:
         """Count bytes copied between a device and its host."""
@@ -60,11 +61,11 @@ class InProcessTransport:
 
 @dataclass(frozen=True)
 class DrainExchange:
-    """A drain's exchange: starts when the pipeline is empty; the run resumes when all messages have arrived."""
+    """What workers exchange at a drain: from when the pipeline is empty until all messages have arrived."""
 
     setup: Setup
-    workers: Sequence[Worker]  # all
-    rings: InProcessCollectives  # the collectives, which count sent bytes
+    workers: Sequence[Worker]
+    collectives: InProcessCollectives
     network: Network
     clock_s: float  # when the pipeline is empty
 
@@ -73,41 +74,43 @@ class DrainExchange:
 
         Extensions' exchanges start at the same time.
         """
-        pipeline, costs, ends = self.setup.pipeline, self.setup.costs, [self.clock_s]
+        pipeline, costs, collectives = self.setup.pipeline, self.setup.costs, self.collectives
         for stage in stages_that_average(pipeline, costs):
-            ring = self.rings.of_stage(stage)
-            for column in zip(*(self.workers[worker].buffers(stage) for worker in ring), strict=True):
-                flats = [buffer.reshape(-1) for buffer in column]
-                mean = self.rings.sum_buffers(ring, flats) / len(ring)
-                for buffer in column:
+            ring = collectives.of_stage(stage)
+            for buffers in zip(*(self.workers[worker].buffers(stage) for worker in ring), strict=True):
+                flats = [buffer.reshape(-1) for buffer in buffers]
+                mean = collectives.sum_buffers(ring, flats) / len(ring)
+                for buffer in buffers:
                     buffer.copy_(mean.view(buffer.shape))
-        average_statistics(pipeline, costs, self.network, self.clock_s, ends.append)
-        sent = [self._send(*each) for extension in self.rings.extensions.values() for each in extension.drained()]
-        ends.append(self._arrive(sent))  # by then the sums have ended, too
-        return max(ends)
+        ends_s = [self.clock_s]
+        average_statistics(pipeline, costs, self.network, self.clock_s, ends_s.append)
+        extensions = collectives.extensions.values()
+        messages = [self._send(*sent) for extension in extensions for sent in extension.drained()]
+        ends_s.append(self._deliver(messages))  # which also ends the averages
+        return max(ends_s)
 
     def hand_over(self, before: Sequence[Worker]) -> float:
-        """Transfer state from the workers `before` to those cut anew; return the end time."""
-        given = [ModelState.merge(part for _, part in worker.parts()) for worker in before]
-        offers = [keys_of(state) for state in given]
+        """Transfer state from the workers `before` to the present ones, of other cuts; return the end time."""
+        offered = [ModelState.merge(part for _, part in worker.parts()) for worker in before]
+        offered_keys = [keys_of(state) for state in offered]
         messages = []
         for worker, old in zip(self.workers, before, strict=True):
             claim = worker.claim()
             state = retained(old.held(), claim)
-            for giver, keys in requests_of(worker.index, offers, keys_of(state), claim).items():
-                moved = pieces(given[giver], keys)
+            for giver, keys in requests_of(worker.index, offered_keys, keys_of(state), claim).items():
+                moved = pieces(offered[giver], keys)
                 messages.append(self._send(MIGRATION, giver, worker.index, state_bytes(moved), "layers"))
                 state = ModelState.merge([state, moved])
             worker.restore(state)
             worker.follow(old)
-        return self._arrive(messages)
+        return self._deliver(messages)
 
-    def _send(self, kind: str, sender: int, receiver: int, num_bytes: int, what: str) -> Message:
-        self.rings.count(kind, sender, receiver, num_bytes)
+    def _send(self, kind: str, sender: int, receiver: int, num_bytes: int, label: str) -> Message:
+        self.collectives.count(kind, sender, receiver, num_bytes)
         connection = self.network.connection(kind, sender, receiver)
-        return self.network.send(connection, num_bytes, self.clock_s, what)
+        return self.network.send(connection, num_bytes, self.clock_s, label)
 
-    def _arrive(self, messages: Sequence[Message]) -> float:
+    def _deliver(self, messages: Sequence[Message]) -> float:
         """Complete the transfers before anything else runs; return the end time."""
         self.network.deliver(messages)
         return max([self.clock_s, *(message.arrival_s for message in messages)])
@@ -116,12 +119,18 @@ class DrainExchange:
 class VirtualEngine(TrainingEngine):
     """Trains on a virtual clock; training and evaluation leave the pipeline drained.
 
-    `network` also counts predicted bytes; `observe` is called with every event after its execution; `meter` records
-    events too; for `on_loss` and `on_unit` see `TrainingEngine`.
+    Where layers are divided into tensor slices, a worker computes the slices of all its devices, and whole values
+    travel. The bytes sent are then the network's times the devices, and the memory of one device is predicted.
 
-    Where layers are in slices, a worker computes the pieces of all its devices, whole values travel, and its memory is
-    that of all: `num_bytes` are the network's times the devices, and `predicted_peaks` stands for the memory of one
-    device of every worker, (device's, host's) bytes.
+    Args:
+        setup: what to run.
+        network: the links in time.
+        observe: called with every event after its execution.
+        on_loss: see `TrainingEngine`.
+        on_unit: see `TrainingEngine`.
+        meter: records events, too; None: one of its own.
+        stop: a request to end the run early, which a signal handler may set.
+        predicted_peaks: with slices, the peak bytes of one device of every worker, and those on its host.
     """
 
     collectives: InProcessCollectives
@@ -142,7 +151,7 @@ class VirtualEngine(TrainingEngine):
         super().__init__(setup, on_loss, on_unit)
         self.network = network
         self._predicted_peaks = predicted_peaks
-        self._counted: Counter[tuple[str, str]] = Counter()  # of the network's bytes, those in `num_bytes` for slices
+        self._counted: Counter[tuple[str, str]] = Counter()  # the network's bytes at the last `_count_slices`
         self._observe = observe
         self.meter = meter or Meter(setup.pipeline)
         self._stop = stop or StopRequest()
@@ -152,8 +161,8 @@ class VirtualEngine(TrainingEngine):
     def _cut_stages(self, setup: Setup) -> None:
         self.setup = setup
         self.workers = [Worker(setup, index) for index in range(setup.pipeline.num_workers)]
-        num_bytes = self.num_bytes if setup.costs.slices == 1 else Counter[tuple[str, str]]()  # see `_count`
-        self._mailbox = InProcessTransport(setup, num_bytes)
+        num_bytes = self.num_bytes if setup.costs.slices == 1 else Counter[tuple[str, str]]()  # see `_count_slices`
+        self._transport = InProcessTransport(setup, num_bytes)
         self.collectives = InProcessCollectives(setup, self.workers, num_bytes)
 
     @property
@@ -164,11 +173,11 @@ class VirtualEngine(TrainingEngine):
     @property
     def peak_bytes(self) -> list[int]:
         """Every worker's peak bytes."""
-        return [worker.peak_bytes for worker in self.workers]
+        return [worker.peaks.device_bytes for worker in self.workers]
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the run ends early, if it does."""
+        """Why the run ends early; None if it doesn't."""
         return self._stop.reason
 
     def start_clock(self, clock_s: float = 0.0) -> None:
@@ -185,14 +194,14 @@ class VirtualEngine(TrainingEngine):
 
     def facts(self) -> dict[str, Any]:
         """See `TrainingEngine`; with slices, memory is the prediction for one device of every worker."""
-        self._count(0)  # layers that moved since the last segment
+        self._count_slices(0)  # layers that moved since the last segment
         found = super().facts()
         if self._predicted_peaks is not None:
             found["peak_bytes"], found["host_peak_bytes"] = map(list, self._predicted_peaks)
         return found
 
-    def _count(self, samples: int) -> None:
-        """Count what all devices of workers with slices sent since the last count, training on these samples."""
+    def _count_slices(self, samples: int) -> None:
+        """With slices, count the bytes that all devices have sent since the last count, training on these samples."""
         costs, inside = self.setup.costs, self.setup.cluster.levels[0].name
         if costs.slices > 1:
             now = Counter(self.network.num_bytes)
@@ -218,48 +227,50 @@ class VirtualEngine(TrainingEngine):
         """Return the measurements on the virtual clock."""
         meter = self.meter
         num_workers, swaps = len(self.workers), bool(self.setup.pipeline.swaps)
-        of_one = {key: count // self.setup.costs.slices for key, count in self.num_bytes.items()}
+        bytes_per_slice = {key: count // self.setup.costs.slices for key, count in self.num_bytes.items()}
         metrics = fractions(
             meter.busy_s, meter.stall_s, num_workers, training_s,
             again_s=meter.again_s, swap_stall_s=meter.swap_stall_s if swaps else None,
-        ) | pcie_fractions(self.setup.cluster, of_one, num_workers, training_s)  # fmt: skip
+        ) | pcie_fractions(self.setup.cluster, bytes_per_slice, num_workers, training_s)  # fmt: skip
         return RunMeasurements(metrics, (), meter.timeline(), meter.busy_s, meter.stall_s, Counter(self.num_bytes))
 
     def train(self, first_minibatch: int, num_minibatches: int) -> int:
         """See `Engine`."""
         setup, by_extension = self.setup, self._begin_segment()
-        self._feed, divisors = training_feed(setup, first_minibatch, num_minibatches, self.loaders)
+        feed, divisors = training_feed(setup, first_minibatch, num_minibatches, self.loaders)
         for worker in self.workers:
-            worker.begin_training(self._feed, first_minibatch, num_minibatches, divisors, by_extension)
-        segment = Segment(setup, by_extension, first_minibatch, num_minibatches, self._stop, self._cut)
+            worker.begin_training(feed, first_minibatch, num_minibatches, divisors, by_extension)
+        segment = Segment(setup, by_extension, first_minibatch, num_minibatches, self._stop, self._end_early)
         self.collectives.begin(segment.part)
         try:
-            self._play(segment.simulation(self.network, self._feed.size, self.clock_s, self.meter))
+            self._play(segment.simulation(self.network, feed.size, self.clock_s, self.meter))
         finally:
-            self._feed.close()
+            feed.close()
         for worker in self.workers:
             worker.end_training()
         self._end_segment()
         if segment.limit > 0:
             self.clock_s = self._drain.average()
         before = setup.sampler.samples_before
-        self._count(before(first_minibatch + segment.limit) - before(first_minibatch))
+        self._count_slices(before(first_minibatch + segment.limit) - before(first_minibatch))
         return segment.limit
 
-    def _cut(self, num_minibatches: int) -> None:
+    def _end_early(self, num_minibatches: int) -> None:
         for worker in self.workers:
             worker.end_early(num_minibatches)
 
     def _run_evaluation(self, feed: Feed) -> None:
-        """Run an evaluation, counting its bytes apart."""
-        evaluation, self._feed, before = self.setup.evaluation, feed, Counter(self.network.num_bytes)
+        """Run an evaluation; its bytes are of the kind `evaluation`."""
+        bytes_before = Counter(self.network.num_bytes)
+        evaluation = self.setup.evaluation
         pipeline, costs = evaluation.pipeline, evaluation.costs(self.setup.costs)
         lists = forward_programs(pipeline, self.setup.held_out.minibatches_per_epoch)
         self._play(Simulation(pipeline, lists, costs, self.network, feed.size, self.clock_s, evaluates=True))
-        self.network.num_bytes = _as_evaluation(before, self.network.num_bytes)
-        self._count(0)
+        self.network.num_bytes = _as_evaluation(bytes_before, self.network.num_bytes)
+        self._count_slices(0)
 
     def _play(self, simulation: Simulation) -> None:
+        """Execute a simulation's events, in order."""
         verbose = _LOG.isEnabledFor(logging.DEBUG)
         for event in simulation:
             self.now_s = event.end_s
@@ -275,7 +286,7 @@ class VirtualEngine(TrainingEngine):
         worker = self.workers[event.worker]
         worker.busy_until_s = event.end_s
         worker.took(event.instruction, event.end_s - event.start_s)
-        loss = worker.execute(event.instruction, self._mailbox, self.collectives)
+        loss = worker.execute(event.instruction, self._transport, self.collectives)
         if loss is not None:
             self._on_loss(*loss, self.now_s)
             if not loss.total.is_cuda or self._num_losses % CUDA_LOSS_EVERY == 0:
@@ -289,8 +300,8 @@ class VirtualEngine(TrainingEngine):
 
 
 def _as_evaluation(before: Counter[tuple[str, str]], after: Counter[tuple[str, str]]) -> Counter[tuple[str, str]]:
-    """Count an evaluation's bytes under the kind `evaluation`."""
-    booked = Counter(before)
+    """Return the bytes sent `after` an evaluation, those since `before` under the kind `evaluation`."""
+    counted = Counter(before)
     for (_, level), num_bytes in (after - before).items():
-        booked[EVALUATION, level] += num_bytes
-    return booked
+        counted[EVALUATION, level] += num_bytes
+    return counted

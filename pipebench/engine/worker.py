@@ -1,7 +1,8 @@
-"""One worker: executes the instructions of its list on its replica of every stage it has.
+"""One worker: executes its list of instructions, on its replica of each of its stages.
 
-It knows no clock. A transport sends and receives, and collectives combine replicas: the virtual engine has these in one
-process, the distributed engine between processes. Everything else is the same in both.
+It knows no clock. A transport sends values to other workers and receives theirs; collectives sum over the replicas of a
+stage. The virtual engine implements both in one process, the distributed engine between processes. All else is the same
+in both engines.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from pipebench.engine.accumulation import OnGradient
 from pipebench.engine.crossing import BoundaryValues
 from pipebench.engine.feed import Feed
 from pipebench.engine.gradients import Gradients
+from pipebench.engine.peaks import WorkerPeaks
 from pipebench.engine.protocols import Collectives, Handler, Transport, UnitLoss, WorkerExtension
 from pipebench.engine.replica import LiveBytes, UnitInput, Values
 from pipebench.engine.scores import Scores
@@ -25,12 +27,13 @@ from pipebench.model.allocator import allocator_of
 from pipebench.model.precision import precision_of
 from pipebench.recipe.users_code import located
 from pipebench.schedule.instructions import BACKWARDS, COPIES, Instruction
-from pipebench.schedule.operations import ACTIVATION, GRADIENT, OPERATIONS, ROUND, SWAP_IN, SWAP_OUT, Op
+from pipebench.schedule.operations import ACTIVATION, GRADIENT, MOVE, OPERATIONS, ROUND, SWAP_IN, SWAP_OUT, Op
 from pipebench.schedule.programs import NOTHING
 from pipebench.schedule.syncs import ALL_GATHER
 from pipebench.simulate.timeline import EVALUATION
 
-_OF_A_UNIT: Final = frozenset(
+# Instructions that have nothing to do for a unit without samples.
+_SKIPPED_IF_EMPTY: Final = frozenset(
     {
         Op.LOAD_INPUT, Op.FORWARD, *BACKWARDS, *COPIES, Op.RECEIVE_ACTIVATION, Op.SEND_ACTIVATION, Op.RECEIVE_GRADIENT,
         Op.SEND_GRADIENT,
@@ -39,21 +42,15 @@ _OF_A_UNIT: Final = frozenset(
 
 
 class Worker(WorkerReplicas):
-    """Executes one worker's computation."""
+    """Executes one worker's instructions: a handler per operation, `handlers`."""
 
     def __init__(self, setup: Setup, index: int) -> None:
         super().__init__(setup, index)
-        self.extensions: dict[str, WorkerExtension] = {}  # those enabled
-        # Peaks over all its replicas, also within instructions (docs/memory.md); on the host, of swapped layers
-        self.peak_bytes = self.host_peak_bytes = 0
-        # Bytes of every stage at the last note, by kind and on the host; the stages whose may have changed since
-        self._held: dict[int, tuple[LiveBytes, int]] = {}
-        self._touched, self._stage = {*self.running}, -1  # the latter of the instruction that is executed
-        self._live: list[int] = []  # likewise by stage and kind
-        self._most: tuple[list[int], int] = [], 0  # likewise the most within its last instruction, and recomputed bytes
+        self.extensions: dict[str, WorkerExtension] = {}  # those enabled, by name
+        self.peaks = WorkerPeaks(self.running)
         self.busy_until_s = 0.0  # end of its last instruction, on a virtual clock
-        self.note_memory()
-        self.held_version = -1  # for forwards whose instruction names none (extensions)
+        self.held_version = -1  # version for forwards whose instruction names none (asynchronous training)
+        self.measure_memory()
         self.handlers: dict[Op, Handler] = {
             Op.LOAD_INPUT: self._load,
             Op.RECEIVE_ACTIVATION: self._receive_activation,
@@ -68,7 +65,7 @@ class Worker(WorkerReplicas):
             Op.SWAP_IN: self._swap_in,
             Op.WAIT_ALL_REDUCE: self._wait_all_reduce,
             Op.WAIT_SCATTER: self._wait_scatter,
-            **dict.fromkeys((Op.GATHER, Op.WAIT_GATHER, Op.FREE), lambda it, _, sums: self.collective(it, sums)),
+            **dict.fromkeys((Op.GATHER, Op.WAIT_GATHER, Op.FREE), lambda it, _, sums: self.gather_or_free(it, sums)),
             Op.WAIT_TIED: self._wait_tied,
             Op.WAIT_NORM: self._wait_norm,
             Op.UPDATE: self._update,
@@ -85,10 +82,14 @@ class Worker(WorkerReplicas):
         divisors: list[float] | None,
         by_extension: Mapping[str, Any] = NOTHING,
     ) -> None:
-        """Start a segment of training at minibatch `first`, with nothing in flight.
+        """Start a segment of training, with nothing in flight.
 
-        `end_early` may lower `num_minibatches`; `divisors` are of `loss_divisors`; `by_extension` has extensions' parts
-        in the segment.
+        Args:
+            feed: the segment's data.
+            first: first minibatch, numbered since the run's start.
+            num_minibatches: minibatches of the segment; `end_early` may lower it.
+            divisors: per minibatch, of its loss; see `loss_divisors`.
+            by_extension: extensions' parts in the segment, by name.
         """
         scales = {stage: replica.scale for stage, replica in self.replicas.items() if replica.scale is not None}
         self._stages = {stage: replica.stage for stage, replica in self.replicas.items()}
@@ -99,17 +100,17 @@ class Worker(WorkerReplicas):
             extension.begin(by_extension.get(name))
 
     def end_training(self) -> None:
-        """End a segment."""
+        """End a segment of training."""
         for extension in self.extensions.values():
             extension.end()
 
     def close(self) -> None:
-        """End it: its memory is freed with the last reference, since it and its handlers don't hold each other then."""
+        """Break the reference cycle between the worker and its handlers, so that its memory is freed at once."""
         self.handlers.clear()
         self.extensions.clear()
 
     def begin_evaluation(self, feed: Feed, scores: Scores) -> None:
-        """Start an evaluation, with nothing in flight; `scores` sums over the model's outputs."""
+        """Start an evaluation, with nothing in flight; `scores` gets the model's outputs."""
         self._stages = {stage: replica.stage.evaluated for stage, replica in self.replicas.items()}
         self._begin(feed, BoundaryValues(self.setup.graph.evaluated, self.setup.pipeline, self._stages, {}), scores)
 
@@ -121,37 +122,38 @@ class Worker(WorkerReplicas):
     def _begin(self, feed: Feed, crossing: BoundaryValues, scores: Scores | None) -> None:
         self.feed = feed
         self.crossing = crossing
+        self.is_training = scores is None
         self._scores = scores
-        self._touched.update(self.running)
-        self._inputs: dict[tuple[int, int], list[torch.Tensor]] = {}  # by stage and unit
-        self._norm: torch.Tensor | None = None
+        self._activation = ACTIVATION if scores is None else EVALUATION  # kind of the messages forward
+        self._inputs: dict[tuple[int, int], list[torch.Tensor]] = {}  # model inputs by stage and unit
+        self._norm: torch.Tensor | None = None  # of the gradients of all stages, for the next updates
+        self.peaks.change()
 
     def end_early(self, num_minibatches: int) -> None:
-        """Shorten the segment by whole rounds of minibatches that have not started here."""
+        """Shorten the segment to `num_minibatches`, which leaves out only rounds that have not started here."""
         self.updates.num_minibatches = num_minibatches
 
-    @property
-    def trains(self) -> bool:
-        """Whether it trains, rather than evaluates."""
-        return self._scores is None
-
     def took(self, instruction: Instruction, seconds: float) -> None:
-        """Let extensions take note of an instruction's time."""
+        """Report an instruction's duration to all extensions."""
         for extension in self.extensions.values():
             extension.took(instruction, seconds)
 
     def execute(self, instruction: Instruction, transport: Transport, collectives: Collectives) -> UnitLoss | None:
-        """Execute an instruction; return the loss of a unit after its forward through the last stage in training.
+        """Execute an instruction.
+
+        Returns:
+            The unit's loss, after a forward through the last stage in training; otherwise None.
 
         Raises:
             CrossingError: a value can't be sent to another stage; names its layer.
+            OutOfMemoryError: the device has no memory left.
+            UserCodeError: a model, loss, optimizer or schedule of the user's own fails.
         """
-        if instruction.op in _OF_A_UNIT and self.feed.size(instruction.number) == 0:
-            # In a minibatch with fewer samples than microbatches: nothing to do, but a backward may end a round.
+        if instruction.op in _SKIPPED_IF_EMPTY and self.feed.size(instruction.number) == 0:
+            # A minibatch with fewer samples than microbatches. Its last backward still ends the round.
             self._end_round(instruction, collectives)
             return None
-        self._stage = instruction.stage
-        self._touched.add(self._stage)
+        self.peaks.begin(instruction.stage)
         try:
             return self.handlers[instruction.op](instruction, transport, collectives)
         except BaseException as error:
@@ -162,23 +164,27 @@ class Worker(WorkerReplicas):
             raise
 
     def _place(self, it: Instruction) -> str:
-        """Return where in a run an instruction is: epoch and minibatches, or the instruction if it is of none."""
+        """Return where in a run an instruction is, in words: the epoch and the minibatches of its unit or round."""
         setup = self.setup
-        sampler, rounding = setup.sampler if self.trains else setup.held_out, setup.graph.rounding
+        sampler, rounding = setup.sampler if self.is_training else setup.held_out, setup.graph.rounding
         training = "training" if rounding is None else f"training in {precision_of(rounding)} (train.precision)"
-        of_round = OPERATIONS[it.op].about == ROUND
-        if it.op not in _OF_A_UNIT and not of_round:
+        about = OPERATIONS[it.op].about
+        if about == MOVE:
             return f"{training}, {it}"
-        size = setup.pipeline.round_size(it.stage) if of_round else 1
-        first = self.feed.minibatch(0)[0] + it.number * size if of_round else self.feed.minibatch(it.number)[0]
+        if about == ROUND:
+            size, update = setup.pipeline.round_size(it.stage), "update of "
+            first = self.feed.minibatch(0)[0] + it.number * size
+        else:
+            size, update = 1, ""
+            first, _ = self.feed.minibatch(it.number)
         epoch, index = divmod(first, sampler.minibatches_per_epoch)
         last = min(index + size, sampler.minibatches_per_epoch)
         which = f"minibatch {last}" if size == 1 else f"minibatches {index + 1} to {last}"
-        minibatch = f"{'update of ' if of_round else ''}{which} of {sampler.minibatches_per_epoch}"
-        return f"{training}, epoch {epoch + 1}, {minibatch}" if self.trains else minibatch
+        minibatch = f"{update}{which} of {sampler.minibatches_per_epoch}"
+        return f"{training}, epoch {epoch + 1}, {minibatch}" if self.is_training else minibatch
 
     def _out_of_memory(self, it: Instruction) -> OutOfMemoryError:
-        """Return the error of a device that has no memory left for an instruction: where, and what is held there."""
+        """Return the error of a device without memory for an instruction; it says what this worker holds, by kind."""
         setup, allocator = self.setup, allocator_of(self.setup.device)
         layers, stage = setup.graph.layers, setup.plan.stages[it.stage]
         held = [sum(kind) for kind in zip(*(each.live_by_kind() for each in self.running.values()), strict=True)]
@@ -190,16 +196,15 @@ class Worker(WorkerReplicas):
             f"{layers[stage.start].name} to {layers[stage.stop - 1].name}) held {num_bytes(sum(held))} ({parts}){most}"
         )
 
-    # One method per instruction.
+    # Handlers, one per operation.
 
     def _load(self, it: Instruction, _: Transport, __: Collectives) -> None:
-        names = self.running[it.stage].inputs if self._scores is None else self._stages[it.stage].inputs
+        names = self.running[it.stage].inputs if self.is_training else self._stages[it.stage].inputs
         inputs = self.feed.inputs(it.stage, self.index, it.number, names)
         self._inputs[it.stage, it.number] = inputs
 
     def _receive_activation(self, it: Instruction, transport: Transport, _: Collectives) -> None:
-        kind = ACTIVATION if self._scores is None else EVALUATION
-        values = transport.receive(kind, it.number, it.peer, it.stage)
+        values = transport.receive(self._activation, it.number, it.peer, it.stage)
         self.crossing.take_values(it.stage, it.number, values)
 
     def _forward(self, it: Instruction, _: Transport, __: Collectives) -> UnitLoss | None:
@@ -209,14 +214,15 @@ class Worker(WorkerReplicas):
         if self._scores is not None:
             self._evaluate(it.stage, unit, inputs, received, self._scores)
             return None
-        replica, updates, minibatch = self.running[it.stage], self.updates, self.setup.pipeline.minibatch(unit)[0]
+        replica, updates = self.running[it.stage], self.updates
+        minibatch = self.setup.pipeline.minibatch(unit)[0]  # numbered since the drain, as are an instruction's versions
         version = self.held_version if it.version < 0 else self._drained_versions[it.stage] + it.version
         targets = self.feed.targets(self.index, unit) if replica.is_last else None
         head = None if targets is None else updates.loss_function(targets, minibatch)
         draw, place = self.feed.minibatch(unit), self.feed.place(unit)
         given = UnitInput(unit, draw, inputs, received, version, place, updates.move(it), head)
         values, loss = replica.forward(given)
-        self.note_memory()
+        self.measure_memory()
         self.crossing.leave(it.stage, unit, values)
         if loss is None:
             return None
@@ -232,9 +238,8 @@ class Worker(WorkerReplicas):
             scores.add(output, self.feed.targets(self.index, unit), self.feed.weight(unit))
 
     def _send_activation(self, it: Instruction, transport: Transport, _: Collectives) -> None:
-        kind = ACTIVATION if self._scores is None else EVALUATION
         values = self.crossing.values_for(it.stage, it.number, it.peer)
-        transport.send(kind, it.number, it.stage, it.peer, values)
+        transport.send(self._activation, it.number, it.stage, it.peer, values)
 
     def _receive_gradient(self, it: Instruction, transport: Transport, _: Collectives) -> None:
         gradients = transport.receive(GRADIENT, it.number, it.peer, it.stage)
@@ -243,18 +248,18 @@ class Worker(WorkerReplicas):
     def _backward(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         replica, arrived = self.running[it.stage], self.crossing.arrived(it.stage, it.number)
         on_gradient, move = self._on_gradient(it, collectives), self.updates.move(it)
-        self._leave_back(it, replica.backward(it.number, arrived, on_gradient, move))
+        self._return_gradients(it, replica.backward(it.number, arrived, on_gradient, move))
         for extension in self.extensions.values():
             extension.passed(it.stage)
         self._end_round(it, collectives)
 
     def _backward_input(self, it: Instruction, _: Transport, __: Collectives) -> None:
         replica, arrived = self.replicas[it.stage], self.crossing.arrived(it.stage, it.number)
-        self._leave_back(it, replica.backward_input(it.number, arrived, self.updates.move(it)))
+        self._return_gradients(it, replica.backward_input(it.number, arrived, self.updates.move(it)))
 
     def _backward_weight(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         self.replicas[it.stage].backward_weight(it.number, self._on_gradient(it, collectives))
-        self.note_memory()
+        self.measure_memory()
         self._end_round(it, collectives)
 
     def _send_gradient(self, it: Instruction, transport: Transport, _: Collectives) -> None:
@@ -263,40 +268,39 @@ class Worker(WorkerReplicas):
 
     def _swap_out(self, it: Instruction, transport: Transport, _: Collectives) -> None:
         transport.copied(SWAP_OUT, self.running[it.stage].swap_out(it.number))
-        self.note_memory()
+        self.measure_memory()
 
     def _swap_in(self, it: Instruction, transport: Transport, _: Collectives) -> None:
         transport.copied(SWAP_IN, self.running[it.stage].swap_in(it.number))
-        self.note_memory()
+        self.measure_memory()
 
     def _wait_all_reduce(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         replica = self.replicas[it.stage]
-        if it.reduce >= 0:  # no backward of the round ran here
-            collectives.contribute(it.stage, self.replica_index[it.stage], it.reduce, replica.gradients)
+        self._end_round(it, collectives)  # the wait ends it where this replica has no unit of the round
         summed = collectives.wait(it.stage, self.replica_index[it.stage], it.number)
-        for position in replica.apart:
+        for position in replica.apart:  # tied weights: `_wait_tied` sums these
             summed[position] = replica.gradients[position]
         replica.take_sums(summed)
 
     def _wait_scatter(self, it: Instruction, transport: Transport, collectives: Collectives) -> None:
         self._wait_all_reduce(it, transport, collectives)
-        self.note_memory()
+        self.measure_memory()
 
-    def collective(self, it: Instruction, collectives: Collectives) -> None:
-        """Gather the weights of a sharded stage, wait for them, or free them."""
+    def gather_or_free(self, it: Instruction, collectives: Collectives) -> None:
+        """Execute a GATHER, WAIT_GATHER or FREE of a sharded stage's weights."""
         weights = self.replicas[it.stage].weights
         if it.op is Op.GATHER:
             weights.allocate()
-            collectives.gather(it.stage, ALL_GATHER if self.trains else EVALUATION)
+            collectives.gather(it.stage, ALL_GATHER if self.is_training else EVALUATION)
         elif it.op is Op.WAIT_GATHER:
             collectives.wait_gathered(it.stage)
         else:
             weights.free()
-        self.note_memory()
+        self.measure_memory()
 
     def _wait_tied(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         self.tied[it.peer].take(collectives.tied(it.peer, it.number))
-        self._touched.update(self.running)
+        self.peaks.change()
 
     def _wait_norm(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
         self._norm = collectives.norm(it.number)
@@ -304,65 +308,52 @@ class Worker(WorkerReplicas):
     def _update(self, it: Instruction, _: Transport, __: Collectives) -> None:
         replica = self.running[it.stage]
         gradients = replica.stepped()
-        self.note_memory()
+        self.measure_memory()  # in mixed precision these are new tensors, of the masters' types
         keep_from = self._drained_versions[it.stage] + it.version
         self.updates.apply(replica, gradients, it.stage, it.number, self._norm, keep_from=keep_from)
-        self.note_memory()
+        self.measure_memory()
 
-    def _leave_back(self, it: Instruction, returning: Gradients) -> None:
-        self.note_memory(self.running[it.stage].again_bytes)
+    def _return_gradients(self, it: Instruction, returning: Gradients) -> None:
+        self.measure_memory(self.running[it.stage].recomputed_bytes)
         self.crossing.leave_back(it.stage, it.number, returning)
 
     def _on_gradient(self, it: Instruction, collectives: Collectives) -> OnGradient | None:
         return collectives.on_gradient(it.stage) if it.reduce >= 0 else None
 
     def _end_round(self, it: Instruction, collectives: Collectives) -> None:
-        """Contribute the gradients of a round's last backward, or weight part, that were not taken during it."""
+        """If an instruction ends a round, contribute the round's gradients that no `on_gradient` has taken."""
         if it.reduce >= 0:
             gradients = self.replicas[it.stage].gradients
             collectives.contribute(it.stage, self.replica_index[it.stage], it.reduce, gradients)
 
     def follow(self, before: "Worker") -> None:
-        """Take over the counters of the worker before, which was cut otherwise; both hold memory until it ends."""
+        """Continue the counters of `before`, this worker under other cuts. Until `before` ends, both hold memory."""
         replicas = (*before.replicas.values(), *self.replicas.values())
         at_once = sum(replica.live_bytes() for replica in replicas)
-        self.recall(max(before.peak_bytes, at_once), before.versions_max, before.host_peak_bytes)
+        self.recall(max(before.peaks.device_bytes, at_once), before.versions_max, before.peaks.host_bytes)
 
     def recall(self, peak_bytes: int, versions_max: int, host_peak_bytes: int) -> None:
         """Restore counters from a checkpoint."""
-        self.peak_bytes = max(self.peak_bytes, peak_bytes)
-        self.host_peak_bytes = max(self.host_peak_bytes, host_peak_bytes)
+        self.peaks.device_bytes = max(self.peaks.device_bytes, peak_bytes)
+        self.peaks.host_bytes = max(self.peaks.host_bytes, host_peak_bytes)
         for replica in self.replicas.values():
             versions = replica.weights.versions
             versions.most_alive = max(versions.most_alive, versions_max)
 
-    def note_memory(self, again_bytes: int = 0) -> None:
-        """Update the peak: of each kind the larger of now and the last note, plus `again_bytes` recomputed since."""
-        self._most = self._live, again_bytes
-        self._note_beside_the_most()
+    def measure_memory(self, recomputed_bytes: int = 0) -> None:
+        """Measure memory, at the end of an instruction or within one; see `WorkerPeaks.measure`."""
+        self._report_memory(self.peaks.measure(recomputed_bytes))
 
-    def note_beside(self, now_s: float) -> None:
-        """Update the peak when another worker has changed what this one holds, maybe while its instruction runs."""
-        if now_s >= self.busy_until_s:
-            self._most = [], 0
-        self._touched.update(self.running)
-        self._note_beside_the_most()
+    def measure_memory_beside(self, now_s: float) -> None:
+        """Measure memory that another worker's instruction, which ends at `now_s`, has changed."""
+        self._report_memory(self.peaks.measure_beside(is_idle=now_s >= self.busy_until_s))
 
-    def _note_beside_the_most(self) -> None:
-        most, again_bytes = self._most
-        for stage in self._touched & self.running.keys():
-            self._held[stage] = self.running[stage].live_by_kind(), self.running[stage].host_bytes()
-        self._touched = {self._stage}
-        self._live = [each for kinds, _ in self._held.values() for each in kinds]
-        most = [*map(max, self._live, most or self._live)]
-        self._most, held_bytes = (most, again_bytes), again_bytes + sum(most)
-        self.peak_bytes = max(self.peak_bytes, held_bytes)
+    def _report_memory(self, num_bytes: int) -> None:
         for extension in self.extensions.values():
-            extension.held(held_bytes)
-        self.host_peak_bytes = max(self.host_peak_bytes, sum(on_host for _, on_host in self._held.values()))
+            extension.held(num_bytes)
 
 
 def host_peaks(facts: Mapping[str, Any]) -> list[int]:
-    """Return every worker's peak bytes on the host; none in facts from before swapping existed."""
+    """Return every worker's peak bytes on the host, from an engine's `facts`; those of early checkpoints have none."""
     found: list[int] = facts.get("host_peak_bytes") or [0] * len(facts["peak_bytes"])
     return found

@@ -1,9 +1,9 @@
-"""The replicas of one worker, one of every stage it has: how they are made, and their state between segments.
+"""The replicas of one worker, one of each of its stages: how they are made, and their state between segments.
 
-Checkpoints, drains and sums over replicas read it. What executes instructions on them is `engine/worker.py`.
+Checkpoints, drains and sums over replicas read that state. `engine/worker.py` executes instructions on the replicas.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial, reduce
 
 import torch
@@ -44,12 +44,12 @@ def make_replica(setup: Setup, stage: int, cut: Stage, replica: int = 0) -> Repl
         slices=setup.graph.slices,
     )
     kind: type[Replica] = next(iter(setup.pipeline.hooks("replica").values()), Replica)
-    own = partial(_sharding, setup, stage, replica) if setup.pipeline.shards(stage) else None
+    own = partial(_sharding, setup, stage, replica) if setup.pipeline.shards_stage(stage) else None
     return kind(cut, setup.make_optimizer, device=setup.device, seed=setup.seed, rules=rules._replace(divide=own))
 
 
 def _sharding(setup: Setup, stage: int, replica: int, named: Mapping[str, torch.Tensor]) -> Sharding:
-    """Return how the replicas of a stage divide its parameters, bucket by bucket."""
+    """Return how the replicas of a stage divide its parameters `named`, bucket by bucket."""
     own, like, count = own_names(setup.graph), [*named.values()], setup.pipeline.replicas[stage]
     sizes = [parameter.numel() for parameter in like]
     buckets = (
@@ -61,12 +61,16 @@ def _sharding(setup: Setup, stage: int, replica: int, named: Mapping[str, torch.
 
 
 class TiedCopies:
-    """The copies of one tie on one worker: usually one of every weight, two where it has both ends of the pipeline.
+    """One worker's copies of the weights of a tie: weights that layers of several stages share.
 
-    Every stage steps its own copy. Copies begin equal and get the same gradient, the sum over all of them, so they stay
-    equal to the bit, as Megatron-LM's two embeddings do.
+    Every stage steps its own copy. Copies begin equal and get the same gradient, the sum over all copies, so they stay
+    equal to the bit, as Megatron-LM's two embeddings do. A worker with both ends of the pipeline has two copies.
 
-    `replicas` are the worker's, by stage, and `shares` their shares of the model's state.
+    Args:
+        setup: what is run.
+        group: the tie's index, counted on from the stages.
+        replicas: the worker's, by stage.
+        shares: their shares of the model's state.
     """
 
     def __init__(self, setup: Setup, group: int, replicas: Mapping[int, Replica], shares: Mapping[int, Share]) -> None:
@@ -82,42 +86,40 @@ class TiedCopies:
 
     @property
     def like(self) -> list[torch.Tensor]:
-        """The weights, in the tie's order."""
+        """The tie's weights, in its order: tensors of the shapes and types of their gradients."""
         replica, positions = self._copies[0]
         return [replica.weights.newest.parameters[position] for position in positions]
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """Return the sum of the worker's own gradients of every weight, added from the first stage on."""
-        return [_sum(column) for column in zip(*self._own(), strict=True)]
+        """Return the gradient of every weight, summed over this worker's copies from the first stage on."""
+        own = ([replica.gradients[position] for position in positions] for replica, positions in self._copies)
+        return [_sum(column) for column in zip(*own, strict=True)]
 
     def take(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Replace the gradients of all its copies by those of all workers."""
+        """Replace the gradients of this worker's copies by `gradients`, the sums over all workers."""
         for index, (replica, positions) in enumerate(self._copies):
             own = list(replica.gradients)
             for position, gradient in zip(positions, gradients, strict=True):
-                # An optimizer may change the gradients that it is given.
+                # Cloned for a second copy, since an optimizer may change its gradients.
                 own[position] = gradient.clone() if index and gradient is not None else gradient
             replica.gradients = own
 
-    def _own(self) -> Iterator[list[torch.Tensor | None]]:
-        for replica, positions in self._copies:
-            yield [replica.gradients[position] for position in positions]
-
 
 def tied_copies(setup: Setup, replicas: Mapping[int, Replica], shares: Mapping[int, Share]) -> dict[int, TiedCopies]:
-    """Return a worker's copies of every tie that has some there, by the tie's group."""
+    """Return a worker's copies of the ties of its stages, by the tie's group."""
     ties = enumerate(setup.pipeline.ties, setup.pipeline.num_stages)
     mine = (group for group, stages in ties if not replicas.keys().isdisjoint(stages))
     return {group: TiedCopies(setup, group, replicas, shares) for group in mine}
 
 
 def positions_of(names: Sequence[str], held: Sequence[str], own: Mapping[str, str]) -> list[int]:
-    """Return where a stage's parameters `held` have some of the graph's names: of a shared one it may know another.
+    """Return the positions of the parameters `names` of the graph among a stage's parameters, `held`.
 
-    `own` has the model's name of every parameter.
+    A parameter that layers share has several names, and the stage's may be another than the graph's. `own` maps every
+    name to the model's own one.
     """
-    place = {own[name]: index for index, name in enumerate(held)}
-    return [place[own[name]] for name in names]
+    position = {own[name]: index for index, name in enumerate(held)}
+    return [position[own[name]] for name in names]
 
 
 def _sum(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -126,15 +128,15 @@ def _sum(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 class WorkerReplicas:
-    """One worker's replicas."""
+    """One worker's replicas, by stage."""
 
     def __init__(self, setup: Setup, index: int) -> None:
         self.setup = setup
-        self.index = index
-        # Which replica of each of its stages it is
+        self.index = index  # the worker's
         self.replica_index = {s: setup.pipeline.replica_of(index, s) for s in setup.pipeline.stages_of(index)}
         self.replicas = {stage: replica_of_stage(setup, stage, own) for stage, own in self.replica_index.items()}
-        self.running: dict[int, StageRunner] = {**self.replicas}  # while layers move, several for a stage
+        # What executes a stage's instructions: its replica or, while layers move, a `MigratingReplica`
+        self.running: dict[int, StageRunner] = {**self.replicas}
         self._trained = trained_names(setup.graph)
         self._divided = _divided(setup.graph, self._trained)
         self._averaged = averaged_buffers(setup.graph)
@@ -147,7 +149,7 @@ class WorkerReplicas:
         return self.setup.pipeline.num_stages - 1 in self.replicas
 
     def open_data(self) -> None:
-        """Fetch a minibatch before the clock runs, since a data set may open files only then."""
+        """Fetch a minibatch before the clock runs, since a data set may open its files at the first fetch."""
         fields = dict(zip(self.setup.graph.inputs, self.setup.dataset.inputs, strict=True))
         names = [fields[name] for replica in self.replicas.values() for name in replica.stage.inputs]
         names += self.setup.dataset.targets if self.is_last else []
@@ -155,7 +157,7 @@ class WorkerReplicas:
             self.setup.dataset.fetch("train", self.setup.sampler.indices(0), names)
 
     def recut(self, setup: Setup) -> None:
-        """Cut the stages anew at a drain, of layers whose state is here already."""
+        """Cut the stages anew at a drain; the state of their layers must be on this worker."""
         self.setup, self._averaged = setup, averaged_buffers(setup.graph)
         for stage, replica in self.replicas.items():
             made = replica_of_stage(self.setup, stage)
@@ -166,7 +168,7 @@ class WorkerReplicas:
         self.tied = tied_copies(setup, self.replicas, self.shares)
 
     def summed(self, group: int) -> tuple[list[torch.Tensor], list[list[int]]]:
-        """Return the parameters that a stage's replicas, or a tie's copies, sum, and their positions per bucket."""
+        """Return what a group (a stage's replicas or a tie's copies) sums: its parameters, and positions per bucket."""
         costs, num_stages = self.setup.costs, self.setup.pipeline.num_stages
         if group >= num_stages:
             like = self.tied[group].like
@@ -179,28 +181,28 @@ class WorkerReplicas:
     def squared_norms(self) -> torch.Tensor:
         """Return the squared norms of the round's gradients, for a norm shared by all stages.
 
-        Every parameter of the model has its own entry, so adding the workers' results changes no bit. Only the first
-        replica of a stage reports, the others have 0: all have the same gradients by now. Of a tie, the first stage's.
-        Sharded replicas report those of their pieces.
+        Every parameter of the model has an entry of its own, so that the sum over workers changes no bit. By now all
+        replicas of a stage have the same gradients: the first one reports them, and the others report 0. Sharded
+        replicas report those of their pieces. A tied weight is reported by its first stage.
 
         Returns:
             [parameters of the model, at least one] float64.
         """
         found = dict.fromkeys(self._trained, torch.zeros((), dtype=torch.float64, device=self.setup.device))
         for stage, replica in self.replicas.items():
-            if self.replica_index[stage] > 0 and not self.setup.pipeline.shards(stage):
+            if self.replica_index[stage] > 0 and not self.setup.pipeline.shards_stage(stage):
                 continue
             share, scale = self.shares[stage], 1.0 if replica.scale is None else replica.scale.value
             names = (share.names[name] for name in replica.weights.stepped_names)
-            found_here = squared_norms(replica.gradients, self.setup.device, replica.weights.whole_sizes)
-            squares = zip(names, found_here, strict=True)
-            found |= {name: square / scale**2 for name, square in squares if name not in share.elsewhere}
+            squares = squared_norms(replica.gradients, self.setup.device, replica.weights.whole_sizes)
+            named = zip(names, squares, strict=True)
+            found |= {name: square / scale**2 for name, square in named if name not in share.elsewhere}
         own = torch.stack([*found.values()])
         return own if self._divided is None else self._divided.whole(own)
 
     def buffers(self, stage: int) -> list[torch.Tensor]:
         """Return a stage's running statistics, which a drain averages over its replicas."""
-        if stage not in self.replicas:  # a tie has none
+        if stage not in self.replicas:  # the group of a tie, which has no buffers
             return []
         named = self.replicas[stage].module.named_buffers(remove_duplicate=False)
         return [*{id(buffer): buffer for name, buffer in named if name in self._averaged}.values()]
@@ -224,7 +226,7 @@ class WorkerReplicas:
         return ModelState.merge(held_by(replica, self.shares[stage]) for stage, replica in self.replicas.items())
 
     def claim(self) -> StateClaim:
-        """Return the state that this worker needs."""
+        """Return which state this worker needs."""
         shares = self.shares
         return StateClaim(
             frozenset(shares[stage].names[n] for stage, replica in self.replicas.items() for n in names_in(replica)),
@@ -233,7 +235,7 @@ class WorkerReplicas:
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return `Replica.tensors` of the stages for which this worker reports."""
+        """Return `Replica.tensors` of the stages of which this worker has the first replica."""
         first = (replica for stage, replica in self.replicas.items() if self.replica_index[stage] == 0)
         return {name: tensor for replica in first for name, tensor in replica.tensors().items()}
 
@@ -245,7 +247,7 @@ class WorkerReplicas:
 
     @property
     def versions_max(self) -> int:
-        """The most weight versions of a stage alive at once."""
+        """The most weight versions of one stage that have been alive at once."""
         return max(replica.weights.most_alive for replica in self.replicas.values())
 
 

@@ -1,1 +1,1 @@
-"""The model and how it is cut: layer graph, plan, stages, samples, optimizers."""
+"""The model and how it is cut: layer graph, plan, stages, samples and optimizers."""

@@ -1,6 +1,6 @@
-"""torch's allocator on a GPU: what it holds, the most that it has held, and what work takes beside live tensors.
+"""torch's allocator on a GPU: the bytes that it holds, their peak, and what work allocates beside live tensors.
 
-A tensor's bytes are known without it. Workspaces of kernels, what it rounds up and what it reserves are not.
+The bytes of tensors are known without it. It also knows the workspaces of kernels, and what it rounds up and reserves.
 """
 
 import gc
@@ -13,7 +13,7 @@ from torch import nn
 
 from pipebench.model.heap import return_freed_blocks
 
-_LARGE_BYTES = 1 << 26  # parameters of a model whose copies are worth looking for on the host
+_LARGE_BYTES = 1 << 26  # parameters of a model whose copies are worth a collection of garbage on the host
 
 
 class Allocator:
@@ -21,46 +21,43 @@ class Allocator:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before = (0, 0)  # the most allocated and reserved until the last `forget`
+        self._before = (0, 0)  # the most allocated and reserved from `begin` to the last `forget`
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all that is allocated now."""
+        """Bytes that are allocated now."""
         return torch.cuda.memory_allocated(self._device)
 
     @property
     def peak_bytes(self) -> int:
-        """The most since the last `forget`."""
+        """The most bytes allocated since the last `begin` or `forget`."""
         return torch.cuda.max_memory_allocated(self._device)
 
     @property
     def most_bytes(self) -> dict[str, int]:
-        """The most allocated and reserved since `begin`, as columns of a worker's row."""
+        """The most bytes allocated and reserved since `begin`, as columns of a worker's row."""
         allocated, reserved = self._most()
         return {"allocated_peak_bytes": allocated, "reserved_peak_bytes": reserved}
 
     @property
     def total_bytes(self) -> int:
-        """The memory of the GPU."""
+        """Bytes of the GPU's memory."""
         return int(torch.cuda.get_device_properties(self._device).total_memory)
 
     def begin(self) -> None:
-        """Let peaks begin now, with training: what measuring and warm-up allocated is no part of them.
-
-        What torch has reserved by then it keeps.
-        """
+        """Reset all peaks when training begins, so that measuring and warm-up don't count; reserved memory stays so."""
         self._before = (0, 0)
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def forget(self) -> None:
-        """Let the peak begin at what is allocated now."""
+        """Reset `peak_bytes` to what is allocated now; `most_bytes` keeps the peaks before."""
         self._before = self._most()
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def beside(self, work: Callable[[], Any]) -> tuple[Any, Callable[[], float]]:
-        """Do some work; return its result and, as a clock would its seconds, the bytes it took beside live tensors.
+        """Do some work; return its result and the bytes that it took beside live tensors, in the form of a clock.
 
-        These are the peak within less the larger of what is allocated before and after.
+        These are the peak during the work minus the larger of the bytes allocated before and after it.
         """
         before = self.held_bytes
         self.forget()
@@ -75,14 +72,14 @@ class Allocator:
 
 @cache
 def allocator_of(device: torch.device) -> Allocator | None:
-    """Return a device's allocator, always the same; None of a CPU, whose memory the system counts."""
+    """Return a GPU's allocator, the same object at every call; None for a CPU, whose memory the system counts."""
     return Allocator(device) if device.type == "cuda" else None
 
 
 def release_copies(device: torch.device, model: nn.Module) -> None:
-    """Return the memory of a model's copies that are no longer needed to the GPU and to the system.
+    """Return the memory of a model's unreferenced copies to the GPU and to the system.
 
-    On the host only a large model's: it takes a tenth of a second, see `free_cycles`.
+    On the host this is done for large models only, since a collection takes a tenth of a second, see `free_cycles`.
     """
     is_large = sum(parameter.nbytes for parameter in model.parameters()) >= _LARGE_BYTES
     if is_large or device.type == "cuda":
@@ -94,10 +91,10 @@ def release_copies(device: torch.device, model: nn.Module) -> None:
 
 
 def free_cycles(device: torch.device) -> None:
-    """Free on a GPU what only cycles of references hold, such as a module of torch.fx and its graph.
+    """Free what only cycles of references keep on a GPU, such as a torch.fx module and its graph.
 
-    Python's collector may not come to them for most of a training, because it looks through old objects seldom. It
-    takes a tenth of a second, so this is for what comes before training; stages that are cut anew have no cycles.
+    Python's collector examines old objects so seldom that they might stay for most of a training. A collection takes a
+    tenth of a second, so call this before training only. Stages that are cut anew during training have no cycles.
     """
     if device.type == "cuda":
         gc.collect()

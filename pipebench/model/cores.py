@@ -1,4 +1,4 @@
-"""The cores that a process may use, in a container, too."""
+"""The processor cores that a process may use, also in a container."""
 
 import os
 import socket
@@ -7,19 +7,19 @@ from pathlib import Path
 
 
 def usable_cores(root: Path = Path("/")) -> float:
-    """Return how many cores this process may use, at least 0.01, the least quota of a control group.
+    """Return how many cores this process may use: the least of its affinity and the quotas of its control groups.
 
-    The smallest of its affinity and the quotas of its control groups, whose files are under `root`.
+    It is at least 0.01, the least quota of a control group. The control groups' files are under `root`.
     """
-    # Python >= 3.13 has os.process_cpu_count for the first; nothing in Python gives the second.
+    # Python >= 3.13 has os.process_cpu_count for the affinity; nothing in Python gives the quotas.
     return min([float(len(_affinity())), *_quotas(root)])
 
 
 def name_of_cores(root: Path = Path("/")) -> str:
-    """Return a name for the cores that this process may use, the same in all processes that compete for them.
+    """Return a name for the cores that this process may use, which is the same in all processes that compete for them.
 
-    Processes that a launcher binds to different cores don't compete; containers of one machine do, unless a quota or
-    cores of their own limit them. Files of the system are under `root`.
+    Processes that a launcher binds to different cores don't compete. Containers on one machine do, unless each has a
+    quota or its own cores. The system's files are under `root`.
     """
     cores, host = _affinity(), socket.gethostname()
     if usable_cores(root) < len(cores):
@@ -38,7 +38,7 @@ def _affinity() -> list[int]:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Yield the limit, in cores, of every control group of this process; Linux only, versions 1 and 2."""
+    """Yield the quotas, in cores, of this process's control groups, of version 1 or 2; Linux only."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -48,7 +48,7 @@ def _quotas(root: Path) -> Iterator[float]:
         if number != "0" and "cpu" not in controllers.split(","):
             continue
         mounted = root / ("sys/fs/cgroup" if number == "0" else "sys/fs/cgroup/cpu")
-        # A container may see its group's host path, with the group's own files at the top.
+        # A container may be told the group's path on the host, while the group's files are at the top of the mount.
         group = mounted / path.strip("/")
         for folder in (group, *group.parents):
             yield from _quota(folder)
@@ -57,7 +57,7 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _quota(folder: Path) -> Iterator[float]:
-    """Yield a control group's own limit in cores, if any: its processor time per period."""
+    """Yield a control group's own quota in cores, if it has one: its processor time per period."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()

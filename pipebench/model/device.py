@@ -1,4 +1,4 @@
-"""torch's settings for one run, and the record of the machine."""
+"""torch's settings for one run, and the record of the machine and the checkout."""
 
 import contextlib
 import importlib.metadata
@@ -27,15 +27,15 @@ def torch_settings(engine: EngineRecipe) -> Iterator[None]:
         if engine.threads != "auto":
             torch.set_num_threads(int(engine.threads))
         elif "OMP_NUM_THREADS" not in os.environ:
-            # torch takes a thread per core of the host, where a container may use few of them.
+            # torch takes a thread per core of the host, of which a container may use only a few.
             torch.set_num_threads(max(1, min(threads, int(usable_cores()))))
         torch.backends.cudnn.benchmark = not engine.deterministic
-        # Without it torch calls cuBLAS's products nondeterministic. It looks once in a process, at the first product,
-        # which may be a run's before that needn't be deterministic.
+        # Without this variable torch considers cuBLAS's products nondeterministic. It is read once in a process, at the
+        # first product, which may be in an earlier run that needn't be deterministic; so it is always set.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if engine.deterministic:
-            # Some layers have no deterministic backward on CUDA (adaptive pooling): torch warns, the run log has it.
-            # Not use_deterministic_algorithms, which imports torch's compiler, for a second, to tell it so, too.
+            # Some layers have no deterministic backward on CUDA (adaptive pooling): torch warns, and the run's log has
+            # the warning. use_deterministic_algorithms would also import torch's compiler, which takes a second.
             torch.set_deterministic_debug_mode("warn")
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         with _tf32(engine.tf32):
@@ -49,10 +49,10 @@ def torch_settings(engine: EngineRecipe) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _tf32(enabled: bool) -> Iterator[None]:
-    """Set whether products and convolutions may round to TF32; restore afterwards what was set.
+    """Set whether products and convolutions may round to TF32; restore the settings afterwards.
 
-    torch has two sets of switches. Where a user's code has used the new ones (`fp32_precision`), torch refuses to read
-    the old ones, and these don't overrule what the new ones say of all of cuDNN. So both are set.
+    torch has two sets of switches. If a user's code has used the new ones (`fp32_precision`), torch refuses to read the
+    old ones, which then don't override the new ones for cuDNN. So both are set.
     """
     cudnn: Any = torch.backends.cudnn
     convolutions = (cudnn.conv, cudnn.rnn)
@@ -113,6 +113,7 @@ def _git(*words: str) -> str:
     git = shutil.which("git")
     if git is None or not (root / ".git").exists():
         return ""
-    # Another user's checkout, as one mounted into a container is: its code runs anyway, so its settings may, too.
+    # The checkout may belong to another user, as one mounted into a container does. Git refuses to read it by default,
+    # since its settings can run commands; but pipebench already runs code from it.
     command = [git, "-c", f"safe.directory={root}", "-C", str(root), *words]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout

@@ -12,23 +12,23 @@ from pipebench.model.plan import Plan, crossings, stage_of_layers
 class EvaluationPlan:
     """The layers of the evaluation's graph that each stage has."""
 
-    layers: tuple[tuple[int, ...], ...]  # per stage, indices in that graph, ascending; maybe none
-    # (source stage, target stage) to the layers whose output crosses, ascending
+    layers: tuple[tuple[int, ...], ...]  # per stage, indices in that graph, ascending; a stage may have none
+    # (source stage, target stage) to the layers whose output goes from one to the other, ascending
     crossings: Mapping[tuple[int, int], tuple[int, ...]]
 
 
 def plan_evaluation(graph: LayerGraph, plan: Plan) -> EvaluationPlan:
     """Place every layer of the evaluation.
 
-    A layer that training has stays in its stage; one that reads a parameter, or a buffer that training changes, goes
-    to its stage. Any other goes to the stage that reads it first.
+    A layer that training also has stays in its stage. A layer that reads a parameter, or a buffer that training
+    changes, goes to a stage that has it. Any other layer goes to the first stage that reads its output.
 
     Raises:
-        PlanError: a layer belongs to several stages, or is read before its stage.
+        PlanError: a layer would have to be in several stages, or an earlier stage reads its output.
     """
     evaluation, last = graph.evaluated, len(plan.stages) - 1
     stage_of_layer = stage_of_layers(plan.stages)
-    homes: dict[str, set[int]] = {}  # of tied parameters several
+    homes: dict[str, set[int]] = {}  # parameter or buffer to the stages that have it: several if it is tied
     for layer in graph.layers:
         for name in (*layer.parameters, *layer.buffers):
             homes.setdefault(name, set()).add(stage_of_layer[layer.index])

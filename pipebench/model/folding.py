@@ -1,7 +1,7 @@
-"""Folding: each run of consecutive layers with one memory policy becomes a module called in their place.
+"""Folding: replaces each run of consecutive layers with one memory policy by a module.
 
-Between forward and backward that module applies the policy to what its layers save; the arithmetic and its order don't
-change.
+The module runs the layers, and applies the policy to what they save between forward and backward. The arithmetic and
+its order don't change.
 """
 
 import operator
@@ -15,20 +15,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipebench.model.graph import cloned
 from pipebench.model.tracing import TracedModule
 
-POLICY = "pipebench_policy"  # key of a node's meta data: the memory policy of its layer
+POLICY = "pipebench_policy"  # key of a node's `meta`: the memory policy of its layer
 
 M = TypeVar("M", bound=nn.Module)
 
 
 class FoldedRun(nn.Module):
-    """Holds a run of layers, which stay the stage's own: it has no parameters, and no names of them.
+    """Runs layers whose modules and parameters remain the stage's, under the stage's names; it has none of its own.
 
-    Each layer that draws is seeded by the node before it.
+    A run includes the nodes that seed its layers' draws, so that it draws the same numbers whenever it runs.
     """
 
     def __init__(self, run: fx.GraphModule) -> None:
         super().__init__()
-        self._run = (run,)  # a tuple hides it from nn.Module
+        self._run = (run,)  # in a tuple, so that nn.Module doesn't register it as a submodule
 
     @property
     def run(self) -> fx.GraphModule:
@@ -39,9 +39,13 @@ class FoldedRun(nn.Module):
 def fold(
     module: fx.GraphModule, policy: str, make: Callable[[fx.GraphModule], M], copied: Container[fx.Node] = ()
 ) -> tuple[M, ...]:
-    """Make every run of a policy's nodes in a stage's module a module of its own; return those modules in order.
+    """Replace every run of nodes that have a policy by a module; return these modules in order.
 
-    `make` makes a run's module. It gets clones of the values of nodes in `copied`.
+    Args:
+        module: the stage's module, which is changed.
+        policy: of the nodes to fold.
+        make: makes a run's module, given the run as a module.
+        copied: nodes of whose values the runs read clones.
     """
     runs = _runs(module.graph, policy)
     found = tuple(_folded(module, nodes, f"pipebench_{policy}_{i}", make, copied) for i, nodes in enumerate(runs))
@@ -51,7 +55,7 @@ def fold(
 
 
 def _runs(graph: fx.Graph, policy: str) -> list[list[fx.Node]]:
-    """Return runs of consecutive nodes of a policy; placeholders and attributes in between don't end a run."""
+    """Return the runs of consecutive nodes with a policy; placeholders and attributes in between don't end a run."""
     runs: list[list[fx.Node]] = [[]]
     for node in graph.nodes:
         if node.meta.get(POLICY) == policy:
@@ -68,14 +72,14 @@ def _folded(
     make: Callable[[fx.GraphModule], M],
     copied: Container[fx.Node],
 ) -> M:
-    """Move a run out of a module's graph into a module `name`, and call that in its place."""
+    """Move a run of nodes out of a module's graph into a submodule `name`, which is called in their place."""
     inside, run = set(nodes), fx.Graph()
     read = list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside))
-    left = [node for node in nodes if any(user not in inside for user in node.users)]
+    returned = [node for node in nodes if any(user not in inside for user in node.users)]
     env = {node: run.placeholder(node.name) for node in read}
     for node in nodes:
         env[node] = run.node_copy(node, env.__getitem__)
-    run.output(tuple(env[node] for node in left))
+    run.output(tuple(env[node] for node in returned))
     folded = make(TracedModule(module, run))
     module.add_module(name, folded)
     with module.graph.inserting_after(nodes[-1]):
@@ -83,7 +87,7 @@ def _folded(
     with module.graph.inserting_before(call):
         call.args = tuple(module.graph.call_function(cloned, (node,)) if node in copied else node for node in read)
     last = call
-    for index, node in enumerate(left):
+    for index, node in enumerate(returned):
         with module.graph.inserting_after(last):
             last = module.graph.call_function(operator.getitem, (call, index))
         node.replace_all_uses_with(last, delete_user_cb=lambda user: user not in inside)
@@ -103,14 +107,14 @@ class Keeper(Protocol):
 
 
 class Swapped(FoldedRun):
-    """Runs layers whose saved tensors its keeper stores: they move to the host between forward and backward.
+    """Runs layers whose saved tensors its keeper stores, on the host between forward and backward.
 
-    The idea is that of vDNN (Rhu et al., MICRO'16), and vPipe's virtualised tensors (TPDS'21).
+    Paper: vDNN (Rhu et al., MICRO'16); vPipe's virtualised tensors (TPDS'21).
     """
 
     def __init__(self, run: fx.GraphModule) -> None:
         super().__init__(run)
-        self.keeper: Keeper | None = None  # of the running unit; None leaves saved tensors to autograd
+        self.keeper: Keeper | None = None  # the running unit's; None: autograd stores saved tensors as usual
 
     def forward(self, *values: Any) -> Any:
         """Return the values that later layers read, as a tuple."""

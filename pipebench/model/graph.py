@@ -1,7 +1,7 @@
-"""The layer graph: a model as layers with every edge between them, ready to be cut anywhere.
+"""The layer graph: a model as layers with every edge between them, which can be cut anywhere.
 
-torch.fx traces the model twice, as it trains and as it evaluates; a layer is a node that computes. The graphs are made
-safe to cut, see `in_place.py`.
+torch.fx traces the model twice, in training and in evaluation mode. A layer is a node that computes. The graphs are
+made safe to cut, see `in_place.py`.
 """
 
 import copy
@@ -19,11 +19,11 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from pipebench.errors import GraphError, nearest
-from pipebench.model.in_place import MADE, make_cuttable, overwritten_buffer, shown
+from pipebench.model.in_place import MADE, make_cuttable, memory_owner, overwritten_buffer
 from pipebench.model.slice_modules import Slices
 from pipebench.model.tracing import Fed, TracedModule, fed_arguments, record
 
-DRAWS_AS = "pipebench_draws_as"  # in a node's `meta`: see `draw_name`
+DRAWS_AS = "pipebench_draws_as"  # key of a node's `meta`, see `draw_name`
 _RANDOM_MODULES: tuple[type[nn.Module], ...] = (_DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
@@ -38,13 +38,14 @@ class Layer:
     reads: tuple[int, ...]  # indices of the layers whose output it reads, ascending
     inputs: tuple[str, ...]  # names of the model inputs it reads
     parameters: tuple[str, ...]  # qualified names of the parameters it trains, in the model's own order
-    # Qualified names of the buffers it changes, or reads where another layer changes them: such layers share a stage,
-    # as those that share a parameter do
+    # Qualified names of the buffers that it changes, and of those that it reads and another layer changes. Layers that
+    # have a name in common share a stage, as those that share a parameter do
     buffers: tuple[str, ...] = ()
     draws_as: str = ""  # the name that seeds its random draws; "" if it draws none
     idle: bool = False  # left out by an architecture search: keeps its index, reads nothing, and nothing reads it
     runs_once: bool = False  # whether it returns a buffer that layers change, so that no plan recomputes it
-    # Qualified names of the parameters it uses but doesn't train, and of all buffers it has or reads, their first ones
+    # Qualified names of the parameters that it uses but doesn't train, and of all buffers that it has or reads; of
+    # several names of one tensor, the first
     untrained: tuple[str, ...] = ()
 
 
@@ -65,20 +66,21 @@ class LayerGraph:
     inputs: tuple[str, ...]  # names of the model's inputs, in order
     layers: tuple[Layer, ...]  # in execution order
     outputs: tuple[int, ...]  # indices of the layers whose output the model returns, ascending
-    training: frozenset[str] = frozenset()  # qualified names of modules in training mode; a model may except some
-    evaluation: "LayerGraph | None" = None  # the same model as it evaluates; None if this is that
+    # Qualified names of the modules in training mode: all in training, except those that the model keeps in evaluation
+    training: frozenset[str] = frozenset()
+    evaluation: "LayerGraph | None" = None  # the same model in evaluation mode; None if this graph is in that mode
     evaluation_map: tuple[int | None, ...] = ()  # of an evaluation, each layer's index in training, or None
-    rounding: Rounding | None = None  # see `precision.py`; the tensors here are never rounded
-    slices: Slices | None = None  # of a process that has pieces of divided layers; None: all is whole
+    rounding: Rounding | None = None  # see `precision.py`; the tensors here aren't rounded
+    slices: Slices | None = None  # what this process has of layers that are divided; None: all layers are whole
 
     @property
     def evaluated(self) -> "LayerGraph":
-        """The same model as it evaluates; only of a graph that trains."""
+        """The same model in evaluation mode; only of a graph in training mode."""
         assert self.evaluation is not None
         return self.evaluation
 
     def index_of(self, name: str) -> int:
-        """Return the index of a layer by its name or module path (`features.0`); raises a KeyError if there is none."""
+        """Return the index of a layer, given its name or module path (`features.0`); raises a KeyError without one."""
         wanted = name.replace(".", "_")
         for layer in self.layers:
             if layer.name == wanted:
@@ -96,15 +98,15 @@ def trace(
 
     Args:
         model: any module that torch.fx traces.
-        leaves: qualified names or class names of modules that become one layer each, besides those that declare it
-            themselves (zoo/registry.py).
+        leaves: qualified names or class names of modules that become one layer each, besides those that declare
+            themselves as one (zoo/registry.py).
         fed: number or names of the arguments of its forward that get data; others keep their defaults. None: those
-            without a default.
-        rewrite: changes the traced module, of training and of evaluation.
+            without a default get data.
+        rewrite: changes the traced module; it is called for training and for evaluation.
 
     Raises:
         TracingError: torch.fx can't trace it; names the module, the line and the way out.
-        GraphError: a leaf isn't there, or nothing is computed.
+        GraphError: the model has no such leaf, or computes nothing.
     """
     _check_leaves(model, leaves)
 
@@ -112,34 +114,34 @@ def trace(
         named = name in leaves or type(module).__name__ in leaves
         return named or getattr(module, "one_layer", False) or carries_state(module)
 
-    def graph() -> fx.GraphModule:
+    def traced() -> fx.GraphModule:
         module = record(model, is_leaf, fed)
         make_cuttable(module, module.graph)
         rewrite(module)
         module.recompile()
         return module
 
-    return _in_both_modes(model, model, graph)
+    return _in_both_modes(model, model, traced)
 
 
 def as_one_layer(model: nn.Module, fed: Fed = None) -> LayerGraph:
-    """Return the graph of a model as one layer, which runs untraced and can't be cut."""
+    """Return the graph of a model as one layer, which isn't traced and can't be cut."""
     positional, by_keyword = fed_arguments(type(model).forward, fed)
     holder = nn.Module()
     holder.model = model
 
-    def graph() -> fx.GraphModule:
-        made = fx.Graph()
-        values = [made.placeholder(name) for name in (*positional, *by_keyword)]
+    def module_of_one_call() -> fx.GraphModule:
+        graph = fx.Graph()
+        values = [graph.placeholder(name) for name in (*positional, *by_keyword)]
         named: dict[str, Any] = dict(zip(by_keyword, values[len(positional) :], strict=True))
-        made.output(made.call_module("model", tuple(values[: len(positional)]), named))
-        return TracedModule(holder, made)
+        graph.output(graph.call_module("model", tuple(values[: len(positional)]), named))
+        return TracedModule(holder, graph)
 
-    return _in_both_modes(model, holder, graph)
+    return _in_both_modes(model, holder, module_of_one_call)
 
 
 def is_random(root: nn.Module, node: fx.Node) -> bool:
-    """Return whether a layer may draw random numbers; unknown code may."""
+    """Return whether a layer may draw random numbers; code that isn't known may."""
     if node.op == "call_module":
         return any(_draws(part) for part in root.get_submodule(str(node.target)).modules())
     name = str(getattr(node.target, "__name__", node.target))
@@ -147,12 +149,14 @@ def is_random(root: nn.Module, node: fx.Node) -> bool:
         home = str(getattr(node.target, "__module__", None))
         if home in ("_operator", "builtins", "math"):
             return False
-        if home.split(".")[0] not in ("torch", "None"):  # a function of somebody's
+        if home.split(".")[0] not in ("torch", "None"):  # a function of a user or a library
             return True
-    packet = getattr(torch.ops.aten, name, None)
-    if packet is None:
+    # torch marks the operators that draw. A torch function without an operator of its name may draw; a method doesn't.
+    operator_forms = getattr(torch.ops.aten, name, None)
+    if operator_forms is None:
         return node.op == "call_function"
-    return any(torch.Tag.nondeterministic_seeded in getattr(packet, form).tags for form in packet.overloads())
+    forms = (getattr(operator_forms, form) for form in operator_forms.overloads())
+    return any(torch.Tag.nondeterministic_seeded in form.tags for form in forms)
 
 
 def carries_state(module: nn.Module) -> bool:
@@ -161,13 +165,13 @@ def carries_state(module: nn.Module) -> bool:
 
 
 def forget_states(root: nn.Module) -> None:
-    """Reset the states that modules carry."""
+    """Reset the states that modules carry from one minibatch to the next."""
     for module in filter(carries_state, root.modules()):
         module.carried_state = None  # type: ignore[assignment]
 
 
 def reads_of(node: fx.Node, index: Mapping[fx.Node, int]) -> tuple[int, ...]:
-    """Return the indices of the layers that a node reads, ascending; `index` has every layer's."""
+    """Return the indices of the layers that a node reads, ascending; `index` has the index of every layer's node."""
     return tuple(sorted({index[read] for read in node.all_input_nodes if read in index}))
 
 
@@ -185,9 +189,10 @@ _Part = TypeVar("_Part")
 
 
 def copied(part: _Part, memo: dict[int, Any] | None = None) -> _Part:
-    """Return a copy of a module or a tensor, with the attributes of its parameters; `memo` is as for `deepcopy`.
+    """Return a copy of a module or a tensor, with the attributes of its parameters; `memo` is `deepcopy`'s.
 
-    Tensors that a forward has left in a module, as torch's `weight_norm` does, are copied without their autograd graph.
+    Tensors that a forward has left in a module, as torch's `weight_norm` does, lose their autograd graph, with which
+    they couldn't be copied.
     """
     for module in part.modules() if isinstance(part, nn.Module) else ():
         for name, value in vars(module).items():
@@ -199,6 +204,19 @@ def copied(part: _Part, memo: dict[int, Any] | None = None) -> _Part:
     return made
 
 
+def copied_to(module: nn.Module, device: torch.device) -> nn.Module:
+    """Return a copy of a module on a device; tensors that its modules share stay shared.
+
+    `Module.to` would give every module a copy of its own of a shared buffer.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = buffer.detach().to(device)
+    return copied(module, memo)
+
+
 def _parameters_of(part: Any) -> list[nn.Parameter]:
     if isinstance(part, nn.Module):
         return list(part.parameters())
@@ -206,17 +224,17 @@ def _parameters_of(part: Any) -> list[nn.Parameter]:
 
 
 def is_torchs_own(module: nn.Module) -> bool:
-    """Return whether a module's class is torch's, so that it is known whether it draws."""
+    """Return whether a module's class is torch's, so that its behaviour is known."""
     return type(module).__module__.split(".")[0] == "torch"
 
 
 def run_node(root: nn.Module, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
-    """Execute one node, but no placeholder; `env` holds the values of the nodes it reads."""
+    """Execute one node, which isn't a placeholder; `env` has the values of the nodes that it reads."""
     return bind_node(root, node, env)()
 
 
 def bind_node(root: nn.Module, node: fx.Node, env: Mapping[fx.Node, Any]) -> Callable[[], Any]:
-    """Return a callable that executes one node, with modules, attributes and arguments looked up, as in `run_node`."""
+    """Return a callable that does what `run_node` does, with modules, attributes and arguments already looked up."""
 
     def value(argument: fx.Node) -> Any:
         return attribute(root, str(argument.target)) if argument.op == "get_attr" else env[argument]
@@ -241,7 +259,7 @@ def attribute(root: nn.Module, path: str) -> Any:
 
 
 def tensors_of(graph: LayerGraph, layers: Iterable[Layer]) -> dict[str, torch.Tensor]:
-    """Return all parameters and buffers that layers read, trained and changed or not, by qualified name, each once."""
+    """Return all parameters and buffers that layers have or read, by qualified name, each under its first name only."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for layer in layers:
         for name, value in tensors_read(graph.root, layer.node):
@@ -250,7 +268,7 @@ def tensors_of(graph: LayerGraph, layers: Iterable[Layer]) -> dict[str, torch.Te
 
 
 def tensors_read(root: nn.Module, node: fx.Node) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters and buffers that a node's module has, or that it reads, by qualified name."""
+    """Yield name and tensor of the parameters and buffers that a node's module has, and of those that it reads."""
     if node.op == "call_module":
         path = str(node.target)
         module = root.get_submodule(path)
@@ -262,6 +280,7 @@ def tensors_read(root: nn.Module, node: fx.Node) -> Iterator[tuple[str, torch.Te
 
 
 def _check_leaves(model: nn.Module, leaves: Sequence[str]) -> None:
+    """Raise a GraphError for a leaf that is neither a module's name nor a class of one."""
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
     names |= {type(module).__name__ for module in model.modules()}
     for leaf in leaves:
@@ -273,7 +292,13 @@ def _check_leaves(model: nn.Module, leaves: Sequence[str]) -> None:
 
 
 def _in_both_modes(model: nn.Module, holder: nn.Module, make: Callable[[], fx.GraphModule]) -> LayerGraph:
-    """Make the layer graph of a model in both modes; `holder` has it under the names that the graph uses."""
+    """Return the layer graph of a model in both modes.
+
+    Args:
+        model: the model; its mode is restored.
+        holder: the module whose submodules have the names that the graph uses.
+        make: returns the traced module of the model in its current mode.
+    """
     modes = [(module, module.training) for module in model.modules()]
     attributes = set(model.__dict__)
     found: list[tuple[fx.GraphModule, frozenset[str]]] = []
@@ -288,8 +313,8 @@ def _in_both_modes(model: nn.Module, holder: nn.Module, make: Callable[[], fx.Gr
         for name in model.__dict__.keys() - attributes:  # tensors made in forward, which the graphs hold now
             delattr(model, name)
     (trains, in_training), (evaluates, in_evaluation) = found
-    same = evaluation_map(_computing(trains.graph), _computing(evaluates.graph))
-    evaluation = _layer_graph(model, evaluates, training=in_evaluation, evaluation_map=same)
+    index_in_training = evaluation_map(_computing(trains.graph), _computing(evaluates.graph))
+    evaluation = _layer_graph(model, evaluates, training=in_evaluation, evaluation_map=index_in_training)
     return _layer_graph(model, trains, training=in_training, evaluation=evaluation)
 
 
@@ -303,6 +328,7 @@ def _computing(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _layer_graph(model: nn.Module, module: fx.GraphModule, **rest: Any) -> LayerGraph:
+    """Return the layer graph of a traced module; `rest` are further fields of `LayerGraph`."""
     graph = module.graph
     computing = _computing(graph)
     index = {node: i for i, node in enumerate(computing)}
@@ -321,7 +347,7 @@ def _layer_graph(model: nn.Module, module: fx.GraphModule, **rest: Any) -> Layer
             untrained=_names(module, node, first_name, trained=False),
             buffers=_buffers(module, node, changed),
             draws_as=draw_name(module, node),
-            runs_once=(memory := shown(module, node)).op == "get_attr" and str(memory.target) in changed,
+            runs_once=(owner := memory_owner(module, node)).op == "get_attr" and str(owner.target) in changed,
         )
         for i, node in enumerate(computing)
     )
@@ -332,9 +358,9 @@ def _layer_graph(model: nn.Module, module: fx.GraphModule, **rest: Any) -> Layer
 
 
 def draw_name(module: fx.GraphModule, node: fx.Node) -> str:
-    """Return the name that seeds a layer's draws; each call of a module that is called several times has its own.
+    """Return the name that seeds a layer's draws, "" if it draws none; every call of one module has its own name.
 
-    A rewrite that gives a node another module keeps the name by `DRAWS_AS` in the node's `meta`.
+    A rewrite that lets a node call another module keeps the name as `DRAWS_AS` in the node's `meta`.
     """
     if DRAWS_AS in node.meta:
         return str(node.meta[DRAWS_AS])
@@ -354,7 +380,7 @@ def _kind(module: nn.Module, node: fx.Node) -> str:
 
 
 def _names(module: nn.Module, node: fx.Node, first_name: Mapping[int, str], *, trained: bool) -> tuple[str, ...]:
-    """Return the qualified names of what the node uses that is trained, or isn't; a shared one has its first name."""
+    """Return the qualified names of the trained, or the other, tensors that a node uses; shared ones by their first."""
     used = {first_name.get(id(tensor), name): tensor for name, tensor in tensors_read(module, node)}
     return tuple(
         name for name, tensor in used.items() if (isinstance(tensor, nn.Parameter) and tensor.requires_grad) is trained
@@ -362,6 +388,7 @@ def _names(module: nn.Module, node: fx.Node, first_name: Mapping[int, str], *, t
 
 
 def _buffers(module: nn.Module, node: fx.Node, changed: Collection[str]) -> tuple[str, ...]:
+    """Return `Layer.buffers` of a node; `changed` are the buffers that any node changes in place."""
     if node.op == "call_module":
         path = str(node.target)
         return tuple(name for name, _ in module.get_submodule(path).named_buffers(prefix=path))
@@ -372,8 +399,8 @@ def _buffers(module: nn.Module, node: fx.Node, changed: Collection[str]) -> tupl
 def averaged_buffers(graph: LayerGraph) -> frozenset[str]:
     """Return the qualified names of the buffers that replicas of a stage average at drains: running statistics.
 
-    These are the floating-point buffers that layers may change. Constants that layers read, and statistics of
-    normalisation that is in evaluation mode while the model trains, stay as they are: a mean would round them.
+    These are the floating-point buffers that layers may change. A mean would only round the others: constants that
+    layers read, and statistics of normalisation layers that stay in evaluation mode while the model trains.
     """
     parts = dict(graph.root.named_modules(remove_duplicate=False))
 
@@ -387,20 +414,23 @@ def averaged_buffers(graph: LayerGraph) -> frozenset[str]:
 
 
 def evaluation_map(training: Sequence[fx.Node], evaluation: Sequence[fx.Node]) -> tuple[int | None, ...]:
-    """Return for every layer of the evaluation its index in training, or None; indices ascend."""
-    ours, theirs = list(map(_what, training)), list(map(_what, evaluation))
-    if ours == theirs:  # nearly always
-        return tuple(range(len(ours)))
-    found: list[int | None] = [None] * len(theirs)
-    matcher = difflib.SequenceMatcher(None, ours, theirs, autojunk=False)
+    """Return, for every layer of the evaluation, its index in training, or None if training doesn't have it.
+
+    Indices ascend, as the order of layers is taken to be the same where both modes have them.
+    """
+    trained, evaluated = list(map(_called, training)), list(map(_called, evaluation))
+    if trained == evaluated:  # nearly always
+        return tuple(range(len(trained)))
+    found: list[int | None] = [None] * len(evaluated)
+    matcher = difflib.SequenceMatcher(None, trained, evaluated, autojunk=False)
     for block in matcher.get_matching_blocks():
         for offset in range(block.size):
             found[block.b + offset] = block.a + offset
     return tuple(found)
 
 
-def _what(node: fx.Node) -> tuple[Any, ...]:
-    """Return what identifies a layer: what it calls, and on which of the model's tensors."""
+def _called(node: fx.Node) -> tuple[Any, ...]:
+    """Return what identifies a layer in both modes: what it calls, and on which of the model's tensors."""
     names = (str(read.target) for read in node.all_input_nodes if read.op == "get_attr")
     tensors = tuple("" if name.startswith(MADE) else name for name in names)
     return node.op, node.target, tensors

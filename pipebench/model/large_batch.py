@@ -1,7 +1,7 @@
-"""LARS and LAMB: optimizers for large minibatches, whose rate is adapted to every parameter tensor by its norm.
+"""LARS and LAMB: optimizers for large minibatches, which adapt the rate of every parameter tensor to its norm.
 
-Neither torch nor torchvision has them, and libraries that do bring models and data sets along. Each parameter's state
-is its own, so a cut or a replica changes nothing.
+Neither torch nor torchvision has them, and the libraries that have them come with models and data sets. A step on a
+parameter depends on that parameter only, so a cut or a replica changes nothing.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,9 +15,9 @@ _Tensors = list[torch.Tensor]
 
 
 class Adapted(torch.optim.Optimizer):
-    """An optimizer that steps all tensors of one type together, adapted and plain ones apart."""
+    """An optimizer that steps all tensors of one type together, those with adapted rates apart from the others."""
 
-    whole_of: Divided | None = None  # which parameters are parts of whole ones, whose norms adapt steps
+    whole_of: Divided | None = None  # which parameters are slices, if any: steps adapt to the norms of the whole ones
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take one step with the gradients there are; `closure` is None."""
@@ -25,7 +25,7 @@ class Adapted(torch.optim.Optimizer):
             for group in self.param_groups:
                 for places, is_adapted in _kinds(group["params"], exclude_vectors=group["exclude_vectors"]):
                     parameters = [group["params"][place] for place in places]
-                    gradients = [p.grad for p in parameters if p.grad is not None]  # all have one
+                    gradients = [p.grad for p in parameters if p.grad is not None]  # all of them have one
                     self._places = places
                     self._step(parameters, gradients, group, is_adapted=is_adapted)
 
@@ -33,7 +33,7 @@ class Adapted(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _norms(self, tensors: _Tensors) -> torch.Tensor:
-        """Return the norms of tensors of one type, summed at least in single precision, since half would overflow."""
+        """Return the norms of tensors of one type, summed in fp32 or wider, since a sum in fp16 would overflow."""
         wide = torch.promote_types(tensors[0].dtype, torch.float32)
         norms = torch.stack([norm.to(wide) for norm in torch._foreach_norm(tensors, 2.0, wide)])
         if self.whole_of is None:
@@ -55,10 +55,11 @@ class LARS(Adapted):
 
     You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017), Algorithm 1, with the trust
     coefficient eta where equation 6 has it: local rate l = eta |w| / (|g| + decay |w|), velocity v = momentum v + lr l
-    (g + decay w), w = w - v. The velocity includes the rate: a lower one doesn't slow earlier gradients.
+    (g + decay w), w = w - v. The velocity includes the rate, so that lowering it doesn't slow earlier gradients.
 
     Every tensor counts as a layer. `exclude_vectors` steps biases and normalisation parameters (at most one dimension)
-    at the plain rate and without decay, as the `skip_list` of MLPerf Training's ResNet-50 does; the paper has none.
+    at the plain rate and without decay, as the `skip_list` of MLPerf Training's ResNet-50 does. Differs: the paper has
+    no such exception.
     """
 
     def __init__(
@@ -79,8 +80,9 @@ class LARS(Adapted):
     def _step(self, parameters: _Tensors, gradients: _Tensors, group: dict[str, Any], *, is_adapted: bool) -> None:
         lr, momentum, decay, eta = (group[name] for name in ("lr", "momentum", "weight_decay", "eta"))
         if is_adapted:
-            own, theirs = self._norms(parameters), self._norms(gradients)
-            ratios = torch.where((own > 0) & (theirs > 0), eta * own / (theirs + decay * own), 1.0)
+            norms, gradient_norms = self._norms(parameters), self._norms(gradients)
+            local_rates = eta * norms / (gradient_norms + decay * norms)
+            ratios = torch.where((norms > 0) & (gradient_norms > 0), local_rates, 1.0)
             moves = [*torch._foreach_add(gradients, parameters, alpha=decay)]
             torch._foreach_mul_(moves, _each(lr * ratios, parameters))
         else:
@@ -101,7 +103,7 @@ class LAMB(Adapted):
     those of its section on BERT.
 
     Every tensor counts as a layer. `exclude_vectors` steps biases and normalisation parameters (at most one dimension)
-    as Adam does, without decay, as the authors' code does; the paper has no exception.
+    as Adam does, without decay, as the authors' code does. Differs: the paper has no such exception.
     """
 
     def __init__(
@@ -133,24 +135,24 @@ class LAMB(Adapted):
         torch._foreach_div_(moves, roots)
         if is_adapted:
             torch._foreach_add_(moves, parameters, alpha=group["weight_decay"])
-            own, theirs = self._norms(parameters), self._norms(moves)
-            ratios = torch.where((own > 0) & (theirs > 0), own / theirs, 1.0)
+            norms, move_norms = self._norms(parameters), self._norms(moves)
+            ratios = torch.where((norms > 0) & (move_norms > 0), norms / move_norms, 1.0)
             torch._foreach_mul_(moves, _each(group["lr"] * ratios, parameters))
         else:
             torch._foreach_mul_(moves, group["lr"])
         torch._foreach_sub_(parameters, moves)
 
     def _count(self, parameter: torch.Tensor) -> int:
-        """Return the number of a parameter's step, stored as torch's optimizers store it."""
+        """Count another step of a parameter; return its number. It is stored as torch's optimizers store it."""
         state = self.state[parameter]
         state["step"] = state["step"] + 1 if "step" in state else torch.tensor(1.0)
         return int(state["step"])
 
 
 def _kinds(parameters: _Tensors, *, exclude_vectors: bool) -> Iterator[tuple[list[int], bool]]:
-    """Yield the places of parameters that have a gradient, grouped, with whether they are adapted.
+    """Yield groups of parameters that have a gradient: their indices, and whether their rates are adapted.
 
-    Groups have one type and device: a norm beside another type would be rounded differently.
+    A group has one type and device, since norms of several types together would be rounded differently.
     """
     kinds: dict[tuple[bool, torch.dtype, torch.device], list[int]] = {}
     for place, parameter in enumerate(parameters):

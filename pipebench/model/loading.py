@@ -1,7 +1,8 @@
-"""Fetching ahead: minibatches in loader processes, in a thread beside a GPU, or when they are asked for.
+"""Fetches minibatches ahead in loader processes or in a thread beside a GPU, or else when they are asked for.
 
-Their order is fixed beforehand and each is a function of its samples and its draw, so all three give the same bits.
-Profiles time the path that training takes. Loader processes stay between segments: to start one takes 0.1 s.
+The order of minibatches is fixed beforehand, and each is a function of its samples and its draw, so that all three ways
+give the same bits. Profiles time the way that training uses. Loader processes, which take 0.1 s each to start, are kept
+from segment to segment.
 """
 
 import os
@@ -24,23 +25,25 @@ from pipebench.errors import UserCodeError
 from pipebench.recipe.users_code import as_users, reason
 from pipebench.zoo.registry import Dataset
 
-_OUTLIVES_S = 30.0  # as launchers give a run to drain
-# As before Python 3.14 everywhere on Linux: data sets go as they are, and no server that starts processes ends with a
-# signal to the group. A process that is forked beside threads, torch's, must not use them; loaders compute on one.
+_OUTLIVES_S = 30.0  # seconds that a loader process outlives SIGTERM: as many as launchers give a run to drain
+# How processes are started: forked on Linux, Python's default there before 3.14. Then data sets needn't be pickled, and
+# there is no fork server, which a signal to the group would end. A process forked beside torch's threads must not use
+# them; loader processes compute in one thread.
 _START = "fork" if sys.platform == "linux" else None
-AHEAD = 2  # minibatches fetched ahead, by a thread or per loader process; the simulator's loader has as many buffers
+# Minibatches fetched ahead, by the thread or by each loader process. The simulator's loader has as many buffers.
+AHEAD = 2
 
 _NO_ROOM = (
     "a minibatch doesn't fit in shared memory, /dev/shm: give the container more of it (docker's --shm-size), or make "
     "dataset.loader_processes or train.minibatch_size smaller"
 )
-# What to do, by words of torch's and Python's errors about what processes share.
+# Words in torch's and Python's errors about sharing between processes, to advice.
 _ADVICE = {
     "unable to allocate shared memory": _NO_ROOM,
     "AF_UNIX path too long": "the path of temporary files is too long for a socket: set TMPDIR to a shorter one",
 }
 
-Task = tuple[list[int], int]  # the samples of a minibatch, and what their augmentation is drawn from
+Task = tuple[list[int], int]  # the samples of a minibatch, and the number that seeds their augmentation
 Fields = dict[str, torch.Tensor]
 
 
@@ -56,10 +59,10 @@ class Source:
     def minibatches(
         self, tasks: Iterator[Task], processes: "LoaderProcesses | None" = None
     ) -> Generator[Fields, None, None]:
-        """Yield the tasks' minibatches in order, pinned if they were fetched ahead for a GPU; `close` ends fetching.
+        """Yield the tasks' minibatches in order, in pinned memory if they were fetched ahead for a GPU.
 
-        A GPU computes while the host waits for it, so that a thread can fetch; on a CPU a thread would take cores from
-        computation, and minibatches are fetched when asked for.
+        While a GPU computes, the host waits for it and a thread can fetch. On a CPU a thread would take cores from
+        computation, so minibatches are fetched when asked for. Closing the generator ends fetching.
         """
         if processes is not None:
             yield from processes.minibatches(self.split, self.fields, tasks)
@@ -74,8 +77,8 @@ class Source:
         return self.dataset.fetch(self.split, indices, self.fields, draw)
 
     def _in_a_thread(self, tasks: Iterator[Task]) -> Iterator[Fields]:
-        """Fetch in a thread, which also copies to pinned memory: torch reuses it once the GPU has read it."""
-        # A thread begins on the first GPU; `cuda` without a number is the one that this thread is on.
+        """Fetch in a thread, which also copies to pinned memory; torch reuses that memory once the GPU has read it."""
+        # A new thread's current device is the first GPU; `cuda` without an index is the current one of this thread.
         gpu = torch.cuda.current_device() if self.device.index is None else self.device.index
         pool = ThreadPoolExecutor(1, "fetch-ahead", torch.cuda.set_device, (gpu,))
         ahead: deque[Future[Fields]] = deque()
@@ -94,9 +97,9 @@ class Source:
 
 
 class LoaderProcesses:
-    """Processes that fetch ahead for one reader, segment after segment: at most one at a time.
+    """Processes that fetch ahead for one reader, one segment at a time.
 
-    Each has a copy of the data set as it is when they start, with the first segment.
+    They start with the first segment; each has a copy of the data set as it is then.
     """
 
     def __init__(self, dataset: Dataset, device: torch.device, count: int) -> None:
@@ -114,7 +117,7 @@ class LoaderProcesses:
         )
 
     def minibatches(self, split: str, fields: Sequence[str], tasks: Iterator[Task]) -> Iterator[Fields]:
-        """Yield the tasks' minibatches in order; what is still being fetched of an earlier segment is dropped.
+        """Yield the tasks' minibatches in order, dropping those of an earlier segment that are still being fetched.
 
         Raises:
             UserCodeError: reading fails, or a process has ended.
@@ -131,11 +134,11 @@ class LoaderProcesses:
             raise UserCodeError(f"a process that fetches ahead {ended}") from error
 
     def _begun(self) -> Any:
-        """Return torch's iterator; without its handler, which raises an error wherever this process is just then."""
+        """Return torch's iterator, without its SIGCHLD handler, which could raise an error anywhere in this process."""
         handler = signal.getsignal(signal.SIGCHLD)
         try:
             fetching = iter(self._loader)
-        except (PicklingError, AttributeError, TypeError) as error:  # other systems don't fork
+        except (PicklingError, AttributeError, TypeError) as error:  # where processes aren't forked
             raise UserCodeError(
                 f"a process that fetches ahead can't be given the data set ({reason(error)}): keep no lambdas, local "
                 "functions or open files in it, or set dataset.loader_processes to 0"
@@ -145,12 +148,12 @@ class LoaderProcesses:
         return fetching
 
     def _ended(self) -> str | None:
-        """Return how a process has ended, as the end of a sentence; None if all are there."""
+        """Return how a process has ended, as the end of a sentence; None if all are still running."""
         processes = getattr(self._loader._iterator, "_workers", ())  # None if they couldn't be started
         code = next((process.exitcode for process in processes if process.exitcode), None)
         if code is None:
             return None
-        if code == -signal.SIGBUS:  # no room is left for what was there a moment ago
+        if code == -signal.SIGBUS:  # shared memory that was allocated couldn't be backed by pages
             return f"was ended by SIGBUS: {_NO_ROOM}"
         if code == -signal.SIGKILL:
             return "was ended by SIGKILL, as memory runs out: make dataset.loader_processes smaller"
@@ -164,9 +167,9 @@ class LoaderProcesses:
 def _begin(_: int) -> None:
     """Prepare a loader process.
 
-    It leaves the group of processes that torchrun sends its signals to, and outlives SIGTERM, which all processes of a
-    job may get, for a while: loaders end with their reader, which drains.
-    What its queue can't send it reports in its place: the queue would drop it, and the reader wait for ever.
+    It leaves the process group to which torchrun sends signals. It also outlives SIGTERM, which all processes of a job
+    may get, for a while, since its reader still needs it to drain. If its queue can't send a minibatch, it sends the
+    reason instead; otherwise the queue would drop the minibatch, and the reader would wait for ever.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         os.setpgid(0, 0)
@@ -175,7 +178,7 @@ def _begin(_: int) -> None:
 
 
 def _end_later(number: int, frame: FrameType | None) -> None:
-    """End this process if it hasn't ended by itself by then: `multiprocessing` asks by this signal, too, and waits."""
+    """End this process in `_OUTLIVES_S`, if it is still running: `multiprocessing` also ends processes by SIGTERM."""
     timer = threading.Timer(_OUTLIVES_S, os._exit, [1])
     timer.daemon = True
     timer.start()
@@ -190,7 +193,7 @@ class Loaders:
         self._found: dict[tuple[Hashable, int], LoaderProcesses] = {}
 
     def prepare(self) -> None:
-        """Renew the data set if there will be processes, which would share the files that this one has opened in it."""
+        """Renew the data set if loader processes will start, which would share the files that this one has opened."""
         if self._dataset.loader_processes > 0 and not self._is_prepared:
             self._dataset.renew()
             self._is_prepared = True
@@ -205,7 +208,7 @@ class Loaders:
         return self._found[reader, count]
 
     def close(self) -> None:
-        """End all processes; garbage collection would wait seconds for each."""
+        """End all processes. If they were left to garbage collection, it would wait seconds for each."""
         while self._found:
             self._found.popitem()[1].close()
 
@@ -218,25 +221,25 @@ def pinned(value: torch.Tensor) -> torch.Tensor:
 def onto_device(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a value on a device; copies to a GPU are asynchronous.
 
-    Only pinned memory is copied so: any other copy ends after all earlier work of the GPU.
+    They are made from pinned memory, since a copy from any other memory waits for all earlier work of the GPU.
     """
     return (pinned(value) if device.type == "cuda" else value).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
 class _Mistake:
-    """A user's error in a loader process; torch would return it with a traceback in its message."""
+    """A user's error in a loader process, sent as a sentence; torch's own way puts a traceback into its message."""
 
     sentence: str
 
 
 def _report_unsent(queue: Any, error: Exception, item: Any) -> None:
-    """Send what went wrong in place of a minibatch; `item` is its number and the minibatch, as torch has them."""
+    """Send what went wrong in place of a minibatch; `item` is torch's pair of its number and itself."""
     queue.put((item[0], _Mistake(_advice(error) or reason(error))))
 
 
 def _advice(error: BaseException | None) -> str | None:
-    """Return what to do where processes can't share, be it that another error came of that; None of other errors."""
+    """Return what to do about an error, or one of its causes, of sharing between processes; None for other errors."""
     if error is None:
         return None
     return next((advice for words, advice in _ADVICE.items() if words in str(error)), None) or _advice(error.__cause__)
@@ -244,7 +247,7 @@ def _advice(error: BaseException | None) -> str | None:
 
 @dataclass
 class _Order:
-    """The tasks of the segment at hand, where torch's loader asks for an order of samples."""
+    """The tasks of the current segment, as the sampler that torch's loader asks for an order of samples."""
 
     tasks: Iterable[Any] = ()
 
@@ -253,17 +256,17 @@ class _Order:
 
 
 class _Tasks(data.Dataset[Any]):
-    """A data set for torch's loader, whose index is a whole task."""
+    """A data set for torch's loader, whose indices are whole tasks."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
 
     def __getitem__(self, task: tuple[str, Sequence[str], list[int], int]) -> Any:
-        """Fetch."""
+        """Return a task's minibatch."""
         split, fields, indices, draw = task
         try:
             return self._dataset.fetch(split, indices, fields, draw)
-        except BaseException as error:  # one that is no Exception would end the process without a word
+        except BaseException as error:  # one that isn't an Exception would end the process without a message
             if advice := _advice(error):
                 return _Mistake(advice)
             theirs = as_users(error)

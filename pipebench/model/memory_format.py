@@ -1,6 +1,6 @@
-"""The order of a tensor's numbers in memory: its shape's, or channels last (NHWC) for images and convolutions' weights.
+"""The order of a tensor's elements in memory: contiguous, or channels last (NHWC) for images and convolutions' weights.
 
-A run of numbers, in a message or a buffer, keeps a tensor's order; sizes are the same.
+Messages and flat buffers have the elements in the order of the tensor's memory.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,43 +14,43 @@ _DIMENSIONS = 4  # [N, C, H, W]
 
 
 def is_channels_last(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's numbers lie channels last; False where both orders are the same."""
+    """Return whether a tensor is channels last in memory; False if both orders are the same."""
     if tensor.dim() != _DIMENSIONS or tensor.is_contiguous():
         return False
     return tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def channels_last(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor channels last if it can be: one of floating point and four dimensions."""
+    """Return a tensor channels last if it has floating-point elements and four dimensions, else as it is."""
     if tensor.dim() != _DIMENSIONS or not tensor.is_floating_point():
         return tensor
     return tensor.contiguous(memory_format=torch.channels_last)
 
 
 def lay_out(module: M) -> M:
-    """Lay a module's parameters out channels last, in place; return it."""
+    """Make a module's parameters channels last, in place; return the module."""
     for parameter in module.parameters():
         parameter.data = channels_last(parameter.data)
     return module
 
 
 def in_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same numbers as they are to lie in memory: in its order, [N, H, W, C] if channels last, no lazy view.
+    """Return a contiguous tensor with the same elements, in the order of memory: [N, H, W, C] if channels last.
 
-    Of a conjugate or a negative, torch may have made a mark only, and its memory holds other numbers.
+    torch's lazy conjugates and negatives are computed, because the memory behind them has other numbers.
     """
     tensor = tensor.resolve_conj().resolve_neg()
     return tensor.permute(0, 2, 3, 1) if is_channels_last(tensor) else tensor.contiguous()
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor of `in_order`, [bytes] uint8: a view."""
-    # A single number may have any stride, with which torch would not view it as bytes.
+    """Return a view of the bytes, [bytes] uint8, of a tensor that `in_order` has returned."""
+    # A tensor of one element may have any stride; with some, torch refuses to view it as bytes.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def shaped(run: torch.Tensor, shape: Sequence[int], *, last: bool) -> torch.Tensor:
-    """Return the view of a run of numbers as a tensor of this shape, in channels-last order if `last`."""
+    """Return a view of a flat tensor as one of this shape; `last`: whether its elements are in channels-last order."""
     if not last:
         return run.view(shape)
     samples, channels, height, width = shape
@@ -58,7 +58,7 @@ def shaped(run: torch.Tensor, shape: Sequence[int], *, last: bool) -> torch.Tens
 
 
 def laid_out_as(values: Iterable[torch.Tensor | None], like: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Return values in the order in memory of as many others, copied where theirs is another."""
+    """Return values with the strides of the tensors in `like`; those with other strides are copied."""
     return [
         value if value is None or value.stride() == other.stride() else torch.empty_like(other).copy_(value)
         for value, other in zip(values, like, strict=True)

@@ -1,4 +1,4 @@
-"""Makes the recipe's torch.optim optimizer, for the engine that steps and the profile that times."""
+"""Makes the recipe's optimizer, and answers questions about it, for engines and profiles."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -16,20 +16,20 @@ from pipebench.recipe.users_code import users_code
 
 MakeOptimizer = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
 
-_SIDE = 64  # of the matrix on which state is counted
-FUSED = ("sgd", "adam", "adamw")  # a step is one pass over the parameters
+_SIDE = 64  # rows and columns of the matrix on which an optimizer's state is counted
+FUSED = ("sgd", "adam", "adamw")  # made with `fused=True`: a step is one pass over the parameters
 _ELEMENTWISE = (
     *FUSED, "adadelta", "adagrad", "adamax", "nadam", "radam", "rmsprop", "rprop",
 )  # fmt: skip
-_HOW = ("foreach", "fused", "differentiable")  # what fused doesn't go with
+_EXCLUDE_FUSED = ("foreach", "fused", "differentiable")  # options with which a recipe chooses the implementation itself
 
 
 def make_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-    """Return the optimizer of `parameters`; raises a UserCodeError if the class or target doesn't return one."""
+    """Return a recipe's optimizer of `parameters`; raises a UserCodeError if its class or target doesn't return one."""
     made = KINDS[OPTIMIZER].make(str(recipe.name)) if recipe.target is None else import_target(recipe.target)
     arguments = given_arguments(recipe)
     are_real = all(parameter.is_floating_point() for parameter in parameters)
-    if recipe.name in FUSED and are_real and not any(name in arguments for name in _HOW):
+    if recipe.name in FUSED and are_real and not any(name in arguments for name in _EXCLUDE_FUSED):
         arguments["fused"] = True
     with users_code(f"{called(recipe)} can't make the optimizer", key_of(recipe)):
         optimizer = made(list(parameters), lr=recipe.lr, **arguments)
@@ -43,17 +43,17 @@ def make_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) 
             "its state in a checkpoint needs",
             key_of(recipe),
         )
-    # Schedules scale what the target made of the recipe's rate, in each group; the class's default may be another rate.
+    # `GroupRates` relates the groups' rates to this one. A target may have left the class's own default there.
     optimizer.defaults["lr"] = recipe.lr
     _step_without_compiler(optimizer)
     return optimizer
 
 
 def _step_without_compiler(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer of torch's step as it does by itself, but without importing torch's compiler for it.
+    """Let the step of one of torch's optimizers run without importing torch's compiler.
 
-    torch tells the compiler to break its graph around a step. Here no step is compiled. Hooks and the profiler's record
-    stay.
+    torch imports it to exclude a step from compiled graphs, but steps here are never compiled. The step keeps its hooks
+    and the profiler's record.
     """
     made = type(optimizer)
     if made.__module__.startswith("torch.optim.") and not optimizer.defaults.get("differentiable"):
@@ -61,69 +61,77 @@ def _step_without_compiler(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
 
-# To make, save and load an optimizer.
+# The same for making, saving and loading an optimizer.
 without_compiler(
     getattr(torch.optim.Optimizer, name) for name in ("add_param_group", "state_dict", "load_state_dict", "zero_grad")
 )
 
 
 class GroupRates:
-    """The rates of an optimizer's parameter groups, in the ratios with which it was made."""
+    """The learning rates of an optimizer's parameter groups, in the ratios that they had when it was made."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer  # whose groups are others once it has loaded a state
+        self._optimizer = optimizer  # loading a state replaces its groups, so they are looked up at every use
         whole = optimizer.defaults.get("lr")
         self._shares = [_share(group.get("lr"), whole) for group in optimizer.param_groups]
-        self._given: list[tuple[Any, float]] = []
+        self._were_set: list[tuple[Any, float]] = []  # each group's rate, a float or a tensor, and its mark
 
     def set(self, lr: float) -> None:
         """Set the rates of an update, `lr` being that of a group without a rate of its own.
 
-        A rate that is a tensor is filled, as torch's schedulers do: steps round with it, and may ask it what a float
-        hasn't.
+        A rate that is a tensor is filled, as torch's schedulers do: a step's rounding depends on the rate's type, and a
+        step may call a tensor's methods on it.
         """
         for group, share in zip(self._optimizer.param_groups, self._shares, strict=True):
             if isinstance(group.get("lr"), torch.Tensor):
                 group["lr"].fill_(lr * share)
             else:
                 group["lr"] = lr * share
-        self._given = [(group["lr"], float(group["lr"])) for group in self._optimizer.param_groups]
+        self._were_set = [(group["lr"], _mark(group["lr"])) for group in self._optimizer.param_groups]
 
     def have_changed(self) -> bool:
         """Return whether a step has set other rates since."""
-        given = zip(self._optimizer.param_groups, self._given, strict=True)
-        return any(group["lr"] is not rate or float(rate) != value for group, (rate, value) in given)
+        were_set = zip(self._optimizer.param_groups, self._were_set, strict=True)
+        return any(group["lr"] is not rate or _mark(rate) != mark for group, (rate, mark) in were_set)
+
+
+def _mark(rate: float | torch.Tensor) -> float:
+    """Return a number that differs after a rate has changed: its value, or the count of writes into a GPU's tensor.
+
+    The host would wait for the GPU at every update to read the tensor's value.
+    """
+    return float(rate._version if isinstance(rate, torch.Tensor) and rate.is_cuda else rate)
 
 
 def _share(rate: float | torch.Tensor | None, whole: float | None) -> float:
-    """Return a group's rate as a multiple of the optimizer's, as the rate's own type rounds both."""
+    """Return a group's rate as a multiple of the optimizer's, `whole`, both rounded to the type of the group's rate."""
     if rate is None or not whole:
         return 1.0
     return float(rate) / float(rate.new_tensor(float(whole)) if isinstance(rate, torch.Tensor) else whole)
 
 
 def is_known(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether all that an optimizer does is torch's or pipebench's: no class or hook of a user's own."""
+    """Return whether a step runs only code of torch's or pipebench's: no class and no hook of the user's own."""
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return type(optimizer).__module__.startswith(("torch.optim", "pipebench.")) and not hooks
 
 
 def is_elementwise(recipe: OptimizerRecipe) -> bool:
-    """Return whether every element of a parameter is stepped on alone, so that pieces of it may be, too.
+    """Return whether an optimizer steps on every element by itself, so that pieces of a parameter can be stepped on.
 
-    Others, such as LARS, LAMB and Adafactor, adapt steps to whole tensors; what a target does isn't known.
+    Others, such as LARS, LAMB and Adafactor, adapt steps to whole tensors. Of a target nothing is known.
     """
     name = None if recipe.name is None else KINDS[OPTIMIZER].find(recipe.name)
     return name in _ELEMENTWISE
 
 
 def knows_slices(recipe: OptimizerRecipe) -> bool:
-    """Return whether an optimizer adapts steps to norms, and finds those of tensors of which it has pieces."""
+    """Return whether an optimizer adapts steps to the norms of whole tensors even where it has slices of them."""
     return recipe.name is not None and KINDS[OPTIMIZER].find(recipe.name) in ("lars", "lamb")
 
 
 def called(recipe: OptimizerRecipe) -> str:
-    """Return the optimizer's name or target."""
+    """Return the optimizer's name or target, for messages."""
     return str(recipe.name if recipe.target is None else recipe.target)
 
 
@@ -133,23 +141,21 @@ def key_of(recipe: OptimizerRecipe) -> str:
 
 
 def average_in(state: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return the average of a parameter's values that an optimizer keeps in its state for evaluation, or None.
+    """Return the average of a parameter's values that an optimizer's state has for evaluations, or None.
 
-    torch's ASGD calls it `ax`; it is the parameter itself until averaging begins, and training never reads it.
+    It is `ax` of torch's ASGD: equal to the parameter until averaging begins, and never read by training.
     """
     return state.get("ax")
 
 
 def keeps_averages(recipe: OptimizerRecipe) -> bool:
-    """Return whether an optimizer keeps averages for evaluations; errors as of `state_bytes_per_byte`."""
+    """Return whether an optimizer averages parameters for evaluations; raises as `state_bytes_per_byte` does."""
     _, states = _after_a_step(recipe)
     return any(average_in(state) is not None for state in states)
 
 
 def state_bytes_per_byte(recipe: OptimizerRecipe) -> int:
-    """Return the bytes of optimizer state per byte of parameters: 2 for Adam's averages, 1 for momentum.
-
-    Measured by one step on a matrix.
+    """Return the bytes of optimizer state per byte of parameters, by a step on a matrix: 1 for momentum, 2 for Adam.
 
     Raises:
         UserCodeError: the class or target raises, or doesn't return an optimizer.

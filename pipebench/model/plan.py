@@ -1,4 +1,4 @@
-"""Plans: which consecutive layers make a stage, and how many replicas run it."""
+"""Plans: which consecutive layers form each stage, and how many replicas run it."""
 
 import fnmatch
 import itertools
@@ -17,8 +17,8 @@ from pipebench.schedule.placement import places as placed
 if TYPE_CHECKING:
     from pipebench.model.graph import LayerGraph
 
-PARAMETER, _BUFFER = "parameter", "buffer"  # what layers may share
-_MOST_NAMED = 6  # layers, where none is near
+PARAMETER, _BUFFER = "parameter", "buffer"  # kinds of tensors that layers may share
+_MOST_NAMED = 6  # layers named in a message if none is similar to what was given
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class StagePlan:
     start: int  # index of its first layer
     stop: int  # index after its last layer
     replicas: int
-    devices: tuple[int, ...]  # of every replica
-    memory: tuple[str, ...]  # of each layer's activations: `keep`, `recompute` or `swap`
+    devices: tuple[int, ...]  # one per replica
+    memory: tuple[str, ...]  # memory policy of each layer: `keep`, `recompute` or `swap`
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Plan:
     mode: str
     stages: tuple[StagePlan, ...]  # at least one; together they hold every layer exactly once, in order of execution
     depth: int  # minibatches in flight per input-stage replica
-    chunks: int = 1  # stages per worker: these stages share their devices
+    chunks: int = 1  # stages per worker, which share its device
     # (source stage, target stage) to the layers whose output goes from one to the other, ascending
     crossings: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
-    relay: bool = False  # whether a value that skips stages passes through each; else it goes straight to its readers
-    ties: bool = False  # whether stages may have a copy each of a parameter that their layers share
-    shard: str | None = None  # what replicas share out, if the planner chose that; None: what mode and recipe say
+    relay: bool = False  # whether a value that skips stages passes through each; else it goes directly to its readers
+    ties: bool = False  # whether stages whose layers share a parameter may hold a copy each
+    shard: str | None = None  # what replicas shard, if the planner has chosen it; None: as mode and recipe say
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -53,17 +53,17 @@ class Plan:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """First layers of all stages but the first."""
+        """The first layer of every stage but the first."""
         return tuple(stage.start for stage in self.stages[1:])
 
     @property
     def memory(self) -> tuple[str, ...]:
-        """Memory policy of every layer."""
+        """The memory policy of every layer."""
         return tuple(policy for stage in self.stages for policy in stage.memory)
 
     @cached_property
     def by_position(self) -> list[list[int]]:
-        """The stages that share devices, at every position in the pipeline."""
+        """The stages at every position in the pipeline, which share devices."""
         found: dict[tuple[int, ...], list[int]] = {}
         for index, stage in enumerate(self.stages):
             found.setdefault(tuple(sorted(stage.devices)), []).append(index)
@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def positions(self) -> tuple[StagePlan, ...]:
-        """The first stages of the workers: one for each position in the pipeline."""
+        """The first stage at every position in the pipeline."""
         return tuple(self.stages[first] for first, *_ in self.by_position)
 
     @property
@@ -86,8 +86,8 @@ class Plan:
 
     def on(self, devices: Sequence[int]) -> "Plan":
         """Return the plan with worker i on `devices[i]`."""
-        of = dict(zip(self.devices, devices, strict=False))
-        stages = (replace(stage, devices=tuple(of[device] for device in stage.devices)) for stage in self.stages)
+        new = dict(zip(self.devices, devices, strict=False))
+        stages = (replace(stage, devices=tuple(new[device] for device in stage.devices)) for stage in self.stages)
         return replace(self, stages=tuple(stages))
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ class Plan:
 
 
 class _Layer(Protocol):
-    """What cutting needs of a layer."""
+    """What cutting needs to know of a layer."""
 
     @property
     def name(self) -> str: ...
@@ -142,58 +142,65 @@ def make_plan(
         starts: first layer of every stage but the first, ascending.
         replicas: per stage; with chunks, stages of one worker have equally many.
         mode: name of the mode.
-        devices: of every stage's replicas; None: 0, 1, ... in order of position, stages in a loop.
+        devices: per stage, one for every replica; None: 0, 1, ... in order of position, stages in a loop.
         depth: minibatches in flight per input-stage replica; None for NOAM.
-        chunks: stages per worker, which share their devices.
+        chunks: stages per worker, which share its device.
         memory: policy of every layer, or one for all; layers that run once are kept instead of recomputed.
         relay: see `Plan`.
         ties: see `Plan`.
 
     Raises:
-        PlanError: a stage is empty, or layers of different stages share a parameter, unless `ties`, or a buffer.
+        PlanError: a stage is empty, or layers of different stages share a buffer or, unless `ties`, a parameter.
     """
-    bounds, widths = [0, *starts, len(graph.layers)], replicas[: len(replicas) // chunks]
+    policies = [memory] * len(graph.layers) if isinstance(memory, str) else memory
+    stages = _stages(graph, starts, replicas, devices or placed("", replicas, chunks), policies, ties=ties)
+    crossed = crossings(graph, stage_of_layers(stages), len(stages) - 1, relay=relay)
+    return Plan(mode, stages, depth or noam(replicas[: len(replicas) // chunks]), chunks, crossed, relay, ties)
+
+
+def _stages(
+    graph: Cuttable,
+    starts: Sequence[int],
+    replicas: Sequence[int],
+    devices: Sequence[Sequence[int]],
+    memory: Sequence[str],
+    *,
+    ties: bool,
+) -> tuple[StagePlan, ...]:
+    """Return the stages of `make_plan`, which has the arguments and errors."""
+    bounds = [0, *starts, len(graph.layers)]
     check_bounds(bounds)
-    policies = as_they_run(graph.layers, [memory] * len(graph.layers) if isinstance(memory, str) else memory)
-    cuts = zip(bounds, bounds[1:], replicas, devices or placed("", replicas, chunks), strict=False)
-    stages = tuple(StagePlan(a, b, r, tuple(own), tuple(policies[a:b])) for a, b, r, own in cuts)
+    policies = as_they_run(graph.layers, memory)
+    cuts = zip(bounds, bounds[1:], replicas, devices, strict=False)
+    stages = tuple(StagePlan(a, b, r, tuple(own), policies[a:b]) for a, b, r, own in cuts)
     for problem in split_ties(graph, stages, ties=ties):
         raise PlanError(f"{problem}; move parallelism.cuts or use plan: auto")
-    crossed = crossings(graph, stage_of_layers(stages), len(stages) - 1, relay=relay)
-    return Plan(mode, stages, depth or noam(widths), chunks, crossed, relay, ties)
+    return stages
 
 
 def check_bounds(bounds: Sequence[int]) -> None:
-    """Raise a PlanError unless consecutive `bounds`, from 0 to the number of layers, enclose a layer or more each."""
+    """Raise a PlanError unless there is a layer between any two neighbours of `bounds`, 0 to the number of layers."""
     if any(a >= b for a, b in itertools.pairwise(bounds)):
         raise PlanError(f"every stage needs at least one layer, but the cuts are before layers {[*bounds[1:-1]]}")
 
 
 def as_they_run(layers: Sequence[_Layer], memory: Sequence[str]) -> tuple[str, ...]:
-    """Return the memory policies, with `keep` for layers that are to be recomputed but run once."""
+    """Return the memory policies with `keep` in place of `recompute` for layers that run once."""
     pairs = zip(layers, memory, strict=True)
     return tuple(KEEP if layer.runs_once and policy == RECOMPUTE else policy for layer, policy in pairs)
 
 
 def recut(graph: Cuttable, plan: Plan, starts: Sequence[int], memory: Sequence[str] | None = None) -> Plan:
-    """Return a plan with stages after the first starting at layers `starts`, and, unless None, other memory policies.
+    """Return a plan with other first layers of all stages but the first and, if given, other memory policies.
 
     Raises:
         PlanError: as `make_plan`.
     """
-    made = make_plan(
-        graph,
-        starts,
-        plan.replicas,
-        mode=plan.mode,
-        devices=[stage.devices for stage in plan.stages],
-        depth=plan.depth,
-        chunks=plan.chunks,
-        memory=plan.memory if memory is None else memory,
-        relay=plan.relay,
-        ties=plan.ties,
-    )
-    return replace(made, shard=plan.shard)
+    devices = [stage.devices for stage in plan.stages]
+    memory = plan.memory if memory is None else memory
+    stages = _stages(graph, starts, plan.replicas, devices, memory, ties=plan.ties)
+    crossed = crossings(graph, stage_of_layers(stages), len(stages) - 1, relay=plan.relay)
+    return replace(plan, stages=stages, crossings=crossed)
 
 
 def stage_of_layers(stages: Sequence[StagePlan]) -> list[int]:
@@ -206,7 +213,7 @@ def crossings(
 ) -> dict[tuple[int, int], tuple[int, ...]]:
     """Return (source stage, target stage) to the layers whose output goes from one to the other, ascending.
 
-    `stage_of` has the stage of every layer, `last` is the stage that runs the loss; `relay` as in `Plan`.
+    `stage_of` has the stage of every layer; `last` is the stage with the loss; `relay` is as in `Plan`.
     """
     crossing: dict[tuple[int, int], set[int]] = {}
     reads = [(read, stage_of[index]) for index, layer in enumerate(graph.layers) for read in layer.reads]
@@ -219,7 +226,7 @@ def crossings(
 
 
 def starts_of_cuts(graph: "LayerGraph", cuts: Sequence[str]) -> list[int]:
-    """Return the indices of `parallelism.cuts`; raises a PlanError if a layer is unknown or they are out of order."""
+    """Return the indices of the layers in `parallelism.cuts`; raises a PlanError if one is unknown or out of order."""
     names = [layer.name for layer in graph.layers]
     starts = []
     for cut in cuts:
@@ -234,7 +241,7 @@ def starts_of_cuts(graph: "LayerGraph", cuts: Sequence[str]) -> list[int]:
 
 
 def no_layer(given: str, names: Sequence[str]) -> str:
-    """Return a sentence about a name that no layer has, with the nearest one, or some of those that there are."""
+    """Return a sentence about a name that no layer has, with the most similar name or else some of those that exist."""
     close = nearest(given.replace(".", "_"), names)
     return f"the model has no layer {given!r}{close or f'; its layers are {listed(names, _MOST_NAMED)}'}"
 
@@ -242,10 +249,16 @@ def no_layer(given: str, names: Sequence[str]) -> str:
 def memory_of(
     names: Sequence[str], recompute: Sequence[str], swap: Sequence[str] = (), *, others: str = KEEP
 ) -> tuple[str, ...]:
-    """Return every layer's memory policy; `recompute` and `swap` have names or patterns, `others` the rest's policy.
+    """Return every layer's memory policy.
+
+    Args:
+        names: the layers.
+        recompute: names, or patterns of names, of layers to recompute.
+        swap: names, or patterns of names, of layers to swap.
+        others: policy of all other layers.
 
     Raises:
-        PlanError: a pattern matches no layer, or a layer matches both.
+        PlanError: a pattern matches no layer, or a layer matches patterns of both.
     """
     recomputed = _matching(names, recompute, "recompute_layers")
     swapped = _matching(names, swap, "swap_layers")
@@ -259,7 +272,7 @@ def memory_of(
 
 
 def _matching(names: Sequence[str], patterns: Sequence[str], key: str) -> dict[str, str]:
-    """Return the layers that patterns match, each with its first pattern."""
+    """Return the names that match a pattern, each with the first pattern that it matches."""
     found: dict[str, str] = {}
     for pattern in patterns:
         matching = fnmatch.filter(names, pattern)
@@ -271,7 +284,7 @@ def _matching(names: Sequence[str], patterns: Sequence[str], key: str) -> dict[s
 
 
 def split_ties(graph: Cuttable, stages: Sequence[StagePlan], *, ties: bool = False) -> Iterator[str]:
-    """Yield a sentence for every buffer, and unless `ties` every parameter, that layers of different stages share."""
+    """Yield a sentence on every buffer and, unless `ties`, every parameter that layers of different stages share."""
     stage_of = stage_of_layers(stages)
     for (kind, name), users in shared(graph.layers).items():
         found = sorted({stage_of[index] for index in users})
@@ -281,7 +294,7 @@ def split_ties(graph: Cuttable, stages: Sequence[StagePlan], *, ties: bool = Fal
 
 
 def shared(layers: Sequence[_Layer]) -> dict[tuple[str, str], list[int]]:
-    """Return (kind, name) to the layers that share it, ascending, of every shared parameter and buffer."""
+    """Return (kind, name) of every shared parameter and buffer to the layers that share it, ascending."""
     users: dict[tuple[str, str], list[int]] = {}
     for index, layer in enumerate(layers):
         for kind, names in ((PARAMETER, layer.parameters), (_BUFFER, layer.buffers)):
@@ -291,7 +304,7 @@ def shared(layers: Sequence[_Layer]) -> dict[tuple[str, str], list[int]]:
 
 
 def tied_parameters(layers: Sequence[_Layer], plan: Plan) -> dict[tuple[int, ...], list[str]]:
-    """Return the parameters of which several stages have a copy, by those stages, both in order."""
+    """Return the stages that have copies of the same parameters to those parameters' names, in order of stages."""
     found: dict[tuple[int, ...], list[str]] = {}
     if plan.ties:
         stage_of = stage_of_layers(plan.stages)
@@ -303,8 +316,9 @@ def tied_parameters(layers: Sequence[_Layer], plan: Plan) -> dict[tuple[int, ...
 
 
 def _tied(layers: Sequence[_Layer], kind: str, name: str, users: Sequence[int]) -> str:
+    """Return a sentence on the layers that share a tensor, and where copies of it would be allowed."""
     sharing = ", ".join(layers[index].name for index in users)
-    # Copies stay equal only where all stages' updates are of the same minibatches; see docs/modes.md.
+    # Copies stay equal only if all stages' updates are of the same minibatches; see docs/modes.md.
     where = (
         ", except under modes whose stages update together (those with a flush, and pipedream-2bw), where no layers "
         "move and no replicas are sharded"
@@ -316,9 +330,9 @@ def _tied(layers: Sequence[_Layer], kind: str, name: str, users: Sequence[int]) 
 
 
 def too_few_places(layers: Sequence[_Layer], problem: str, *, ties: bool) -> str:
-    """Return a sentence on how few stages a model can be cut into, with the tie that holds most of it together.
+    """Return `problem`, that a model can be cut in too few places, with the tie that spans the most layers, if any.
 
-    `ties` as in `Plan`.
+    `ties` is as in `Plan`.
     """
     together = (tie for tie in shared(layers).items() if not (ties and tie[0][0] == PARAMETER))
     widest = max(together, key=lambda tie: tie[1][-1] - tie[1][0], default=None)

@@ -13,11 +13,11 @@ from pipebench.model.plan import Cuttable, Plan, StagePlan, make_plan, split_tie
 from pipebench.recipe.plan_file import PlanForm, Problems, StageForm
 from pipebench.typed_json import shown
 
-_MOST_NAMED = 4  # layers of one sentence
+_MOST_NAMED = 4  # layers named in one sentence
 
 
 def form_of(plan: Plan, names: Sequence[str]) -> PlanForm:
-    """Return a plan in its file's form; `names` are of its layers, in the order of the plan."""
+    """Return a plan in the form of its file; `names` are the names of all layers in order."""
     stages = (
         StageForm(stage.replicas, stage.devices, dict(zip(names[stage.start : stage.stop], stage.memory, strict=True)))
         for stage in plan.stages
@@ -26,7 +26,7 @@ def form_of(plan: Plan, names: Sequence[str]) -> PlanForm:
 
 
 def plan_of(form: PlanForm, graph: Cuttable, *, relay: bool = False, ties: bool = False) -> Plan:
-    """Return the plan of a file without `layer_problems`; `relay` and `ties` as in `Plan`."""
+    """Return the plan of a file that has no `layer_problems`; `relay` and `ties` are as in `Plan`."""
     counts = [len(stage.layers) for stage in form.stages]
     made = make_plan(
         graph,
@@ -44,17 +44,14 @@ def plan_of(form: PlanForm, graph: Cuttable, *, relay: bool = False, ties: bool 
 
 
 def refuse(source: str, problems: Iterable[tuple[str, str]], hint: str = "") -> None:
-    """Raise a RecipeError if there are problems, (where, problem) each, in a plan's file; `hint` follows each."""
+    """Raise a RecipeError with all (where, problem) in a plan's file, if there are any; `hint` is added to each."""
     faults = [Fault(LinedFile(source), where, f"{problem}{hint}") for where, problem in problems]
     if faults:
         raise RecipeError(faults)
 
 
 def layer_problems(form: PlanForm, graph: Cuttable, *, ties: bool = False) -> Problems:
-    """Yield layers that the model lacks, missing, repeated and misplaced layers, and ties across stages.
-
-    `ties` as in `Plan`.
-    """
+    """Yield unknown, missing, repeated and misplaced layers, and ties across stages; `ties` is as in `Plan`."""
     if not form.stages:
         return
     names = [layer.name for layer in graph.layers]
@@ -82,6 +79,7 @@ def layer_problems(form: PlanForm, graph: Cuttable, *, ties: bool = False) -> Pr
 
 
 def _unknown_or_twice(form: PlanForm, place: Mapping[str, int]) -> Problems:
+    """Yield names that the model doesn't have, and names that are in several stages."""
     holder: dict[str, int] = {}
     for index, stage in enumerate(form.stages):
         where = f"stages[{index}].layers"
@@ -94,9 +92,9 @@ def _unknown_or_twice(form: PlanForm, place: Mapping[str, int]) -> Problems:
 
 
 def _longest_ascending(values: Sequence[int]) -> set[int]:
-    """Return a longest ascending subsequence of different numbers: the others are those that were moved."""
-    tails: list[int] = []  # the least last number of an ascending choice of every length
-    before: dict[int, int | None] = {}
+    """Return a longest ascending subsequence of different numbers; the fewest others are then out of order."""
+    tails: list[int] = []  # for every length, the least last number of an ascending subsequence of that length
+    before: dict[int, int | None] = {}  # a number to the one before it in the longest subsequence that ends with it
     for value in values:
         at = bisect.bisect_left(tails, value)
         before[value] = tails[at - 1] if at else None

@@ -2,9 +2,9 @@
 
 Micikevicius et al., "Mixed Precision Training" (ICLR 2018), as in NVIDIA's Apex at level O2 and Megatron: every fp32
 parameter and constant of the model is rounded to the 16-bit type, except parameters and statistics of normalisation
-layers; the loss is computed in fp32; the optimizer steps on fp32 masters. torch.autocast instead keeps fp32 parameters
-and rounds them at every use: versions, links and stashes would be no smaller. Types flow through the operations, so
-shapes alone (the meta device) give all bytes.
+layers. The loss is computed in fp32, and the optimizer steps on fp32 masters. torch.autocast keeps fp32 parameters and
+rounds them at every use, so that weight versions, messages and stashes would be no smaller. Here types follow from the
+operations, so that a pass on the meta device gives all bytes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,19 +19,19 @@ from torch.utils import _pytree as pytree
 from pipebench.model.graph import LayerGraph, Rounding
 from pipebench.model.in_place import MADE, overwritten_buffer
 
-LOW_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by `train.precision`; with fp32, types are the model's
+LOW_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by `train.precision`; `fp32` keeps the model's types
 
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def precision_of(rounding: Rounding) -> str:
-    """Return what `train.precision` calls a precision."""
+    """Return the value of `train.precision` that asks for a rounding."""
     return next(name for name, low_type in LOW_TYPES.items() if low_type is rounding.low_type)
 
 
 def in_precision(graph: LayerGraph, precision: str) -> LayerGraph:
-    """Return the layer graph with what is rounded in a precision; the model itself isn't changed."""
+    """Return the layer graph with the `Rounding` of a precision; the model itself isn't changed."""
     low_type = LOW_TYPES.get(precision)
     if low_type is None:
         return graph
@@ -47,16 +47,17 @@ def in_precision(graph: LayerGraph, precision: str) -> LayerGraph:
 
 
 def lower(modules: Sequence[nn.Module], rounding: Rounding | None) -> dict[str, torch.Tensor]:
-    """Let modules compute in a 16-bit type; return what has been rounded as it was before, by qualified name.
+    """Let modules compute in a 16-bit type; return the fp32 tensors that were rounded, by qualified name.
 
-    A module that holds rounded parameters rounds fp32 arguments, too. A normalisation layer computes in fp32 and rounds
-    its output; batch normalisation itself takes 16-bit arguments beside fp32 parameters, on every device. The modules
-    may share parts, parameters and buffers, under the same names. A `rounding` of None changes nothing.
+    A module that holds rounded parameters rounds its fp32 arguments as well. A normalisation layer computes in fp32 and
+    rounds its output, except batch normalisation: torch's takes 16-bit arguments beside fp32 parameters on every
+    device. The modules may share parts, parameters and buffers, under the same names. A `rounding` of None changes
+    nothing.
     """
     before: dict[str, torch.Tensor] = {}
     if rounding is None:
         return before
-    rounded: dict[int, torch.Tensor] = {}  # by the id of what it was, which `before` keeps from coming again
+    rounded: dict[int, torch.Tensor] = {}  # by the id of the fp32 tensor, which `before` keeps alive
     parts = {part: path for module in modules for path, part in module.named_modules()}
     for part, path in parts.items():
         if isinstance(part, _NORMS):
@@ -71,7 +72,7 @@ def lower(modules: Sequence[nn.Module], rounding: Rounding | None) -> dict[str, 
                 vars(rounded[id(tensor)]).update(vars(tensor))
             table[name.rpartition(".")[2]] = rounded[id(tensor)]
         is_low = any(p is not None and p.dtype is rounding.low_type for p in part._parameters.values())
-        if is_low and not isinstance(part, fx.GraphModule):  # a graph's own parameters are arguments of its layers
+        if is_low and not isinstance(part, fx.GraphModule):  # a graph passes its own parameters to layers as arguments
             _cast_arguments(part, torch.float32, rounding.low_type)
     return before
 
@@ -79,7 +80,7 @@ def lower(modules: Sequence[nn.Module], rounding: Rounding | None) -> dict[str, 
 def _rounded_tensors(
     part: nn.Module, path: str, rounding: Rounding
 ) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Yield the fp32 tensors of a module itself that are rounded: their table, qualified name and the tensor."""
+    """Yield the fp32 tensors to round of a module without its children: the table that has it, its name and itself."""
     prefix = f"{path}." if path else ""
     for table in (part._parameters, part._buffers):
         for key, tensor in list(table.items()):

@@ -1,4 +1,4 @@
-"""A data set for mixed precision: inputs are rounded, loss and scores are computed in fp32."""
+"""A data set for mixed precision, which rounds inputs and computes loss and scores in fp32."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from pipebench.zoo.registry import Dataset
 
-# Attributes and methods of a data set that rounding leaves as they are.
+# Attributes and methods that are the exact data set's own.
 _UNCHANGED = (
     *("inputs", "targets", "metrics", "num_train", "num_eval", "num_ids", "sequential", "generates_with"),
     *("loader_processes", "targets_apart", "concurrent", "lengths", "check", "weight", "summarise", "buckets", "notes"),
@@ -18,10 +18,14 @@ _UNCHANGED = (
 
 
 class RoundedData(Dataset):
-    """A data set whose fp32 inputs are rounded to `low_type`; loss and scores are computed in fp32."""
+    """A data set whose fp32 inputs are rounded to `low_type`.
+
+    Attributes:
+        exact: the data set without rounding.
+    """
 
     def __init__(self, data: Dataset, low_type: torch.dtype) -> None:
-        self.exact, self._low_type = data, low_type  # `exact`: the data set itself
+        self.exact, self._low_type = data, low_type
         for name in _UNCHANGED:
             setattr(self, name, getattr(data, name))
 
@@ -48,11 +52,11 @@ class RoundedData(Dataset):
         return self.exact.score(self._unrounded(output), targets)
 
     def whole_model_metrics(self, model: nn.Module) -> dict[str, float]:
-        """Return metrics of the whole model, computed in fp32 with the rounded weights."""
+        """Return metrics of the whole model, whose weights are rounded, computed in fp32."""
         return self.exact.whole_model_metrics(model)
 
     def _rounded(self, fields: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Round the inputs, except a field that is a target too."""
+        """Return fields with fp32 inputs rounded, except those that are also targets."""
         names = {*self.inputs} - {*self.targets}
         return {
             name: value.to(self._low_type) if name in names and value.dtype is torch.float32 else value

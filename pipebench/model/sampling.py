@@ -1,7 +1,7 @@
-"""Everything random, as a pure function of the seed and its purpose.
+"""Samples and random draws as pure functions of the seed and their purpose.
 
-Minibatch k is a function of (seed, k), a random layer's draw one of (seed, minibatch, microbatch, layer name): no
-engine, plan or order of work changes either.
+Minibatch k is a function of (seed, k), and a layer's random draw one of (seed, minibatch, microbatch, layer name).
+Neither depends on engine, plan or order of work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _COLUMNS_CACHED = 1 << 16
 
 
 def mix(*numbers: int) -> int:
-    """Return 63 well-mixed bits of some integers (splitmix64's finaliser, chained)."""
+    """Return a hash of 63 bits of some integers: splitmix64's finaliser, chained."""
     state = 0
     for number in numbers:
         state = (state + 0x9E3779B97F4A7C15 + number) & _MASK
@@ -32,14 +32,14 @@ def mix(*numbers: int) -> int:
 
 
 def name_hash(name: str) -> int:
-    """Return 63 bits of a name; unlike `hash`, the same in every process."""
+    """Return a hash of 63 bits of a name, which unlike `hash` is the same in every process."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def seed_default_generator(device: torch.device, seed: int) -> None:
     """Seed the generator that random layers on a device draw from.
 
-    Not `torch.manual_seed`, which seeds every device there is and costs 98 us a call (this: 1 us).
+    It takes 1 us. `torch.manual_seed` would take 98 us, since it seeds the generators of all devices.
     """
     if device.type == "cuda":
         index = device.index if device.index is not None else torch.cuda.current_device()
@@ -49,20 +49,20 @@ def seed_default_generator(device: torch.device, seed: int) -> None:
 
 
 class Stream(NamedTuple):
-    """Where in a sequential data set a minibatch is."""
+    """The place of a minibatch in a sequential data set."""
 
-    number: int  # the stream that the minibatch continues; 0 where samples don't follow each other
-    starts: bool  # whether it is the stream's first, so that modules reset their carried states
+    number: int  # the stream that it continues; 0 if samples don't follow each other
+    starts: bool  # whether it is the stream's first minibatch, before which modules reset their carried states
 
 
 class UnitShape(NamedTuple):
-    """What a unit's costs depend on where lengths vary: samples, at least 1, and their length."""
+    """What the costs of a unit depend on if lengths vary."""
 
-    num_samples: int
-    columns: int
+    num_samples: int  # at least 1
+    columns: int  # the samples' length
 
 
-Size = int | UnitShape  # what the costs of a unit depend on: its samples, and their length where that varies
+Size = int | UnitShape  # what the costs of a unit depend on: its number of samples and, if lengths vary, their length
 
 
 class Sampler:
@@ -70,13 +70,13 @@ class Sampler:
 
     Args:
         num_samples: samples of an epoch.
-        minibatch_size: samples of a minibatch, but the last of an epoch.
+        minibatch_size: samples of every minibatch except the last of an epoch.
         seed: of the permutations.
-        buckets: called when the first permutation is made; returns a bucket per sample, or None. Minibatches then have
-            samples of one bucket, except at the borders between buckets.
+        buckets: called when the first permutation is made; returns a bucket per sample, or None. With buckets, the
+            samples of a minibatch are of one bucket, except at the borders between buckets.
     """
 
-    streams: int | None = None  # where samples follow each other: how many take turns
+    streams: int | None = None  # number of streams that take turns, if samples follow each other
     varies = False  # whether minibatches differ in more than their number of samples
 
     def __init__(
@@ -108,7 +108,7 @@ class Sampler:
         return epochs * self.num_samples + within * self.minibatch_size
 
     def minibatches(self, samples: int) -> int:
-        """Return how many minibatches of a run have so many samples, as `samples_before` counts them."""
+        """Return how many minibatches of a run together have `samples`: the inverse of `samples_before`."""
         epochs, within = divmod(samples, self.num_samples)
         return epochs * self.minibatches_per_epoch + math.ceil(within / self.minibatch_size)
 
@@ -119,11 +119,11 @@ class Sampler:
         return self._permutation(epoch)[start : start + self.size(k)].tolist()
 
     def stream(self, k: int) -> Stream:
-        """Return the stream of minibatch k: each starts a new one."""
+        """Return the stream of minibatch k: by default each minibatch starts a new one."""
         return Stream(0, starts=True)
 
     def _permute(self, epoch: int) -> memoryview[int]:
-        """Return an epoch's order, 8 bytes a sample: a list of millions takes five times as much."""
+        """Return an epoch's order, with 8 bytes per sample; a list would take five times as much memory."""
         generator = torch.Generator().manual_seed(mix(self._seed, name_hash("epoch"), epoch))
         order = torch.randperm(self.num_samples, generator=generator)
         buckets = self._buckets()
@@ -153,9 +153,15 @@ class Streams(Sampler):
     """Chunks of one text: minibatch k is the next chunk of every row of stream k mod `streams`.
 
     The text is cut into streams x minibatch_size rows of equally many chunks; chunk i + 1 of the text continues chunk
-    i. With a number of streams that a stage's replicas divide, each stream stays with one replica, which carries its
-    state. `covers`: whether rows are long enough for all of the text, the last ones running past its end; otherwise up
-    to a chunk per row is left out.
+    i. If the replicas of a stage divide the number of streams, each stream stays with one replica, which carries its
+    state.
+
+    Args:
+        num_samples: chunks of the text.
+        minibatch_size: rows of a stream.
+        streams: how many take turns.
+        covers: whether rows are long enough for all of the text, so that the last ones run past its end. Otherwise up
+            to a chunk per row is left out.
     """
 
     def __init__(self, num_samples: int, minibatch_size: int, streams: int, *, covers: bool = False) -> None:
@@ -178,9 +184,9 @@ class Streams(Sampler):
 
 
 class Varying(Sampler):
-    """Minibatches whose lengths are drawn; their samples are not chosen.
+    """Minibatches of which only the length is drawn, not the samples.
 
-    `lengths` are (length, share of all minibatches) each; see `Sampler` on the rest.
+    `lengths` has pairs of a length and its share of all minibatches; the other arguments are `Sampler`'s.
     """
 
     def __init__(self, num_samples: int, minibatch_size: int, seed: int, lengths: Sequence[tuple[int, float]]) -> None:
@@ -191,7 +197,7 @@ class Varying(Sampler):
         self.columns = lru_cache(maxsize=_COLUMNS_CACHED)(self._columns)  # length of minibatch k, read by every unit
 
     def sizes(self, k: int, microbatches: int) -> list[Size]:
-        """See `Sampler`: microbatches have their minibatch's length."""
+        """Return what the costs of each microbatch of minibatch k depend on; all have the minibatch's length."""
         columns = self.columns(k)
         return [UnitShape(size, columns) if size else 0 for size in microbatch_sizes(self.size(k), microbatches)]
 
@@ -210,5 +216,5 @@ class Varying(Sampler):
 
 
 def microbatch_sizes(num_samples: int, microbatches: int) -> list[int]:
-    """Return the sizes of a minibatch's microbatches, as even as possible; some are 0 when samples are too few."""
+    """Return the sizes of a minibatch's microbatches, as even as possible; with too few samples some are 0."""
     return [num_samples // microbatches + (i < num_samples % microbatches) for i in range(microbatches)]

@@ -1,6 +1,6 @@
 """Layers in slices: what one of k neighbouring devices holds and computes, and what the devices sum and gather.
 
-A module that is divided keeps its class and its parameters' names: its copy has pieces of them.
+A device has a copy of a divided module, of the same class, with pieces of its parameters under the same names.
 """
 
 import copy
@@ -21,19 +21,19 @@ class SliceGroup(Protocol):
     rank: int
 
     def sum(self, tensor: torch.Tensor, *, counts: bool = True) -> torch.Tensor:
-        """Return the sum over all devices, in their order; `counts`: whether as bytes of slices."""
+        """Return the sum over all devices, in their order; `counts`: whether its bytes are recorded as of slices."""
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return all devices' tensors, in their order."""
 
 
 class Cut(NamedTuple):
-    """Which part of a tensor a device has: in a dimension, from a position on."""
+    """Which part of a tensor a device has."""
 
-    dimension: int
-    start: int
-    shape: tuple[int, ...]  # the whole's
-    size: int  # of the part in the dimension
+    dimension: int  # the divided one
+    start: int  # index in that dimension where the part begins
+    shape: tuple[int, ...]  # of the whole tensor
+    size: int  # of the part in that dimension
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the part of a whole tensor, a view."""
@@ -41,20 +41,20 @@ class Cut(NamedTuple):
 
 
 class Slices(NamedTuple):
-    """What a process has where layers are divided among several."""
+    """What a process has of layers that are divided among several."""
 
     group: SliceGroup
     cuts: Mapping[str, Cut]  # of the divided parameters, by their names in the traced model
 
 
 class Divided(NamedTuple):
-    """Which of a list's gradients are parts of whole ones, where layers are divided among processes."""
+    """Which tensors of a list are slices of whole ones, where layers are divided among processes."""
 
     group: SliceGroup
-    which: torch.Tensor  # bool
+    which: torch.Tensor  # [tensors] bool
 
     def whole(self, squares: torch.Tensor) -> torch.Tensor:
-        """Return the squared norms of whole gradients, given this process's; all processes call it."""
+        """Return the squared norms of the whole tensors, given those of this process's slices; a collective call."""
         return torch.where(self.which.to(squares.device), self.group.sum(squares, counts=False), squares)
 
 
@@ -74,7 +74,7 @@ class Alone:
 
 
 class _SumForward(torch.autograd.Function):
-    """Sums what devices put out; their gradients are the sum's."""
+    """Sums the devices' outputs; each gets the sum's gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: SliceGroup) -> torch.Tensor:
@@ -86,7 +86,7 @@ class _SumForward(torch.autograd.Function):
 
 
 class _SumBackward(torch.autograd.Function):
-    """Hands a value on to all devices; its gradient is the sum of theirs."""
+    """Passes a value on unchanged; its gradient is the sum of the devices' gradients."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: SliceGroup) -> torch.Tensor:
@@ -99,7 +99,7 @@ class _SumBackward(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Puts pieces side by side, the last of which may be shorter; each gets its piece of the gradient."""
+    """Puts the devices' pieces side by side, of which the last may be narrower; each gets its part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: SliceGroup, num_features: int) -> torch.Tensor:
@@ -114,7 +114,7 @@ class _Gather(torch.autograd.Function):
 
 
 class CopiedToSlices(nn.Module):
-    """Stands before what is divided by columns: the gradient of what they read is the sum of the devices'."""
+    """Precedes layers that are divided by columns: the gradient of their input is the sum of the devices' gradients."""
 
     one_layer = True
 
@@ -129,17 +129,17 @@ class CopiedToSlices(nn.Module):
 
 
 class SummedSlices(nn.Module):
-    """A matrix divided by rows: devices' results are summed, and the bias, which all have, is added."""
+    """A matrix divided by rows: the devices' results are summed, and the bias, which all of them have, is added."""
 
     one_layer = True
 
     def __init__(self, divided: nn.Linear, group: SliceGroup) -> None:
         super().__init__()
         self.weight, self.bias, self.group = divided.weight, divided.bias, group
-        self._divided = [divided]  # no submodule: parameters keep their names
+        self._divided = [divided]  # in a list, so that it is no submodule and parameters keep their names
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the whole matrix makes of all devices' pieces."""
+        """Return the product of the whole matrix and all devices' pieces of x."""
         own = with_parameters(self._divided[0], weight=self.weight, bias=None)
         y: torch.Tensor = _SumForward.apply(own(x), self.group)
         return y if self.bias is None else y + self.bias
@@ -156,14 +156,14 @@ class GatheredSlices(nn.Module):
         self._divided = [divided]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the whole matrix makes of x."""
+        """Return the product of the whole matrix and x."""
         own = with_parameters(self._divided[0], weight=self.weight, bias=self.bias)
         gathered: torch.Tensor = _Gather.apply(own(x), self.group, self.num_features)
         return gathered
 
 
 class EmbeddingSlices(nn.Module):
-    """An embedding divided by rows: a device gives the vectors of its own tokens, and zeros for others."""
+    """An embedding divided by rows: the sum of the devices' results, vectors for their own tokens, zeros for others."""
 
     one_layer = True
 
@@ -182,7 +182,7 @@ class EmbeddingSlices(nn.Module):
         elsewhere = (own < 0) | (own >= len(self.weight))
         padding = self._padding if self._padding is not None and 0 <= self._padding < len(self.weight) else None
         own = own.masked_fill(elsewhere, 0)
-        # The last devices may have no row, and a lookup needs one.
+        # The last devices may have no rows, and a lookup needs one.
         rows = self.weight if len(self.weight) else nn.functional.pad(self.weight, (0, 0, 0, 1))
         vectors = nn.functional.embedding(own, rows, padding, sparse=self._sparse)
         vectors = vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
@@ -191,18 +191,18 @@ class EmbeddingSlices(nn.Module):
 
 
 class DropoutSlices(nn.Module):
-    """Dropout of pieces, of one form of a model: drawn for the whole, so that all numbers of devices drop the same."""
+    """Dropout of pieces in one mode of a model, drawn for the whole, so that any number of devices drops the same."""
 
     one_layer = True
 
     def __init__(self, whole: nn.Dropout, dimension: int, group: SliceGroup) -> None:
         super().__init__()
-        # Not `self.training`, which stages set by the names of the model's own modules.
+        # Not `self.training`: stages set the mode of modules by the names that these have in the model itself.
         self.p = whole.p if whole.training else 0.0
         self.dimension, self.group = dimension, group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a device's piece of what dropout makes of the whole."""
+        """Return the device's piece of the whole's dropout."""
         if self.p == 0:
             return x
         shape = list(x.shape)
@@ -212,7 +212,7 @@ class DropoutSlices(nn.Module):
 
 
 def cut_of(tensor: torch.Tensor, dimension: int, group: SliceGroup) -> Cut:
-    """Return a device's part of a tensor: all are as wide but the last, which may be narrower."""
+    """Return a device's part of a tensor. Parts are equally wide, except that the last may be narrower or empty."""
     size = tensor.shape[dimension]
     width = math.ceil(size / group.size)
     start = min(size, group.rank * width)
@@ -225,14 +225,14 @@ def piece(tensor: torch.Tensor, dimension: int, group: SliceGroup) -> torch.Tens
 
 
 def with_parameters(module: nn.Module, **parameters: torch.Tensor | None) -> nn.Module:
-    """Return a module like this one with these tensors in place of its parameters."""
+    """Return a shallow copy of a module with these tensors in place of its parameters."""
     made = copy.copy(module)
     made._parameters = cast("dict[str, nn.Parameter | None]", parameters)
     return made
 
 
 def narrowed(module: nn.Linear, kind: str, num_slices: int) -> nn.Linear:
-    """Return a copy, its parameters the same, that says to have a slice's columns."""
+    """Return a shallow copy with the same parameters and the number of output features, or heads, of a slice."""
     made = copy.copy(module)
     made._parameters = dict(module._parameters)
     made.out_features = math.ceil(module.out_features / num_slices)

@@ -1,8 +1,8 @@
-"""Divides a traced model's layers among k devices: the same graph, with pieces of its matrices and what joins them.
+"""Divides a traced model's layers among k devices: the graph stays, with pieces of the matrices in its modules.
 
-In one process, which the virtual engine trains in, every device's piece is computed in turn. Modules then keep the
-model's own parameters whole, so optimizers, norms, versions and checkpoints are those of the whole model. What differs
-from it is the rounding of sums of k partial products, as on k devices.
+In the virtual engine's one process, the pieces of all devices are computed in turn. Modules keep the model's whole
+parameters there, so that optimizers, norms, versions and checkpoints are those of the whole model. Only the rounding of
+sums of k partial products differs from the whole model, as it does on k devices.
 """
 
 import math
@@ -33,14 +33,19 @@ from pipebench.model.slicing import DIMENSION, FEATURES, Slicing, find_slices
 
 
 class Slicer:
-    """Divides the graphs of a model, in training and in evaluation, for one device of a group; they share pieces."""
+    """Divides the graphs of a model, of training and of evaluation, for one device of a group; both share the pieces.
+
+    Args:
+        group: the devices.
+        in_processes: whether each device is to train in a process of its own, where no function may draw for pieces.
+    """
 
     def __init__(self, group: SliceGroup, *, in_processes: bool = False) -> None:
         self._group, self._in_processes = group, in_processes
         self.cuts: dict[str, Cut] = {}  # of divided parameters, by their names in the graphs
         self._pieces: dict[int, nn.Parameter] = {}  # by the whole parameter's id
         self._modules: dict[int, nn.Module] = {}  # by the whole module's id
-        self._wholes: list[nn.Module] = []  # alive, so that no other module gets their ids
+        self._wholes: list[nn.Module] = []  # kept alive, so that no other module gets their ids
 
     def __call__(self, module: fx.GraphModule) -> None:
         """Divide a graph in place.
@@ -63,10 +68,10 @@ class Slicer:
         module.recompile()
 
     def _divided(self, whole: nn.Module, node: fx.Node, dimension: int, found: Slicing) -> nn.Module:
-        """Return what a device has of a module, whose weight is divided in a dimension."""
+        """Return a device's part of a module, whose weight is divided in a dimension."""
         parameters = dict(whole._parameters)
         for name, parameter in whole.named_parameters(recurse=False):
-            if parameter.dim() > dimension:  # a row's bias stays whole
+            if parameter.dim() > dimension:  # the bias of a matrix that is divided by rows stays whole
                 parameters[name] = self._piece(parameter, dimension)
         if isinstance(whole, nn.Embedding):
             return EmbeddingSlices(with_parameters(whole, **parameters), self._group, whole.num_embeddings)  # type: ignore[arg-type]
@@ -79,7 +84,7 @@ class Slicer:
         return own if node in found.columns else GatheredSlices(own, self._group, whole.out_features)
 
     def _treat_alone(self, module: fx.GraphModule, found: Slicing) -> None:
-        """Refuse functions that draw random numbers for pieces: processes would draw others than for the whole."""
+        """In processes, refuse functions that draw random numbers for pieces: they are others than for the whole."""
         for node in found.alone if self._in_processes else ():
             if node.op == "call_function" and is_random(module, node):
                 function = getattr(node.target, "__name__", node.target)
@@ -100,11 +105,11 @@ class Slicer:
         return self._pieces[id(parameter)]
 
     def _copied(self) -> nn.Module:
-        """Return what stands before what is divided by columns."""
+        """Return the module to insert before layers that are divided by columns."""
         return CopiedToSlices(self._group)
 
     def _copy_inputs(self, module: fx.GraphModule, columns: Sequence[fx.Node]) -> None:
-        """Let what is divided by columns read copies, one of each value."""
+        """Let layers that are divided by columns read copies of their inputs, one copy of each value."""
         order = {node: index for index, node in enumerate(module.graph.nodes)}
         readers: dict[fx.Node, list[fx.Node]] = {}
         for node in sorted(columns, key=order.__getitem__):
@@ -119,16 +124,16 @@ class Slicer:
 
 
 class ProcessSlicer(Slicer):
-    """Divides layers for a process that trains: dropout draws what it does of the whole."""
+    """Divides layers for a process that trains, in which dropout draws the same numbers as for the whole."""
 
     def __init__(self, group: SliceGroup) -> None:
         super().__init__(group, in_processes=True)
 
     def _treat_alone(self, module: fx.GraphModule, found: Slicing) -> None:
-        """Give pieces dropout of their own: the model's module may drop whole values elsewhere."""
+        """Give pieces dropout modules of their own, since the model may also use its module for whole values."""
         super()._treat_alone(module, found)
         for node in module.graph.find_nodes(op="call_module"):
-            node.meta[DRAWS_AS] = draw_name(module, node)  # before targets, which it goes by, change
+            node.meta[DRAWS_AS] = draw_name(module, node)  # now, as it is made of targets, which change below
         for node, kind in found.alone.items():
             path = str(node.target)
             if node.op == "call_module" and isinstance(whole := module.get_submodule(path), nn.Dropout):
@@ -137,7 +142,7 @@ class ProcessSlicer(Slicer):
 
 
 class SlicerInTurn(Slicer):
-    """Divides a traced model's layers into k pieces each, all computed here; the graph is that of one device."""
+    """Divides a traced model's layers into k pieces each, all of which are computed in this process."""
 
     def __init__(self, num_slices: int) -> None:
         super().__init__(Alone(num_slices))
@@ -146,7 +151,7 @@ class SlicerInTurn(Slicer):
     def _divided(self, whole: nn.Module, node: fx.Node, dimension: int, found: Slicing) -> nn.Module:
         """Return a module that computes all pieces."""
         if isinstance(whole, nn.Embedding):
-            return whole  # others' pieces add zeros
+            return whole  # the sum of its pieces is exact: all but one are zeros
         assert isinstance(whole, nn.Linear)
         if node in found.rows:
             return RowsInTurn(whole, found.rows[node], self._num_slices)
@@ -157,7 +162,7 @@ class SlicerInTurn(Slicer):
 
 
 class _Copies(torch.autograd.Function):
-    """Hands a value on to all devices; its gradient is the sum of theirs, in their order."""
+    """Copies a value to all devices; its gradient is the sum of the copies' gradients, in the devices' order."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, num_slices: int) -> torch.Tensor:
@@ -169,7 +174,7 @@ class _Copies(torch.autograd.Function):
 
 
 class _Piece(torch.autograd.Function):
-    """Hands on what one device puts out; its gradient lies in memory as there, so that kernels add in one order."""
+    """The output of one device; its gradient is made contiguous, as on the device, so that kernels add in one order."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
@@ -181,7 +186,7 @@ class _Piece(torch.autograd.Function):
 
 
 class CopiesInTurn(nn.Module):
-    """Stands before what is divided by columns: each device's matrices read, and add gradients to, its own copy."""
+    """Precedes layers that are divided by columns: each device's pieces read, and add gradients to, its own copy."""
 
     one_layer = True
 
@@ -190,28 +195,28 @@ class CopiesInTurn(nn.Module):
         self._num_slices = num_slices
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x for every device: [devices, ...], without memory of their own."""
+        """Return x for every device, [devices, ...]: views of x."""
         y: torch.Tensor = _Copies.apply(x, self._num_slices)
         return y
 
 
 class _InTurn(nn.Module):
-    """A matrix in pieces; `kind` is what the divided side's pieces are of."""
+    """A matrix in pieces; `kind` is the kind of pieces, features or heads, on its divided side."""
 
     one_layer = True
 
     def __init__(self, whole: nn.Linear, kind: str, num_slices: int) -> None:
         super().__init__()
         self.weight, self.bias = whole.weight, whole.bias
-        self._whole = [whole]  # no submodule: parameters keep their names
+        self._whole = [whole]  # in a list, so that it is no submodule and parameters keep their names
         self._dimension, self._num_slices, self._kind = DIMENSION[kind], num_slices, kind
 
 
 class ColumnsInTurn(_InTurn):
-    """A matrix divided by columns: its pieces' results, side by side."""
+    """A matrix divided by columns: the pieces' results, side by side."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the whole matrix makes of x, [devices, ...]."""
+        """Return the product of the whole matrix and x, [devices, ...]."""
         own = narrowed(self._whole[0], self._kind, self._num_slices)
         weights = _pieces(self.weight, 0, self._num_slices)
         biases = [None] * len(weights) if self.bias is None else _pieces(self.bias, 0, self._num_slices)
@@ -221,10 +226,10 @@ class ColumnsInTurn(_InTurn):
 
 
 class RowsInTurn(_InTurn):
-    """A matrix divided by rows: the sum of its pieces' results, in the devices' order, and the bias."""
+    """A matrix divided by rows: the sum of the pieces' results, in the devices' order, plus the bias."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the whole matrix makes of x."""
+        """Return the product of the whole matrix and x."""
         weights = _pieces(self.weight, 1, self._num_slices)
         read = _pieces(x, self._dimension, self._num_slices)
         pairs = [(w.contiguous(), own.contiguous()) for w, own in zip(weights, read, strict=True)]  # as on devices
@@ -235,7 +240,7 @@ class RowsInTurn(_InTurn):
 
 
 def _pieces(tensor: torch.Tensor, dimension: int, num_slices: int) -> tuple[torch.Tensor, ...]:
-    """Return views of a tensor's pieces: all are as wide but the last, which may be narrower, or have nothing."""
+    """Return views of a tensor's pieces, which are equally wide, except that the last ones may be narrower or empty."""
     pieces = torch.split(tensor, math.ceil(tensor.shape[dimension] / num_slices), dimension)
     nothing = pieces[-1].narrow(dimension, 0, 0)
     return (*pieces, *[nothing] * (num_slices - len(pieces)))

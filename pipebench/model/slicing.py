@@ -1,11 +1,13 @@
 """Tensor slices: which layers of a model are divided among k neighbouring devices, and how.
 
-Paper: Megatron-LM (Shoeybi et al. 2019, section 3; Narayanan et al., SC'21, section 2.3). A matrix that is divided by
-columns puts out features, or heads, in pieces; layers that treat these alone follow; one divided by rows reads pieces,
-and its partial results are summed. The rule looks for such pairs in the traced graph and knows types of layers only.
-Besides, the matrix before the softmax is divided by columns, and what it puts out is gathered, and an embedding by
-rows, where they are wider than what they read or give. Differs: the loss is computed from gathered logits, by each
-device, so that it may be any function of them. All else is computed by every device, with the same result.
+Paper: Megatron-LM (Shoeybi et al. 2019, section 3; Narayanan et al., SC'21, section 2.3). A matrix divided by columns
+returns features, or heads, in pieces. Layers follow that treat each feature or head alone. A matrix divided by rows
+reads pieces, and its partial results are summed. `find_slices` looks for such pairs in the traced graph, and only needs
+to know types of layers. In addition, the last matrix, before the softmax, is divided by columns and its output
+gathered, if it has more outputs than inputs. Embeddings are divided by rows, if they have more rows than features. All
+other layers are computed by every device, with the same result.
+
+Differs: every device computes the loss, from gathered logits, so that it may be any function of them.
 """
 
 import operator
@@ -20,11 +22,12 @@ from torch.nn import functional
 
 from pipebench.errors import GraphError
 
-FEATURES, HEADS = "features", "heads"  # what pieces are of: the last dimension, or the second
-DIMENSION = {FEATURES: -1, HEADS: 1}
-ROLE = "tensor_role"  # the attribute of a module's class: what pieces it reads and puts out, None for no pieces
+FEATURES, HEADS = "features", "heads"  # kinds of pieces
+DIMENSION = {FEATURES: -1, HEADS: 1}  # of the tensor that is divided
+# Attribute of a module's class: the kinds of pieces that it reads and returns, None for no pieces (zoo/registry.py).
+ROLE = "tensor_role"
 
-# What each type of module reads and puts out, besides those that say it themselves (zoo/registry.py).
+# Modules and functions that treat each feature alone, besides modules that have the attribute.
 _ALONE: tuple[type[nn.Module], ...] = (
     nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Softplus,
 )  # fmt: skip
@@ -33,40 +36,40 @@ _ALONE_FUNCTIONS = {
     *(torch.mul, torch.div, torch.add, torch.relu, torch.tanh, torch.sigmoid),
     *(functional.relu, functional.gelu, functional.silu, functional.tanh, functional.sigmoid, functional.dropout),
 }
-_PRODUCTS = {torch.matmul, operator.matmul, torch.bmm, functional.scaled_dot_product_attention}  # of each head
+# Functions that treat each head alone.
+_PRODUCTS = {torch.matmul, operator.matmul, torch.bmm, functional.scaled_dot_product_attention}
 
 
 @dataclass
 class Slicing:
-    """The nodes of a graph that are divided; of `columns`, `alone` and `rows` with what their pieces are of."""
+    """The nodes of a graph that are divided; those of `columns`, `alone` and `rows` with the kind of their pieces."""
 
-    columns: dict[fx.Node, str] = field(default_factory=dict)  # divided by columns: put out pieces
-    alone: dict[fx.Node, str] = field(default_factory=dict)  # read pieces, and put out pieces
-    rows: dict[fx.Node, str] = field(default_factory=dict)  # divided by rows: read pieces, and put out sums
-    gathered: list[fx.Node] = field(default_factory=list)  # divided by columns: put out what is gathered
-    embeddings: list[fx.Node] = field(default_factory=list)  # divided by rows: put out sums
+    columns: dict[fx.Node, str] = field(default_factory=dict)  # divided by columns: return pieces
+    alone: dict[fx.Node, str] = field(default_factory=dict)  # read and return pieces
+    rows: dict[fx.Node, str] = field(default_factory=dict)  # divided by rows: read pieces, return sums
+    gathered: list[fx.Node] = field(default_factory=list)  # divided by columns: return gathered pieces
+    embeddings: list[fx.Node] = field(default_factory=list)  # divided by rows: return sums
 
     @property
     def roles(self) -> dict[fx.Node, tuple[str, str]]:
-        """The nodes whose matrices are divided, with the field that has them, and what their pieces are of."""
+        """The nodes whose matrices are divided, with the field that has them and the kind of their pieces."""
         by_kind = {node: (name, kind) for name in ("columns", "rows") for node, kind in getattr(self, name).items()}
         return by_kind | {node: (name, "") for name in ("gathered", "embeddings") for node in getattr(self, name)}
 
     @property
     def divided(self) -> dict[fx.Node, int]:
-        """The nodes whose matrices are divided, with the dimension of the weights that is."""
+        """The nodes whose matrices are divided, with the divided dimension of the weights."""
         by_columns = dict.fromkeys([*self.columns, *self.gathered, *self.embeddings], 0)
         return by_columns | dict.fromkeys(self.rows, 1)
 
 
 def find_slices(module: fx.GraphModule, num_slices: int) -> Slicing:
-    """Return what of a traced model is divided among so many devices.
+    """Return the nodes of a traced model to divide among so many devices.
 
     Raises:
-        GraphError: nothing can be, or features or heads don't divide.
+        GraphError: no layer can be divided, or a number of features or heads can't.
     """
-    regions = [*_regions(module), *_ends(module)]
-    regions = _consistent(module, regions)
+    regions = _consistent(module, [*_regions(module), *_ends(module)])
     if not regions:
         raise GraphError(
             f"parallelism.tensor: got {num_slices}, and no layer of the model can be sliced: allowed is 1, or a model "
@@ -74,8 +77,9 @@ def find_slices(module: fx.GraphModule, num_slices: int) -> Slicing:
         )
     found = Slicing()
     for region in regions:
-        for name in ("columns", "alone", "rows"):
-            getattr(found, name).update(getattr(region, name))
+        found.columns |= region.columns
+        found.alone |= region.alone
+        found.rows |= region.rows
         found.gathered += region.gathered
         found.embeddings += region.embeddings
     for node in (each for each in module.graph.nodes if each in found.columns):
@@ -84,7 +88,7 @@ def find_slices(module: fx.GraphModule, num_slices: int) -> Slicing:
 
 
 def _regions(module: fx.GraphModule) -> Iterator[Slicing]:
-    """Yield the pairs of columns and rows, with what is between them, in execution order."""
+    """Yield regions of layers divided by columns, layers divided by rows and layers in between, in execution order."""
     taken: set[fx.Node] = set()
     for node in module.graph.nodes:
         kind = _role(module, node, 0)
@@ -97,7 +101,11 @@ def _regions(module: fx.GraphModule) -> Iterator[Slicing]:
 
 
 def _region(module: fx.GraphModule, row: fx.Node, kind: str, taken: set[fx.Node]) -> Slicing | None:
-    """Return what a layer divided by rows belongs to, or None if it reads something that can't come in pieces."""
+    """Return the region of a layer that may be divided by rows; None if not all that it needs can be in pieces.
+
+    The search goes backwards from the layer to layers that can be divided by columns. Every other reader of a value in
+    pieces belongs to the region, too, and has to read pieces.
+    """
     found = Slicing(rows={row: kind})
     reading = _pieces_of(row)
     seen = {row}
@@ -115,7 +123,7 @@ def _region(module: fx.GraphModule, row: fx.Node, kind: str, taken: set[fx.Node]
             reading += _pieces_of(node) if node.op == "call_module" else node.all_input_nodes
         else:
             return None
-        for user in node.users:  # whatever reads pieces belongs to it
+        for user in node.users:
             if user in seen or user in reading:
                 continue
             if _role(module, user, 0) == kind and user not in taken and _pieces_of(user) == [node]:
@@ -129,12 +137,12 @@ def _region(module: fx.GraphModule, row: fx.Node, kind: str, taken: set[fx.Node]
 
 
 def _ends(module: fx.GraphModule) -> Iterator[Slicing]:
-    """Yield the embeddings, and the matrices whose results the model returns, that are wider than they are high."""
+    """Yield the embeddings with more rows than features, and the last matrices with more outputs than inputs."""
     for node in module.graph.nodes:
         if node.op != "call_module":
             continue
         called = module.get_submodule(str(node.target))
-        if type(called) is nn.Embedding and called.num_embeddings > called.embedding_dim and _looks_up(called):
+        if type(called) is nn.Embedding and called.num_embeddings > called.embedding_dim and _is_plain_lookup(called):
             yield Slicing(embeddings=[node])
         is_last = [*node.users] == [*module.graph.find_nodes(op="output")]
         is_divided = is_last and isinstance(called, nn.Linear) and _role(module, node, 1) == FEATURES
@@ -147,6 +155,7 @@ def _consistent(module: fx.GraphModule, regions: Sequence[Slicing]) -> list[Slic
 
     A process has only its piece of a divided matrix. So the matrix stays whole if the model also reads it as a tensor,
     as in `linear(x, self.words.weight)`, or calls its module once for the layer after it and once for its output.
+    Leaving out a region may make others inconsistent, with which it shares parameters: hence the loop.
     """
     remaining = [*regions]
     while True:
@@ -167,7 +176,7 @@ def _consistent(module: fx.GraphModule, regions: Sequence[Slicing]) -> list[Slic
         remaining = alike
 
 
-def _looks_up(embedding: nn.Embedding) -> bool:
+def _is_plain_lookup(embedding: nn.Embedding) -> bool:
     """Return whether a row's vector and gradient depend on no other token: no renormalisation, no token counts."""
     return embedding.max_norm is None and not embedding.scale_grad_by_freq
 
@@ -181,7 +190,7 @@ def _held(module: fx.GraphModule, region: Slicing) -> Iterator[nn.Module | nn.Pa
 
 
 def _role(module: fx.GraphModule, node: fx.Node, side: int) -> str | None:
-    """Return what pieces a divided layer reads (side 0) or puts out (side 1); None if none or it isn't such a layer."""
+    """Return the kind of pieces that a divided matrix reads (side 0) or returns (side 1); None for other layers."""
     if node.op != "call_module" or len(node.all_input_nodes) != 1:
         return None
     called = module.get_submodule(str(node.target))
@@ -195,7 +204,7 @@ def _role(module: fx.GraphModule, node: fx.Node, side: int) -> str | None:
 
 
 def _is_alone(module: fx.GraphModule, node: fx.Node, kind: str) -> bool:
-    """Return whether a layer makes pieces of pieces, each by itself."""
+    """Return whether a layer computes each piece of its output from one piece of its input."""
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))
         if isinstance(called, nn.Softmax):
@@ -209,11 +218,12 @@ def _is_alone(module: fx.GraphModule, node: fx.Node, kind: str) -> bool:
 
 
 def _pieces_of(node: fx.Node) -> list[fx.Node]:
-    """Return what a module reads in pieces: its first argument."""
+    """Return the nodes that a module reads in pieces: its first argument."""
     return [each for each in node.args[:1] if isinstance(each, fx.Node)]
 
 
 def _check_divides(called: nn.Module, name: str, kind: str, num_slices: int) -> None:
+    """Raise a GraphError unless a matrix's features, or heads, divide among the slices."""
     count: Any = called.out_features if kind == FEATURES else getattr(called, "num_heads", None)
     if count is None:
         raise GraphError(

@@ -1,6 +1,6 @@
-"""Stages: consecutive layers of the graph as a module of their own, cut anywhere."""
+"""Stages: consecutive layers of the graph, cut out anywhere, as a module of their own."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,7 @@ from torch import fx, nn
 from pipebench.model.evaluation import plan_evaluation
 from pipebench.model.folding import POLICY, Swapped, fold
 from pipebench.model.graph import Layer, LayerGraph, Rounding, attribute, carries_state, cloned, copied, tensors_read
-from pipebench.model.in_place import hands_on, is_inplace
+from pipebench.model.in_place import is_inplace, may_share_memory
 from pipebench.model.plan import Plan
 from pipebench.model.recompute import Recomputed
 from pipebench.model.sampling import mix, name_hash, seed_default_generator
@@ -20,7 +20,7 @@ from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 
 LossFunction = Callable[[Any], torch.Tensor]
 
-_SEEDER, _LOSS = "pipebench_seeder", "pipebench_loss"  # names that no model has
+_SEEDER, _LOSS = "pipebench_seeder", "pipebench_loss"  # names of modules in a stage, which no model uses
 
 
 class Seeder(nn.Module):
@@ -28,37 +28,37 @@ class Seeder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seed = 0  # of the run
+        self.seed = 0  # the run's
         self.draw: tuple[int, ...] = ()  # (minibatch, microbatch)
         self.device = torch.device("cpu")
         self._keys: dict[str, int] = {}
 
     def forward(self, name: str) -> None:
-        """Seed for the layer that draws under a name."""
+        """Seed the generator for the layer that draws under a name."""
         if name not in self._keys:
             self._keys[name] = mix(self.seed, name_hash(name))
         seed_default_generator(self.device, mix(self._keys[name], *self.draw))
 
 
 class LossHead(nn.Module):
-    """Stands behind the model's last layer, so that a recomputed run can include the loss."""
+    """Computes the loss inside the last stage's module, so that recomputed layers at the end can include it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.function: LossFunction | None = None  # of the model's output; None returns the output itself
+        self.function: LossFunction | None = None  # takes the model's output; None: the output itself is returned
 
     def forward(self, output: Any) -> Any:
-        """Return the loss."""
+        """Return the loss, or without a function the output."""
         return output if self.function is None else self.function(output)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage, ready to run, as it trains or as it evaluates."""
+    """One stage, ready to run, in training or in evaluation mode."""
 
-    index: int  # position in the pipeline
-    # From the model inputs in `inputs` and the values in `receives` to the values in `returns` and, in the last stage,
-    # the loss head's output
+    index: int  # its number in the pipeline
+    # Takes the model inputs in `inputs` and the values of `receives`; returns the values of `returns` and, in the last
+    # stage, the loss head's output
     module: TracedModule
     inputs: tuple[str, ...]
     receives: dict[int, tuple[int, ...]]  # source stage to the layers whose values it receives, sources ascending
@@ -70,24 +70,26 @@ class Stage:
     seeder: Seeder
     loss: LossHead
     recomputed: tuple[Recomputed, ...]  # the runs of layers that its backward computes again
-    swapped: tuple[Swapped, ...]  # the runs of layers whose saved tensors go to the host
-    modes: tuple[tuple[nn.Module, bool], ...]  # each of its modules, with whether it is in training mode
-    rounding: Rounding | None = None  # what to round for the arithmetic, which the caller does
-    evaluation: "Stage | None" = None  # the same modules as they evaluate, layers by the evaluation's graph
-    idle: Mapping[str, torch.Tensor] = field(default_factory=dict)  # tensors of idle layers, by qualified name
+    swapped: tuple[Swapped, ...]  # the runs of layers whose saved tensors are swapped to the host
+    modes: tuple[tuple[nn.Module, bool], ...]  # each of its modules, and whether it is in training mode
+    rounding: Rounding | None = None  # what the caller has to round, see `precision.lower`
+    evaluation: "Stage | None" = (
+        None  # the stage in evaluation mode: the same modules, layers of the evaluation's graph
+    )
+    idle: Mapping[str, torch.Tensor] = field(default_factory=dict)  # qualified name to tensor of idle layers
 
     @cached_property
     def reads(self) -> tuple[int, ...]:
-        """Layers whose values it receives, in the order of its module's arguments."""
+        """The layers whose values it receives, in the order of its module's arguments."""
         return tuple(layer for layers in self.receives.values() for layer in layers)
 
     @property
     def evaluated(self) -> "Stage":
-        """The same stage as it evaluates."""
+        """The same stage in evaluation mode."""
         return self if self.evaluation is None else self.evaluation
 
     def evaluation_on(self, device: torch.device) -> "Stage":
-        """Return the stage as it evaluates, on a device, with the parameters and buffers of its training."""
+        """Return the stage in evaluation mode, on a device, with the parameters and buffers that training has now."""
         evaluation = self.evaluated
         evaluation.module.to(device)
         held = {**dict(self.module.named_parameters(remove_duplicate=False)), **_buffers(self.module)}
@@ -100,7 +102,7 @@ class Stage:
         return evaluation
 
     def enter(self) -> None:
-        """Put the modules into the mode in which they train, or evaluate."""
+        """Put the modules into training or evaluation mode, as `modes` says."""
         for module, training in self.modes:
             module.training = training
 
@@ -108,35 +110,34 @@ class Stage:
 def cut_stage(graph: LayerGraph, plan: Plan, index: int) -> Stage:
     """Cut one stage out of the graph. Its modules, parameters and buffers are copies under the model's own names.
 
-    Of idle layers it has the tensors only.
+    Of idle layers the stage has only the tensors.
     """
-    is_last, seeder, copies = index == len(plan.stages) - 1, Seeder(), dict[int, Any]()
+    own, is_last, seeder, copies = plan.stages[index], index == len(plan.stages) - 1, Seeder(), dict[int, Any]()
     evaluated = plan_evaluation(graph, plan)
-    layers = [graph.evaluated.layers[i] for i in evaluated.layers[index]]
-    there = [layer for layer in layers if not layer.idle]
-    evaluation = _StageLayers(index, graph.evaluated, there, None, evaluated.crossings, is_last).stage(seeder, copies)
-    own = plan.stages[index]
-    pairs = zip(graph.layers[own.start : own.stop], own.memory, strict=True)
-    active = [(layer, policy) for layer, policy in pairs if not layer.idle]
-    memory = [policy for _, policy in active]
-    cut = _StageLayers(index, graph, [layer for layer, _ in active], memory, plan.crossings, is_last)
-    idle = idle_tensors(graph, own.start, own.stop)
-    return replace(cut.stage(seeder, copies), idle=idle, evaluation=evaluation)
+    layers = _active(graph.evaluated.layers[i] for i in evaluated.layers[index])
+    evaluation = _StageLayers(index, graph.evaluated, layers, None, evaluated.crossings, is_last).stage(seeder, copies)
+    layers, memory = _active(graph.layers[own.start : own.stop]), dict(enumerate(own.memory, own.start))
+    training = _StageLayers(index, graph, layers, memory, plan.crossings, is_last).stage(seeder, copies)
+    return replace(training, idle=idle_tensors(graph, own.start, own.stop), evaluation=evaluation)
+
+
+def _active(layers: Iterable[Layer]) -> list[Layer]:
+    return [layer for layer in layers if not layer.idle]
 
 
 @dataclass(frozen=True)
 class _StageLayers:
-    """The layers of one form of a stage, as it trains or as it evaluates, and what crosses its borders."""
+    """The layers of a stage in one mode, training or evaluation, and the values that cross its borders."""
 
     index: int
-    graph: LayerGraph  # the model's, in that form
-    layers: Sequence[Layer]
-    memory: Sequence[str] | None  # policy of each layer; None in evaluation, which has no backward
+    graph: LayerGraph  # the model's, in that mode
+    layers: Sequence[Layer]  # without idle ones
+    memory: Mapping[int, str] | None  # layer to its policy; None in evaluation, which has no backward
     crossings: Mapping[tuple[int, int], tuple[int, ...]]  # see `Plan`
     is_last: bool  # whether the model ends here
 
     def stage(self, seeder: Seeder, copies: dict[int, Any]) -> Stage:
-        """Return the stage; `copies` is deepcopy's memo, since both forms share their modules."""
+        """Return the stage; `copies` is deepcopy's memo, by which both modes share modules."""
         receives = {source: values for (source, target), values in self.crossings.items() if target == self.index}
         sends = {target: values for (source, target), values in self.crossings.items() if source == self.index}
         returns = tuple(sorted({value for values in sends.values() for value in values}))
@@ -150,9 +151,11 @@ class _StageLayers:
         recomputed = fold(module, RECOMPUTE, Recomputed, copied=_written(module))
         for part in (module, *(each.run for each in recomputed)):
             _switch_inplace_off_where_inputs_are_saved(part)
-        swapped = fold(module, SWAP, Swapped)  # last: in-place layers in it stay so
+        swapped = fold(module, SWAP, Swapped)  # after the switch: in-place layers in swapped runs may stay in place
         for each in module.modules():
-            if isinstance(each, fx.GraphModule):  # or its weights would stay until Python's collector comes
+            if isinstance(
+                each, fx.GraphModule
+            ):  # break the cycle of module and graph, so that weights are freed at once
                 each.graph.owning_module = None
         named = module.named_modules(remove_duplicate=False)
         return Stage(
@@ -174,9 +177,9 @@ class _StageLayers:
         )
 
     def _program(self, inputs: Sequence[str], receives: Sequence[int], returns: Sequence[int]) -> fx.Graph:
-        """Return the graph: layers, seeding before those that draw, in training the loss after the last.
+        """Return the stage's graph: its layers, a seeding before each that draws, and the loss at the end of training.
 
-        Nodes have their layer's policy in `meta`; layers that change a buffer run once and aren't recomputed.
+        Nodes have their layer's memory policy in `meta`. Layers that run once are kept instead of recomputed.
         """
         graph, new = self.graph, fx.Graph()
         placeholders = {node.name: node for node in graph.graph.find_nodes(op="placeholder")}
@@ -190,7 +193,8 @@ class _StageLayers:
             return env[node]
 
         mark = {POLICY: KEEP}
-        for layer, policy in zip(self.layers, self.memory or [KEEP] * len(self.layers), strict=True):
+        for layer in self.layers:
+            policy = KEEP if self.memory is None else self.memory[layer.index]
             mark = {POLICY: KEEP if policy == RECOMPUTE and layer.runs_once else policy}
             if layer.draws_as:
                 new.call_module(_SEEDER, (layer.draws_as,)).meta.update(mark)
@@ -199,7 +203,7 @@ class _StageLayers:
         result: list[Any] = []
         for layer in (graph.layers[value] for value in returns):
             value = take(layer.node)
-            # A buffer may change again before this is sent.
+            # What a layer that runs once returns is a buffer, which may change again before it is sent.
             result.append(new.call_function(cloned, (value,)) if layer.runs_once else value)
         if self.is_last:
             result.append(fx.node.map_arg(self._output.args[0], take))
@@ -216,6 +220,7 @@ class _StageLayers:
         return output
 
     def _stateful(self, module: nn.Module) -> tuple[str, ...]:
+        """Return the qualified names of the layers' modules that carry a state."""
         called = [str(layer.node.target) for layer in self.layers if layer.node.op == "call_module"]
         return tuple(
             f"{path}.{inner}" if inner else path
@@ -234,15 +239,15 @@ class _StageLayers:
 def _switch_inplace_off_where_inputs_are_saved(module: fx.GraphModule) -> None:
     """Let layers that would overwrite an input of the stage, or of a recomputed run, compute out of place.
 
-    Autograd refuses to overwrite a leaf, and the sender, a recomputation or the dataset may still need it.
+    Autograd refuses to overwrite a leaf, and the sender, a recomputation or the data set may still need the value.
     """
     saved = {node for node in module.graph.nodes if node.op == "placeholder"}
     for node in module.graph.nodes:
         if _is_recomputed(module, node):
-            saved.update(*(_handed_on(module, argument) for argument in node.all_input_nodes))
+            saved.update(*(_sharing_memory(module, argument) for argument in node.all_input_nodes))
     has_changed = False
-    for node in list(module.graph.nodes):  # one by one: what computes out of place no longer hands on an input
-        if is_inplace(module, node) and node.args and saved & _handed_on(module, node.args[0]):
+    for node in list(module.graph.nodes):  # in order: the output of a layer that has been changed is a new tensor
+        if is_inplace(module, node) and node.args and saved & _sharing_memory(module, node.args[0]):
             _out_of_place(module, node)
             has_changed = True
     if has_changed:
@@ -250,20 +255,20 @@ def _switch_inplace_off_where_inputs_are_saved(module: fx.GraphModule) -> None:
 
 
 def _written(module: fx.GraphModule) -> set[fx.Node]:
-    """Return the nodes that return buffers which a layer changes, now or for the next minibatch."""
-    handed_on = {node: _handed_on(module, node) for node in module.graph.nodes}
-    names = {n.target for node in handed_on if is_inplace(module, node) for n in handed_on[node] if n.op == "get_attr"}
-    return {node for node, own in handed_on.items() if any(n.op == "get_attr" and n.target in names for n in own)}
+    """Return the nodes whose values are, or are views of, buffers that a layer of the stage changes in place."""
+    sharing = {node: _sharing_memory(module, node) for node in module.graph.nodes}
+    names = {n.target for node in sharing if is_inplace(module, node) for n in sharing[node] if n.op == "get_attr"}
+    return {node for node, own in sharing.items() if any(n.op == "get_attr" and n.target in names for n in own)}
 
 
-def _handed_on(module: fx.GraphModule, node: Any) -> set[fx.Node]:
+def _sharing_memory(module: fx.GraphModule, node: Any) -> set[fx.Node]:
     """Return the nodes whose memory a node's value may share: itself, and those that it is a view of."""
     found: set[fx.Node] = set()
     while isinstance(node, fx.Node):
         found.add(node)
         if _is_recomputed(module, node):
-            return found.union(*(_handed_on(module, argument) for argument in node.all_input_nodes))
-        if not hands_on(module, node) or not node.args:
+            return found.union(*(_sharing_memory(module, argument) for argument in node.all_input_nodes))
+        if not may_share_memory(module, node) or not node.args:
             return found
         node = node.args[0]
     return found
@@ -274,25 +279,25 @@ def _is_recomputed(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _out_of_place(module: fx.GraphModule, node: fx.Node) -> None:
-    """Replace an in-place layer by its out-of-place form, or by one that works on a copy."""
+    """Let an in-place layer compute out of place or, if it has no such form, on a copy."""
     if node.op == "call_module":
         module.get_submodule(str(node.target)).inplace = False  # type: ignore[assignment]
     elif node.target is set_item:
         node.target = with_item
     elif "inplace" in node.kwargs:
         node.kwargs = {**node.kwargs, "inplace": False}
-    else:  # its out-of-place form, where there is one, may return another type
+    else:  # an out-of-place form, such as `add` of `add_`, may not exist or may return another type
         with node.graph.inserting_before(node):
             copied = node.graph.call_method("clone", (node.args[0],))
         node.args = (copied, *node.args[1:])
 
 
 def idle_tensors(graph: LayerGraph, start: int, stop: int) -> dict[str, torch.Tensor]:
-    """Return copies of the parameters and buffers that only idle layers use, of layers `start` to `stop`, excluded."""
+    """Return copies of the parameters and buffers that only idle layers of `start` to `stop`, excluded, use."""
     layers = graph.layers[start:stop]
-    there = {id(tensor) for layer in layers if not layer.idle for _, tensor in tensors_read(graph.root, layer.node)}
+    active = {id(tensor) for layer in layers if not layer.idle for _, tensor in tensors_read(graph.root, layer.node)}
     idle = {name: tensor for layer in layers if layer.idle for name, tensor in tensors_read(graph.root, layer.node)}
-    return {name: copied(tensor) for name, tensor in idle.items() if id(tensor) not in there}
+    return {name: copied(tensor) for name, tensor in idle.items() if id(tensor) not in active}
 
 
 def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:

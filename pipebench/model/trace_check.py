@@ -1,8 +1,9 @@
-"""Compares a traced model, whole and in pieces, with the model itself on a few samples, before anything is trained.
+"""Compares a traced model, whole and cut apart, with the model itself on a few samples, before anything is trained.
 
-torch.fx records operations. Other effects of a forward can get lost silently: the backward of a custom autograd
-function, numbers from a generator of the model's own, a decision that depends on earlier calls. So can weights: every
-version is other tensors, in copies of the modules, which a module doesn't see that holds its weights in a list, too.
+torch.fx records operations. Other effects of a forward can be lost silently: the backward of a custom autograd
+function, numbers from a generator of the model's own, a decision that depends on earlier calls. Weights can be missed
+as well: every version has new tensors, in copies of the modules. A module that also holds its weights in a list would
+go on reading the first ones.
 """
 
 import logging
@@ -25,32 +26,39 @@ from pipebench.zoo.registry import Dataset
 from pipebench.zoo.seeding import seeded
 
 _LOG = logging.getLogger("pipebench.model.trace_check")
-_SAMPLES = 2  # one alone would be refused by BatchNorm behind a global pool
-# Of the largest number in a tensor. The same operations in the same order: there mostly is no difference at all.
+_SAMPLES = 2  # BatchNorm behind a global pool refuses a single one
+# Allowed difference, relative to the largest number in a tensor. The operations and their order are the same, so there
+# is mostly no difference at all.
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}
-_LOW_PRECISION = 5e-2
-# Of the largest gradient of the model: less may be a rounding of 0, as a bias before BatchNorm has it.
+_LOW_PRECISION = 5e-2  # the same for other types
+# Gradients are compared relative to at least this share of the model's largest gradient: smaller ones may be rounding
+# errors of 0, such as those of a bias before BatchNorm.
 _NOISE = 1e-3
 _GRADIENT = "gradient of "
 
-_Found = dict[str, torch.Tensor]  # by a name that can stand in a sentence
-_Weights = Mapping[int, nn.Parameter]  # by the id of the parameter that it takes the place of
-_OWN: _Weights = MappingProxyType({})  # all parameters in their own place
+_Found = dict[str, torch.Tensor]  # results by name, such as `gradient of fc.weight`
+_Weights = Mapping[int, nn.Parameter]  # replacements of parameters, by the ids of those
+_OWN: _Weights = MappingProxyType({})  # no replacement: the model's own parameters
 
 
 def check_traced(graph: LayerGraph, dataset: Dataset, sizes: Sequence[int] = ()) -> None:
     """Compare a layer graph with its model: outputs, gradients and buffers, in training and in evaluation.
 
-    A graph of one layer runs unchanged: only whether it computes with the weights that it is given is checked. The
-    graph's weights are on the CPU and stay as they are. The data set's first samples must be there; `sizes` are
-    numbers of samples to try where the model doesn't take two.
+    Of a graph of one layer, which isn't traced, only this is checked: whether it computes with the weights that it is
+    given.
+
+    Args:
+        graph: its weights are on the CPU; they don't change.
+        dataset: its first samples are read.
+        sizes: numbers of samples to try if the model doesn't take two.
 
     Raises:
         GraphError: they differ.
         Exception: whatever the model, or the loss, raises for all these numbers of samples.
     """
     *first, last = dict.fromkeys((min(_SAMPLES, dataset.num_train), *sorted(sizes)))
-    with attributes_as_before(graph.model):  # only now: a layer that counts its calls is to be found
+    # Attributes are restored at the end only, so that a layer which counts its calls gives differences.
+    with attributes_as_before(graph.model):
         for count in first:
             try:
                 return _compare(graph, dataset, count)
@@ -62,6 +70,7 @@ def check_traced(graph: LayerGraph, dataset: Dataset, sizes: Sequence[int] = ())
 
 
 def _compare(graph: LayerGraph, dataset: Dataset, num_samples: int) -> None:
+    """Compare in both modes on so many samples."""
     fetched = dataset.fetch("train", range(num_samples), [*dataset.inputs, *dataset.targets])
     for training, form in ((True, graph), (False, graph.evaluated)):
         trial = _Trial(form, dataset, fetched, training=training)
@@ -75,9 +84,9 @@ def _compare(graph: LayerGraph, dataset: Dataset, num_samples: int) -> None:
 
 @dataclass(frozen=True)
 class _Trial:
-    """A model as it trains, or as it evaluates, and samples to run it on."""
+    """A model in training or in evaluation mode, and samples to run it on."""
 
-    graph: LayerGraph  # in that form
+    graph: LayerGraph  # in that mode
     dataset: Dataset
     fetched: Mapping[str, torch.Tensor]
     training: bool
@@ -96,14 +105,15 @@ class _Trial:
         return self._run(lambda fields: self.graph.root(*fields.values()))
 
     def apart(self, weights: _Weights) -> _Found:
-        """Run the graph as if it were cut everywhere, with `weights` in place of the parameters if there are any."""
+        """Run the graph as if it were cut everywhere, with `weights` in place of the parameters."""
         return self._run(lambda fields: _Apart(self.graph, weights).run(*fields.values()), weights)
 
-    def parameters(self) -> _Weights:
-        """Return what can take the parameters' place: the same numbers. Evaluation has no gradient to tell them by."""
+    def replacements(self) -> _Weights:
+        """Return copies of the parameters; none in evaluation, where no gradient could show that they aren't used."""
         return {id(parameter): _like(parameter) for parameter in self.graph.model.parameters() if self.training}
 
     def _run(self, forward: Callable[[Mapping[str, torch.Tensor]], Any], weights: _Weights = _OWN) -> _Found:
+        """Run a forward, and in training the loss and its backward; return all results."""
         model, dataset = self.graph.model, self.dataset
         with _as_it_was(model, training=self.training):
             output = forward({name: self.fetched[name].clone() for name in dataset.inputs})
@@ -130,8 +140,8 @@ def _check_recorded(trial: _Trial, expected: _Found) -> None:
 
 
 def _check_apart(trial: _Trial, expected: _Found) -> None:
-    """Refuse a model that computes something else in pieces, or with weights in place of its parameters."""
-    if (different := _first_difference(expected, trial.apart(trial.parameters()))) is None:
+    """Refuse a model that computes something else if it is cut apart, or with copies of its parameters."""
+    if (different := _first_difference(expected, trial.apart(trial.replacements()))) is None:
         return
     graph, name = trial.graph, type(trial.graph.model).__name__
     if _first_difference(expected, trial.apart(_OWN)) is None:
@@ -140,7 +150,7 @@ def _check_apart(trial: _Trial, expected: _Found) -> None:
             "parameters, as every version of the weights is; a forward has to read them from its own module, not from "
             "a list or a function that keeps the first ones"
         )
-    if len(graph.layers) > 1:  # one layer runs as it is, whether it gives the same again or not
+    if len(graph.layers) > 1:  # a single layer isn't cut; a difference is the model's own from call to call
         names = ", ".join(node.name for node in graph.graph.nodes if _overwrites(graph, node))
         raise GraphError(
             f"model {name} can't be cut: its {different} in {'training' if trial.training else 'evaluation'} is "
@@ -151,28 +161,28 @@ def _check_apart(trial: _Trial, expected: _Found) -> None:
 
 
 def _like(parameter: nn.Parameter) -> nn.Parameter:
-    """Return another parameter with the same numbers and attributes."""
+    """Return a copy of a parameter, with its attributes."""
     other = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
     vars(other).update(vars(parameter))
     return other
 
 
 def _check_buffers(graph: LayerGraph, changed: Collection[str]) -> None:
-    """Refuse buffers that no layer is known to change, as of `F.batch_norm` with a model's own statistics."""
+    """Refuse buffers that change though no layer is known to change them, as by `F.batch_norm` with own statistics."""
     known = {id(attribute(graph.root, name)) for layer in graph.layers for name in layer.buffers}
     for name, buffer in graph.model.named_buffers():
         if f"buffer {name}" in changed and id(buffer) not in known:
             raise GraphError(
-                f"model {type(graph.model).__name__} can't be cut: a function changes its buffer {name}, which nobody "
-                "sees; name the module that has it in model.leaves to make it one layer"
+                f"model {type(graph.model).__name__} can't be cut: a function changes its buffer {name}, which "
+                "torch.fx doesn't record; name the module that has it in model.leaves to make it one layer"
             )
 
 
 class _Apart(fx.Interpreter):
-    """Runs a graph as if it were cut everywhere: what a layer overwrites, nobody sees but those that read that layer.
+    """Runs a graph as if it were cut everywhere: only readers of an in-place layer's output see what it overwrites.
 
-    Buffers stay shared: layers that read what another changes are in its stage. If there are `weights`, modules are
-    copies that have them in place of the parameters.
+    Buffers stay shared, since layers that read a buffer are in the stage of the layer that changes it. With `weights`,
+    modules are copies that have them in place of the parameters.
     """
 
     def __init__(self, graph: LayerGraph, weights: _Weights) -> None:
@@ -181,7 +191,7 @@ class _Apart(fx.Interpreter):
         self._copies: dict[int, Any] = {id(buffer): buffer for buffer in graph.model.buffers()}  # deepcopy's memo
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module, with the weights."""
+        """Call a module or, with weights, a copy that has them."""
         module = self.module.get_submodule(target)
         if not self._weights:
             return module(*args, **kwargs)
@@ -197,7 +207,7 @@ class _Apart(fx.Interpreter):
         return output
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return a tensor of the model, or what is in its place."""
+        """Return a tensor of the model or its replacement."""
         found = super().get_attr(target, args, kwargs)
         return self._weights.get(id(found), found)
 
@@ -216,14 +226,14 @@ class _Apart(fx.Interpreter):
 
 
 def _overwrites(graph: LayerGraph, node: fx.Node) -> bool:
-    """Return whether a layer overwrites a value, and no buffer."""
+    """Return whether a layer overwrites a value that isn't a buffer."""
     changed, is_given = overwritten(graph.root, node), bool(node.args) and isinstance(node.args[0], fx.Node)
     return is_given and changed is not None and changed.op != "get_attr"
 
 
 @contextmanager
 def _as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Seed all generators, and undo what a forward does to the model and to them."""
+    """Seed all generators within the context; undo afterwards what a forward does to them and to the model."""
     modes = [(module, module.training) for module in model.modules()]
     tables = [(module, dict(module._buffers)) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
@@ -244,7 +254,7 @@ def _as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 def _left_behind(model: nn.Module, output: Any, loss: Callable[[], torch.Tensor] | None, weights: _Weights) -> _Found:
-    """Return a forward's outputs and buffers, and the gradients of a loss; `weights` took the parameters' place."""
+    """Return a forward's outputs and buffers, and the gradients of a loss, of `weights` where these are used."""
     found: _Found = {}
     for index, leaf in enumerate(pytree.tree_leaves(plain_output(output))):
         if isinstance(leaf, torch.Tensor):
@@ -260,6 +270,7 @@ def _left_behind(model: nn.Module, output: Any, loss: Callable[[], torch.Tensor]
 
 
 def _first_difference(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> str | None:
+    """Return the name of the first result that differs or that only one of the two has; None if all agree."""
     gradients = [_largest(tensor) for name, tensor in expected.items() if name.startswith(_GRADIENT)]
     least = _NOISE * max(gradients, default=0.0)
     for name in {**expected, **found}:
@@ -270,18 +281,18 @@ def _first_difference(expected: Mapping[str, torch.Tensor], found: Mapping[str, 
 
 
 def _differs(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether tensors differ at all; not a number equals itself."""
+    """Return whether tensors differ at all; NaN is taken to equal NaN."""
     return bool(((one != other) & ((one == one) | (other == other))).any())
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    """Return the largest finite number of a tensor, without its sign; 0 without any."""
+    """Return the largest finite magnitude in a tensor; 0 if it has none."""
     finite = tensor[tensor.isfinite()]
     return float(finite.double().abs().max()) if finite.numel() else 0.0
 
 
 def _close(expected: torch.Tensor, found: torch.Tensor, at_least: float) -> bool:
-    """Compare tensors up to a share of the largest number in one, or of `at_least`."""
+    """Return whether tensors agree up to a share of the largest magnitude in `expected`, or of `at_least` if larger."""
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return False
     if not expected.is_floating_point():

@@ -1,7 +1,8 @@
-"""Tracing: a model's forward becomes a torch.fx graph, in the mode that its modules are in.
+"""Tracing: records a model's forward as a torch.fx graph, in the mode that its modules are in.
 
-torch.fx records what happens to the values that flow through a model. Everything else in `forward` happens once, while
-it is traced, and would be frozen or lost: where that would change the result, the line is refused.
+torch.fx records the operations on the values that flow through a model. Everything else in `forward` happens once,
+during tracing; its result would be frozen, its side effects lost. If that would change what the model computes, tracing
+is refused, with the line that does it.
 """
 
 import dis
@@ -27,17 +28,20 @@ from pipebench.errors import TracingError
 from pipebench.zoo.measures import plain_output
 
 IsLeaf = Callable[[nn.Module, str], bool]
-Fed = int | Collection[str] | None  # how many arguments of a forward are fed with data, or which; None: not known
-# In a node's `meta`: of every module whose call put out the node's value, by its path, the names of what it was given.
+Fed = int | Collection[str] | None  # how many arguments of a forward get data, or their names; None: not known
+# Key of a node's `meta`: the path of every module whose call returned the node's value, to the call's arguments' names.
 CALLS = "pipebench_calls"
 _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
 
 
 def record(model: nn.Module, is_leaf: IsLeaf, fed: Fed = None) -> fx.GraphModule:
-    """Trace a model in the mode that its modules are in. It shares its parameters, buffers and leaves with the graph.
+    """Trace a model in the mode that its modules are in; the graph shares its parameters, buffers and leaves.
 
-    `is_leaf`: whether a module, of that qualified name, is one layer though torch.fx would trace into it; `fed` is the
-    number or the names of the forward's arguments that get data, or None if unknown.
+    Args:
+        model: the model, which isn't changed.
+        is_leaf: takes a module and its qualified name; returns whether it is one layer even if torch.fx would trace
+            into it.
+        fed: number or names of the forward's arguments that get data; None if unknown.
 
     Raises:
         TracingError: it can't be traced, or something would be frozen; names the module, the line and the way out.
@@ -60,7 +64,7 @@ def record(model: nn.Module, is_leaf: IsLeaf, fed: Fed = None) -> fx.GraphModule
 
 
 def _is_value_of(held: Any, buffer: torch.Tensor, name: str) -> bool:
-    """Return whether a module holds its buffer still, or what `self.x += 1` has put into it."""
+    """Return whether a module still has its buffer, or the proxy of it that `self.x += 1` has assigned."""
     if not isinstance(held, fx.Proxy):
         return held is buffer
     node: Any = held.node
@@ -71,7 +75,7 @@ def _is_value_of(held: Any, buffer: torch.Tensor, name: str) -> bool:
 
 @contextmanager
 def attributes_as_before(model: nn.Module) -> Iterator[None]:
-    """Give modules their attributes and buffers back that are assigned to meanwhile; new ones stay: torch.fx's."""
+    """Restore the attributes and buffers of modules that are assigned to within the context; new attributes stay."""
     before = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     try:
         yield
@@ -82,24 +86,24 @@ def attributes_as_before(model: nn.Module) -> Iterator[None]:
 
 
 class TracedModule(fx.GraphModule):
-    """A module that runs a graph, and lets an operation's exception through as it is.
+    """A module that runs a graph, without torch.fx's handling of exceptions, and compiled only if it is called.
 
-    torch.fx's own prints a traceback to stderr and removes the frames, and has its forward written and compiled anew
-    whenever it is made, copied or changed. Here this waits for the first call: most are only cut, or read.
+    torch.fx's own module prints a traceback to stderr and removes an exception's frames. It generates and compiles its
+    forward whenever it is made, copied or changed. Here the first call does, since most modules are only cut or read.
     """
 
     def recompile(self) -> PythonCode | None:  # type: ignore[override]
-        """Forget the forward of what the graph was."""
-        if "forward" in vars(type(self)):  # each instance has a class of its own
+        """Discard the forward compiled from the graph as it was."""
+        if "forward" in vars(type(self)):  # fx.GraphModule makes a class for each instance
             del type(self).forward
         return None
 
     def forward(self, *values: Any) -> Any:
-        """Make the forward of the graph, and run it."""
+        """Compile the graph's forward, and run it."""
         return self.with_forward().forward(*values)
 
     def with_forward(self) -> Self:
-        """Return this module, with the forward of the graph made, for callers that look into it."""
+        """Compile the graph's forward, for callers that inspect it; return this module."""
         if "forward" not in vars(type(self)):
             super().recompile()
             type(self).__call__ = nn.Module.__call__  # type: ignore[method-assign]
@@ -107,9 +111,9 @@ class TracedModule(fx.GraphModule):
 
 
 def fed_arguments(forward: Callable[..., Any], fed: Fed = None) -> tuple[list[str], list[str]]:
-    """Return the names of a forward's arguments that get data: positional ones, then keywords. `self` is left out.
+    """Return the names of a forward's arguments that get data: those given by position, and those by keyword.
 
-    `fed` is their number or names, if known; other arguments keep their defaults, if they have any.
+    `self` is left out. `fed` is their number or names, if known; other arguments keep their defaults, if they have any.
     """
     positional: list[str] = []
     by_keyword: list[str] = []
@@ -132,10 +136,10 @@ def fed_arguments(forward: Callable[..., Any], fed: Fed = None) -> tuple[list[st
 
 
 class _Value(fx.Proxy):
-    """torch.fx's stand-in for a value, extended to item assignment and assertions."""
+    """torch.fx's proxy of a value, which also records item assignment and passes assertions."""
 
     def __bool__(self) -> bool:
-        # An assertion holds, or the model's first forward would have failed; what it checks is no part of the result.
+        # An assertion is taken to hold: it doesn't change the result, and otherwise the model couldn't run at all.
         return _is_in_an_assertion(sys._getframe(1)) or super().__bool__()
 
     def __iadd__(self, other: Any) -> Any:
@@ -151,7 +155,7 @@ class _Value(fx.Proxy):
         return self._in_place(operator.itruediv, other)
 
     def _in_place(self, operation: Callable[..., Any], other: Any) -> Any:
-        """Record an operation that changes a buffer; any other value may be another one afterwards."""
+        """Record an in-place operation on a buffer; for other values `x += y` becomes `x = x + y`, as in torch.fx."""
         of_buffer = self.node.op == "get_attr" or self.node.target in _IN_PLACE
         return self.tracer.create_proxy("call_function", operation, (self, other), {}) if of_buffer else NotImplemented
 
@@ -181,9 +185,9 @@ def with_item(value: torch.Tensor, index: Any, item: Any) -> torch.Tensor:
 
 
 class _Tracer(fx.Tracer):
-    """torch.fx's tracer, with the user's leaves, and torch's own containers traced into."""
+    """torch.fx's tracer with the user's leaves, which traces into torch's own containers."""
 
-    # Buffers are values, as parameters are: what is done to a buffer alone would otherwise be done while tracing.
+    # Buffers are values, as parameters are. Otherwise operations on buffers alone would run during tracing.
     proxy_buffer_attributes = True
 
     def __init__(self, is_leaf: IsLeaf, fed: Fed) -> None:
@@ -193,7 +197,7 @@ class _Tracer(fx.Tracer):
         self._contexts = _contexts()
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """Return the stand-in for a node's value."""
+        """Return the proxy of a node's value."""
         return _Value(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -201,7 +205,7 @@ class _Tracer(fx.Tracer):
         return self._is_leaf(m, module_qualified_name) or super().is_leaf_module(m, module_qualified_name)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """Record an operation, unless under a context that the graph would lose."""
+        """Record an operation; refuse it under a context, such as `torch.no_grad`, that the graph would lose."""
         if _contexts() != self._contexts:
             raise _Frozen(
                 "torch.no_grad, enable_grad, inference_mode and autocast, and the backward of an autograd.Function, "
@@ -211,7 +215,7 @@ class _Tracer(fx.Tracer):
         return super().create_node(*args, **kwargs)
 
     def create_args_for_root(self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None) -> Any:
-        """Return the forward and its arguments: stand-ins for those that get data; others keep their defaults."""
+        """Return the forward and its arguments: proxies for those that get data; others keep their defaults."""
         positional, by_keyword = fed_arguments(root_fn, self._fed)
         values = [self.create_proxy("placeholder", name, (), {}) for name in positional]
         named = {name: self.create_proxy("placeholder", name, (), {}) for name in by_keyword}
@@ -237,14 +241,14 @@ class _Tracer(fx.Tracer):
         return found
 
 
-# torch's Transformers are leaves to torch.fx because they branch on shapes, to check them and to find faster kernels.
-# What they compute is a chain of their layers, each of which checks for itself.
+# torch.fx can't trace torch's Transformers, which branch on shapes to check them and to choose faster kernels. They
+# compute a chain of layers, each of which makes these checks itself, and which the following functions call.
 
 
 def _encoder(
     m: Any, src: Any, mask: Any = None, src_key_padding_mask: Any = None, is_causal: bool | None = None
 ) -> Any:
-    if src_key_padding_mask is not None:  # evaluation may turn to nested tensors, which only the whole can
+    if src_key_padding_mask is not None:  # in evaluation the encoder as a whole may use nested tensors
         return None
     for layer in m.layers:
         src = layer(src, src_mask=mask, is_causal=bool(is_causal))
@@ -277,11 +281,11 @@ _CONTAINERS: Mapping[type[nn.Module], Callable[..., Any]] = {
 
 
 class _Frozen(Exception):  # noqa: N818 (a reason, which becomes a TracingError with its line)
-    """Why an effect of a forward can't be recorded."""
+    """An effect of a forward can't be recorded; says why."""
 
 
 class _RefuseDraws(TorchFunctionMode):
-    """Refuses random numbers that are drawn while tracing: every minibatch would get the same ones."""
+    """Refuses random numbers that are drawn during tracing, since every minibatch would get the same ones."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -299,7 +303,7 @@ class _RefuseDraws(TorchFunctionMode):
 
 @contextmanager
 def _nothing_drawn() -> Iterator[None]:
-    """Refuse random numbers while tracing: torch's where they are drawn, Python's and NumPy's at the end."""
+    """Refuse random numbers during tracing: torch's when they are drawn, Python's and NumPy's at the end."""
     numpy = sys.modules.get("numpy")
 
     def states() -> list[Any]:
@@ -342,6 +346,7 @@ def _why_not_traced(model: nn.Module, error: Exception) -> str:
 
 
 def _way_out(model: nn.Module, holder: nn.Module | None) -> str:
+    """Return what the user can do about a line that can't be traced; `holder` is the module that holds it."""
     name = next((name for name, module in model.named_modules() if module is holder), "")
     if name:
         return f"name the module that holds this line, {name}, in model.leaves to make it one layer"

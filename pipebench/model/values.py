@@ -1,4 +1,4 @@
-"""The values that layers put out and read: pytrees with tensors as leaves."""
+"""The values that layers return and read: pytrees with tensors as leaves."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def differentiable(value: Any) -> list[torch.Tensor]:
 
 
 def detached(value: Any) -> Any:
-    """Detach the tensors of a pytree for sending, with their `requires_grad`."""
+    """Return a pytree with its tensors detached, for sending; they keep their `requires_grad`."""
     return _detached(value) if isinstance(value, torch.Tensor) else pytree.tree_map(_detached, value)
 
 

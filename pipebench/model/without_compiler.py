@@ -1,6 +1,7 @@
-"""Lets torch's Python functions run without torch's compiler, whose import takes over a second and 150 MB.
+"""Lets torch's Python functions run without importing torch's compiler, which takes over a second and 150 MB.
 
-torch tells its compiler to stay away from some functions, and imports it for that when one of them is first called.
+torch excludes some of its functions from compilation. When one of them is first called, it imports the compiler to say
+so, even if nothing is ever compiled.
 """
 
 import inspect
@@ -10,14 +11,15 @@ from types import FunctionType
 
 from torch._compile import _disable_dynamo
 
-_ASKS = _disable_dynamo(lambda: None).__code__  # of all functions that import the compiler
+_IMPORTS_COMPILER = _disable_dynamo(lambda: None).__code__  # the code of torch's wrapper of all such functions
 
 
 def without_compiler(functions: Iterable[object]) -> None:
-    """Let functions, and those that they wrap, run as they are; what isn't a function is passed over.
+    """Let functions, and those that they wrap, run without the compiler's import; skip what isn't a function.
 
-    A function that asks the compiler keeps its answer, the function to call instead, and doesn't ask again. Where a
-    version of torch does that otherwise, its functions go on asking, which takes time only.
+    torch's wrapper stores the function to call on the wrapped function once it has asked the compiler, and doesn't ask
+    again. Here it is stored beforehand. If another version of torch does so in another way, the import happens, which
+    only costs time.
     """
     waiting, seen = [*functions], set[int]()
     while waiting:
@@ -25,7 +27,7 @@ def without_compiler(functions: Iterable[object]) -> None:
         if not isinstance(function, FunctionType) or id(function) in seen:
             continue
         seen.add(id(function))
-        if function.__code__ is _ASKS:
+        if function.__code__ is _IMPORTS_COMPILER:
             plain = inspect.getclosurevars(function).nonlocals.get("fn")
             if isinstance(plain, FunctionType):
                 plain.__dynamo_disable = plain  # type: ignore[attr-defined]

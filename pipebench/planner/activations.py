@@ -1,8 +1,8 @@
-"""Bytes of activations that a stage keeps per unit when each layer keeps, swaps or recomputes its own.
+"""Bytes of activations that a stage holds per unit if each layer has a policy: keep, swap or recompute.
 
-They are no sum over layers: a tensor saved by two layers counts once, and a run of recomputed layers keeps its inputs,
-which depend on where the stage begins. So each tensor is charged to the first layer of the stage that holds it, for a
-range of stage starts; sums over those equal `simulate.memory.kept_bytes` to the byte.
+They are not a sum over layers: a tensor saved by two layers counts once, and a run of recomputed layers keeps its
+inputs, which depend on where the stage begins. So each tensor is charged to the first layer of the stage that holds it,
+for a range of stage starts. The sums of these charges equal `simulate.memory.kept_bytes` exactly.
 """
 
 import math
@@ -19,10 +19,10 @@ from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.simulate.memory import first_that_keeps
 
-# Of units that swap, those on the device if copies keep up: one that runs forward or leaves, one that runs backward,
-# one that comes in.
+# Units on the device of a stage that swaps, if copies keep up: one that runs forward or is copied out, one that runs
+# backward, one that is copied in.
 MOST_ON_DEVICE = 3
-_MOST_STARTS = 2000  # with cached sums: two arrays over layers each
+_MOST_STARTS = 2000  # stage starts whose sums are cached, in two arrays over layers each
 
 Floats = NDArray[np.float64]
 Amounts = TypeVar("Amounts", np.float64, Floats)  # scalars or arrays
@@ -33,11 +33,11 @@ def on_device(
 ) -> tuple[tuple[Amounts, Amounts], tuple[Amounts, Amounts]]:
     """Return the peak device bytes of swapped tensors with d units in flight: the lower of two lines in d.
 
-    Each line is (constant bytes, bytes per unit in flight). The first keeps all units on the device; the second has
-    three units there and, where a copy out takes longer than a forward, the uncopied rest of every later unit. Where
-    the copy rate is unknown, copies never lag.
+    Each line is (constant bytes, bytes per unit in flight). In the first, all units stay on the device. In the second,
+    three units do and, if a copy out takes longer than a forward, the uncopied rest of every other unit. Copies at an
+    unknown rate never lag.
     """
-    swaps = np.maximum(0.0, swapped_bytes)  # below 0 if a profile without storages is inconsistent
+    swaps = np.maximum(0.0, swapped_bytes)  # negative if a profile without storages is inconsistent
     left = 0.0 * swaps
     if pcie_bytes_per_s is not None:
         left = np.maximum(left, swapped_bytes - forward_s * pcie_bytes_per_s)
@@ -52,11 +52,11 @@ def copies_s(swapped_bytes: Amounts, pcie_bytes_per_s: float | None) -> Amounts:
 class Unit(NamedTuple):
     """Bytes and seconds of stages per unit; arrays are [start, stop]."""
 
-    stays_bytes: Floats  # kept on the device from the forward to the backward
-    swapped_bytes: Floats  # kept on the host meanwhile
+    stays_bytes: Floats  # on the device from the forward to the backward
+    swapped_bytes: Floats  # on the host in between
     forward_s: Floats
-    window_s: Floats  # seconds of a forward and a backward without recomputation; copies overlap with these
-    pcie_bytes_per_s: float | None  # of copies, per direction, both at once; None if unknown
+    window_s: Floats  # seconds of a forward and a backward without recomputation, which copies overlap with
+    pcie_bytes_per_s: float | None  # copy rate per direction, both at once; None if unknown
 
     @property
     def copies_s(self) -> Floats:
@@ -74,8 +74,8 @@ class VirtualMemory:
     """Policies of one stage's layers and what they cost per unit."""
 
     kept: int  # number of layers
-    swapped: int
-    recomputed: int
+    swapped: int  # number of layers
+    recomputed: int  # number of layers
     swapped_bytes: int
     copies_s: float  # of both directions
     window_s: float  # the stage's forward and backward, with which copies overlap
@@ -93,7 +93,7 @@ class VirtualMemory:
 
 
 class _Hold(NamedTuple):
-    """`layer` holds `num_bytes` in stages that start in (after, until]."""
+    """`layer` holds a tensor of `num_bytes` in stages that start in (after, until]."""
 
     layer: int
     num_bytes: int
@@ -102,10 +102,12 @@ class _Hold(NamedTuple):
 
 
 class Activations:
-    """Activation bytes of all stages of a model, whose last row is the loss, which belongs to the last stage.
+    """Activation bytes of all stages of a model.
 
-    `memory` has the policy per layer without the loss, as executed: layers that change buffers are never recomputed.
-    Devices copy at `pcie_bytes_per_s` per direction, both at once; None if unknown.
+    Args:
+        rows: the layers; the last is the loss, which belongs to the last stage.
+        memory: the policy of every layer but the loss, as executed: layers that change buffers are never recomputed.
+        pcie_bytes_per_s: copy rate of devices per direction, both at once; None if unknown.
     """
 
     def __init__(self, rows: Sequence[LayerProfile], memory: Sequence[str], pcie_bytes_per_s: float | None) -> None:
@@ -149,7 +151,7 @@ class Activations:
 
 
 class _Totals:
-    """Activation bytes of every stage; `held` has each tensor's holders in order of layers."""
+    """Activation bytes of every stage; `held` has the holders of each tensor, in order of layers."""
 
     def __init__(self, num_rows: int, held: Iterable[Sequence[_Hold]]) -> None:
         ranges = np.array([each for holds in held for each in _ranges(holds)], dtype=np.intp).reshape(-1, 4)
@@ -158,7 +160,7 @@ class _Totals:
         self.from_layer = lru_cache(_MOST_STARTS)(self._totals)
 
     def _totals(self, start: int) -> Floats:
-        """Return the bytes of all stages that begin at layer `start`, by the layer after their last."""
+        """Return the bytes of the stages that begin at layer `start`, [stop], the layer after the last."""
         counts = (self._from <= start) & (start <= self._to)
         each = np.bincount(self._layer[counts] + 1, self._bytes[counts], self._num_rows + 1)
         total: Floats = np.cumsum(each)
@@ -167,7 +169,7 @@ class _Totals:
 
 def _ranges(holds: Sequence[_Hold]) -> Iterator[tuple[int, int, int, int]]:
     """Yield (first start, last start, layer, bytes): stages that start in the range hold the tensor from `layer` on."""
-    free: list[tuple[int, float]] = [(0, math.inf)]  # stage starts without a holder so far
+    free: list[tuple[int, float]] = [(0, math.inf)]  # ranges of stage starts without a holder so far
     for layer, num_bytes, after, until in holds:
         left: list[tuple[int, float]] = []
         for first, last in free:
@@ -182,7 +184,7 @@ def _ranges(holds: Sequence[_Hold]) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _holds(rows: Sequence[LayerProfile], again: set[int], swapped: set[int]) -> Iterable[list[_Hold]]:
-    """Return the holders of every tensor, without what is swapped; the same rules as `simulate.memory.kept_bytes`."""
+    """Return the holders of every tensor that isn't swapped, by the rules of `simulate.memory.kept_bytes`."""
     held: dict[object, list[_Hold]] = defaultdict(list)
     tells_storages, gone, run = any(row.puts_out for row in rows), again | swapped, 0
     for index, row in enumerate(rows):
@@ -192,11 +194,12 @@ def _holds(rows: Sequence[LayerProfile], again: set[int], swapped: set[int]) -> 
             for number, num_bytes in row.takes:
                 held[number].append(_Hold(index, num_bytes))
             for source in row.reads:
-                after = -1 if source < run else source  # the run's own outputs are held only if a cut separates them
+                # An output of the run itself is held only in stages that begin after it.
+                after = -1 if source < run else source
                 if not tells_storages:
                     held[run, source].append(_Hold(index, rows[source].output_bytes, after))
                     continue
-                copied = rows[source].runs_once  # but values from another stage are copies already
+                copied = rows[source].runs_once  # unless the value comes from another stage, and is a copy already
                 for number, num_bytes in rows[source].puts_out:
                     if copied:
                         held[run, number].append(_Hold(index, num_bytes, until=source))

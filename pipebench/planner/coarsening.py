@@ -1,7 +1,8 @@
 """Searches over models with very many places to cut: first over a few, then over all near the best plan's cuts.
 
-Search time grows with the square of the number of states, on several levels with its cube, so beyond MOST_EXACT states
-searches are inexact. `States.grouped` bounds the loss: each group of neighbouring states costs no more than any member.
+Search time grows with the square of the number of states, on several levels with its cube. So beyond MOST_EXACT states
+searches are inexact. A search over `States.grouped` bounds the loss from below: a group of neighbouring states costs no
+more than any of its members.
 """
 
 import itertools
@@ -14,9 +15,12 @@ from pipebench.planner.states import States
 
 MOST_EXACT = 2000  # states of a chain; a search over so many takes seconds
 _MOST_EXACT_BRANCHES = 1000  # states that are not nested: bounds prune less there
-NUM_GROUPS = 1000  # of neighbouring states in a bound
-_COARSE, _BACKDROP, _FINE = 500, 250, 400  # states: at first; later anywhere, and near cuts
-_MOST_ROUNDS, _WORTH_A_ROUND = 6, 1e-4
+NUM_GROUPS = 1000  # of neighbouring states, in a bound
+_COARSE = 500  # states of the first round
+_BACKDROP = 250  # states of later rounds, from anywhere in the model
+_FINE = 400  # states of later rounds near the best plan's cuts
+_MOST_ROUNDS = 6
+_WORTH_A_ROUND = 1e-4  # relative gain
 
 _Plan = TypeVar("_Plan")
 
@@ -34,10 +38,14 @@ def refined(
 ) -> _Plan | None:
     """Return the best plan over a subset of states, refined around its own cuts; None if none is found.
 
-    `solve` returns the best plan over given states, `seconds` a plan's bottleneck, `cuts` the states where it is cut.
+    Args:
+        states: all states.
+        solve: returns the best plan over some states, given by their indices, or None.
+        seconds: returns a plan's bottleneck in seconds per minibatch.
+        cuts: returns the indices of the states where a plan is cut.
     """
     best = solve(cheapest(states, _COARSE))
-    if best is None:  # perhaps stages of so many layers don't fit in memory
+    if best is None:  # stages between so few states may be too large for memory
         best = solve(cheapest(states, MOST_EXACT))
     if best is None:
         return None
@@ -59,14 +67,19 @@ def refined(
 
 
 def cheapest(states: States, count: int) -> list[int]:
-    """Return about `count` states: of each group of neighbours the one that sends least, the first and the last."""
+    """Return about `count` states: the first, the last, and the one of each group of neighbours that sends least."""
     carried = states.sent_bytes + states.returned_bytes + states.antichain_bytes
     bounds = _bounds(len(states), count)
     return [a + int(carried[a:b].argmin()) for a, b in itertools.pairwise([*bounds, len(states)])]
 
 
+def every_nth(num_states: int, step: int) -> list[int]:
+    """Return every `step`-th state and the last."""
+    return sorted({*range(0, num_states, step), num_states - 1})
+
+
 def loosened(states: States) -> States:
-    """Return groups of states, over which no bottleneck exceeds the one over all states."""
+    """Return groups of states: the smallest bottleneck over these is at most the one over all states."""
     return states.grouped(NUM_GROUPS)
 
 

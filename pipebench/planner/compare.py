@@ -12,7 +12,7 @@ from pipebench.errors import PlanError
 from pipebench.planner.choices import least_memory
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Comparison, PlanEstimate, Request
-from pipebench.planner.states import Known
+from pipebench.planner.states import PlanningCache
 from pipebench.schedule.modes import MODES
 
 
@@ -21,31 +21,31 @@ def compare(
     mode: str | None = "pipedream",
     *,
     others: bool = True,
-    known: Known | None = None,
-    tell: Callable[[str], None] = lambda _: None,
+    cache: PlanningCache | None = None,
+    on_search: Callable[[str], None] = lambda _: None,
 ) -> Comparison:
     """Plan a mode, None for the one predicted to be fastest, and the other modes.
 
     Args:
         request: what to plan.
         mode: the requested mode.
-        others: False: plan only `mode` and data parallelism; `with_others` adds the rest.
-        known: as in `ModeRequest`.
-        tell: called as each search begins, with `planning mode 2 of 6: gpipe, flat`.
+        others: whether to plan the other modes; if not, only data parallelism, and `with_others` adds the rest.
+        cache: as in `ModeRequest`.
+        on_search: called as each search begins, with `planning mode 2 of 6: gpipe, flat`.
 
     Raises:
         PlanError: no plan of the mode (or of any mode) fits in memory; says by how much, and what would make it fit.
     """
     began_s = time.perf_counter()
-    known = Known() if known is None else known
-    wanted = _all(request, known) if mode is None else [name for name in MODES if name in (mode, "dp")]
-    planners, best_of, refused = _planned(request, mode, wanted, known, tell)
+    cache = PlanningCache() if cache is None else cache
+    wanted = _choosable_modes(request, cache) if mode is None else [name for name in MODES if name in (mode, "dp")]
+    planners, best_of, refused = _planned(request, mode, wanted, cache, on_search)
     if mode in refused or not best_of:
         raise PlanError(refused[mode] if mode else _why_no_mode_fits(planners, refused))
     fastest = _by_time(best_of.values())
     best = best_of[mode] if mode else fastest[0]
     unlimited = replace(request.cluster, memory_bytes=None)
-    boundless = replace(request, row=None, cluster=unlimited, streams=None)  # the row is of `mode`
+    boundless = replace(request, row=None, cluster=unlimited, streams=None)  # the request's row is that of `mode`
     dp = best_of.get("dp") or Planner(boundless, "dp").best()
     planner = planners[best.plan.mode]
     at_most = planner.at_most()
@@ -55,16 +55,16 @@ def compare(
     slower = tuple(each for each in fastest if each is not best)
     states = planner.work.states
     found = Comparison(best, slower, dp, refused, took_s, len(states), at_most, not states.is_chain)
-    return with_others(request, found, known, tell) if others else found
+    return with_others(request, found, cache, on_search) if others else found
 
 
 def with_others(
-    request: Request, found: Comparison, known: Known, tell: Callable[[str], None] = lambda _: None
+    request: Request, found: Comparison, cache: PlanningCache, on_search: Callable[[str], None] = lambda _: None
 ) -> Comparison:
     """Add the modes that a comparison lacks; arguments as in `compare`."""
     began_s = time.perf_counter()
     planned = 1 + len(found.others) + len(found.refused)
-    _, best_of, refused = _planned(request, found.best.plan.mode, found.unplanned, known, tell, planned)
+    _, best_of, refused = _planned(request, found.best.plan.mode, found.unplanned, cache, on_search, planned)
     all_refused = {**found.refused, **refused}
     took_s = found.took_s["other modes"] + time.perf_counter() - began_s
     return replace(
@@ -79,13 +79,13 @@ def _planned(
     request: Request,
     mode: str | None,
     wanted: Sequence[str],
-    known: Known,
-    tell: Callable[[str], None],
+    cache: PlanningCache,
+    on_search: Callable[[str], None],
     planned: int = 0,
 ) -> tuple[dict[str, Planner], dict[str, PlanEstimate], dict[str, str]]:
-    """Return the planners of some modes, their best plans, and the reasons of those without one.
+    """Return the planners of the `wanted` modes, their best plans, and the reasons of the modes without one.
 
-    `request.row` applies to `mode` only; other modes use the table's row. `planned` modes have been before.
+    `request.row` applies to `mode` only; other modes use the table's row. `planned` modes were planned before.
     """
     total = planned + len(wanted)
     planners: dict[str, Planner] = {}
@@ -96,13 +96,17 @@ def _planned(
             refused[name] = f"mode {name}: {request.unsuited[name]}"
             continue
         own = request if name == mode or request.row is None else replace(request, row=None)
-        say = partial(lambda where, search: tell(f"planning mode {where}, {search}"), f"{number} of {total}: {name}")
-        planners[name] = Planner(own, name, known=known, tell=say)
+        report = partial(_report, on_search, f"planning mode {number} of {total}: {name}")
+        planners[name] = Planner(own, name, cache=cache, on_search=report)
         try:
             best_of[name] = planners[name].best()
         except PlanError as error:
             refused[name] = str(error)
     return planners, best_of, refused
+
+
+def _report(on_search: Callable[[str], None], mode: str, search: str) -> None:
+    on_search(f"{mode}, {search}")
 
 
 def _why_no_mode_fits(planners: Mapping[str, Planner], refused: Mapping[str, str]) -> str:
@@ -111,10 +115,10 @@ def _why_no_mode_fits(planners: Mapping[str, Planner], refused: Mapping[str, str
     return f"none of {len(refused)} modes has a plan; the nearest is {nearest}: {refused[nearest]}"
 
 
-def _all(request: Request, known: Known) -> list[str]:
-    """Return the modes to choose from: replicas share out what they hold only where memory binds."""
+def _choosable_modes(request: Request, cache: PlanningCache) -> list[str]:
+    """Return the modes to choose from: sharded ones only if data parallelism doesn't fit in memory."""
     try:
-        Planner(request, "dp", known=known).best()
+        Planner(request, "dp", cache=cache).best()
     except PlanError:
         return [*MODES]
     return [name for name, row in MODES.items() if not row.is_sharded]

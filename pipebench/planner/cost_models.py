@@ -8,16 +8,16 @@
   augmented antichain (`states`), so a value read in two branches counts even if no layer beyond the cut reads it. Model
   inputs are free. On several levels only the first stage's gradient sum is divided by the components of the level
   below.
-- `overlap`, the default, approximates this package's simulator: a replica's round (one minibatch per replica) takes
-  forward, backward, update and the minibatch's transfers to the stage and back, since NOAM leaves no other minibatch
-  to compute meanwhile; gradients are summed in a ring during the backward, the last bucket after it; the port shared by
-  activations, gradients and the ring, or loading, may be the bottleneck. Where an update takes several rounds, each has
-  a share of its sum and its step. Includes latencies, host copies, efficiencies and limits of levels. Differs from the
-  simulator: gradients from the middle of a stage are in time, and transfers do not queue. Plans found with these terms
-  are then judged as a whole by `placement_costs.py`.
+- `overlap`, the default, approximates this package's simulator. A replica's round (one minibatch per replica) takes
+  forward, backward, update and the minibatch's transfers to the stage and back: at NOAM there is no other minibatch to
+  compute meanwhile. Gradients are summed in a ring during the backward, the last bucket after it. Instead, the port
+  shared by activations, gradients and the ring may be the bottleneck, or loading. If an update covers several rounds,
+  each is charged a share of its sum and its step. Includes latencies, host copies, efficiencies and limits of levels.
+  Differs from the simulator: gradients from the middle of a stage are in time, and transfers do not queue. Plans found
+  with these terms are then priced as a whole by `placement_costs.py`.
 
-Every time is a maximum of terms (base + sync (m-1)/m) / m + tail (m-1)/m, so the least m for a given time has a closed
-form, and planning for 16,384 workers costs as much as for 16.
+Every time is a maximum of terms (base + sync (m-1)/m) / m + tail (m-1)/m with m replicas. So the least m for a given
+time has a closed form, and planning for 16,384 workers takes as long as for 16.
 """
 
 from abc import ABC, abstractmethod
@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipebench.cluster import Cluster, Level
-from pipebench.planner.activations import Unit
-from pipebench.planner.states import ONCE, Floats, States
+from pipebench.planner.activations import Floats, Unit
+from pipebench.planner.states import ONCE, States
 from pipebench.simulate.costs import BUCKET_BYTES, Costs, SimulatedBucket, StageCosts
 from pipebench.simulate.sums import ring_latency_s
 
@@ -45,7 +45,7 @@ class Term:
 
     base: Floats  # seconds of a round on every replica
     sync: Floats | float = 0.0  # seconds of a round's gradient sum as m grows
-    tail: Floats | float = 0.0  # seconds per minibatch, as m grows, that replicas do not share
+    tail: Floats | float = 0.0  # seconds per minibatch as m grows, not divided by the replicas
 
     def seconds(self, m: Floats | float) -> Floats:
         """Return the seconds per minibatch with m replicas."""
@@ -54,24 +54,25 @@ class Term:
 
     @property
     def is_shared(self) -> bool:
-        """Whether replicas share all of it, so that more of them never hurt."""
+        """Whether the term falls with every further replica: it has a base only."""
         return isinstance(self.sync, float) and isinstance(self.tail, float)
 
     def least(self, limit_s: float, at_least: Floats | float) -> Floats:
         """Return the fewest replicas, `at_least` or more, with which the term is at most `limit_s`; or _UNREACHABLE.
 
-        Times m^2 the condition is slope m^2 - b m + sync >= 0, slope = limit - tail, b = base + sync - tail: with a
-        positive slope it holds from the larger root on (and up to the smaller), else at most up to a root. Whether it
-        already holds is evaluated on the term itself: in b, a base is lost next to a sum 1e9 times as long.
+        Multiplied by m^2, the condition is slope m^2 - b m + sync >= 0 with slope = limit - tail and
+        b = base + sync - tail. With a positive slope it holds from the larger root on, and up to the smaller; otherwise
+        at most up to a root. Whether `at_least` suffices is evaluated with the term itself, because in b a base is lost
+        to rounding beside a sum 1e9 times as long.
         """
         with np.errstate(all="ignore"):
             if self.is_shared:
-                return np.fmax(np.ceil(self.base / limit_s), at_least)  # nan: 0 / 0, no time at all
+                return np.fmax(np.ceil(self.base / limit_s), at_least)  # fmax ignores the nan of 0 / 0
             holds = self.seconds(at_least) <= limit_s
             slope = limit_s - self.tail
             b = self.base + self.sync - self.tail
             root = np.ceil((b + np.sqrt(b * b - 4 * slope * self.sync)) / (2 * slope))
-            # Without a root (nan) the parabola has one sign, as tried.
+            # Without a root (nan) the parabola has the same sign everywhere, which `holds` has tested.
             later = np.where((slope > 0) & (root < _UNREACHABLE), np.maximum(root, at_least), _UNREACHABLE)
         return np.where(holds, at_least, later)
 
@@ -96,7 +97,7 @@ class StageTerms:
         for term in self.terms:
             m = term.least(limit_s, m)
         others = [term for term in self.terms if not term.is_shared]
-        for _ in others[1:]:  # a raised m may lie between another term's roots: look again
+        for _ in others[1:]:  # one term may raise m to between another term's roots, so all are evaluated again
             for term in others:
                 m = term.least(limit_s, m)
         return np.where((self.fixed_s <= limit_s) & (m < _UNREACHABLE), m, np.inf)
@@ -130,7 +131,7 @@ class StageGrid:
     stop_from: int = 0  # index of the first state after them
 
     def sums(self, values: Floats) -> Floats:
-        """Return differences of cumulative sums; meaningless where stop < start."""
+        """Return the stages' sums, given cumulative sums over states; meaningless where stop < start."""
         if values.ndim == 2:  # groups of states: see `States.grouped`
             return np.maximum(values[:1, self.stop_from :] - values[1, self.starts, None], 0.0)
         return values[None, self.stop_from :] - values[self.starts, None]
@@ -144,23 +145,23 @@ class StageGrid:
 
     @property
     def copies(self) -> Sequence[Floats | float]:
-        """Bytes of the stages' copies of shared parameters that sums leave out, by the fields of `ParameterBytes`."""
+        """Bytes of copies of tied parameters, which `sums` leaves out, by the fields of `ParameterBytes`."""
         tied = self.work.states.tied
         return (0.0, 0.0, 0.0) if tied is None else [*tied.copies(self.starts, self.stop_from)]
 
     @property
     def weights(self) -> Floats:
-        """Bytes of the stages' parameters."""
+        """Bytes of the stages' trained parameters."""
         return self.sums(self.work.states.parameter_bytes) + self.copies[0]
 
     @property
     def held(self) -> list[Floats]:
-        """Bytes of the stages' parameters, by the fields of `ParameterBytes`."""
+        """Bytes of the stages' parameters and buffers, by the fields of `ParameterBytes`."""
         return [self.sums(getattr(self.work.states, n)) + copies for n, copies in zip(ONCE, self.copies, strict=True)]
 
     @property
     def unit(self) -> Unit | None:
-        """The stages' activations per unit, if layers have policies of their own."""
+        """The stages' activations per unit, if layers have different policies; else None."""
         states = self.work.states
         if states.activations is None:
             return None
@@ -168,7 +169,7 @@ class StageGrid:
 
     @property
     def compute_s(self) -> Floats:
-        """Seconds of forward and backward, and of waiting for copies."""
+        """Seconds of a forward and a backward, and of waiting for swapped activations."""
         states, unit = self.work.states, self.unit
         own_s = self.sums(states.forward_s + states.backward_s)
         return own_s if unit is None else own_s + unit.late_s
@@ -179,8 +180,8 @@ class CostModel(ABC):
 
     name: str  # as on the command line
     summary: str  # one line for people
-    antichains: bool  # whether plans for a profile file may cut between any antichains, as the artifact does
-    has_ports: bool = False  # whether workers of one component share its port
+    antichains: bool  # whether plans for a profile file may cut at any antichain of the graph, as the artifact does
+    has_ports: bool = False  # whether the workers of a component share its port
 
     @abstractmethod
     def terms(self, grid: StageGrid, level: Level, *, first: bool, inner: Inner | None = None) -> StageTerms:
@@ -203,38 +204,41 @@ class CostModel(ABC):
         return 0.0, 0.0
 
     def round(self, grid: StageGrid, level: Level) -> Term:
-        """Return a replica's round: forward, backward, and what must follow before the next forward."""
+        """Return the term of a replica's round: forward, backward, and what the next forward waits for."""
         del level
         return Term(grid.compute_s)
 
     def paces(self, grid: StageGrid, level: Level) -> tuple[Term, ...]:
-        """Return the bounds that hold for any number of minibatches in flight, besides rounds."""
+        """Return the terms, besides rounds, that hold for any number of minibatches in flight."""
         del grid, level
         return ()
 
     def simulated(self, costs: Costs, replicas: Sequence[int]) -> Costs:
-        """Return the costs of instructions for a simulation under this model."""
+        """Return the costs with which a plan is simulated under this model."""
         del replicas
         return costs
 
     def links(self, cluster: Cluster) -> Cluster:
-        """Return the cluster in this model's view: by default full bandwidth without latencies and copies."""
+        """Return the cluster that this model assumes: by default, full bandwidth without latencies and host copies."""
         return replace(cluster, levels=tuple(map(_plain, cluster.levels)))
 
 
 def ring_s(hops: Sequence[Level], num_bytes: int) -> float:
-    """Return the seconds of a ring all-reduce with its links to itself, given the level of every hop around it."""
+    """Return the seconds of a ring all-reduce without other traffic, given the level of every hop around the ring."""
     size, rate = len(hops), min(level.sum_bytes_per_s for level in hops)
     return 2 * (size - 1) * num_bytes / size / rate + ring_latency_s([level.latency_s for level in hops])
 
 
 def _plain(level: Level) -> Level:
-    """Return a level at its full rate without latency and copies, as in the published formulas."""
+    """Return a level with its full bandwidth and without latency and host copies, as in the published formulas."""
     return replace(level, latency_s=0.0, efficiency=1.0, host_copy_bytes_per_s=None)
 
 
 def _summed(stage: StageCosts, factor: float, ready: float) -> StageCosts:
-    """Return a stage with one gradient bucket, ready at a fraction of the backward; other costs but computing are 0."""
+    """Return a stage with one gradient bucket, ready at a fraction of the backward, and else computing only.
+
+    The bucket's bytes are those of the gradients times `factor`.
+    """
     names = tuple(name for bucket in stage.buckets for name in bucket.parameters)
     num_bytes = round(factor * sum(bucket.num_bytes for bucket in stage.buckets))
     buckets = (SimulatedBucket(num_bytes, ready, names),) if num_bytes else ()
@@ -244,7 +248,7 @@ def _summed(stage: StageCosts, factor: float, ready: float) -> StageCosts:
 def _cuts_s(
     work: UnitWork, carried: Floats, cuts: tuple[tuple[int, Level], tuple[int, Level]], factor: float
 ) -> tuple[float, float]:
-    """Return the seconds of two cuts given as (state, level); 0 at the model's ends."""
+    """Return the seconds of the cuts (state, level) before and after a stage; 0 at the model's ends."""
     inside = range(1, len(work.states) - 1)
     rates = (_plain(level).message_bytes_per_s for _, level in cuts)
     before_s, after_s = (
@@ -320,17 +324,17 @@ class _Overlap(CostModel):
     has_ports = True
 
     def terms(self, grid: StageGrid, level: Level, *, first: bool, inner: Inner | None = None) -> StageTerms:
-        if inner is not None:  # overlaps with the components' own rounds
+        if inner is not None:  # this level's sum and transfers overlap with rounds inside the components
             return StageTerms((Term(inner.seconds), *self._ports(grid, level, 0.0)))
         states, own = grid.work.states, self.round(grid, level)
         before, after = grid.cuts(states.sent_bytes + states.returned_bytes)
-        # Both ends of the transfers with the stage before, this end of the others
+        # A worker copies at its end of every transfer; the round trip to the stage before also waits for the other end.
         copies_s = level.copy_s(1) * (2 * before + after)
         own = replace(own, base=own.base + self._round_trip_s(before, level) + copies_s)
         return StageTerms((*self._load(grid), own, *self._ports(grid, level, self._without_sum_s(grid))))
 
     def _round_trip_s(self, before: Floats, level: Level) -> Floats:
-        """Return the seconds that `before` bytes travel between a stage and the one before, there and back."""
+        """Return the seconds of the transfers between a stage and the one before it, `before` bytes in all."""
         return before / level.message_bytes_per_s + np.where(before > 0, 2 * level.latency_s, 0.0)
 
     def paces(self, grid: StageGrid, level: Level) -> tuple[Term, ...]:
@@ -341,16 +345,16 @@ class _Overlap(CostModel):
         return (Term(load_s),) if load_s.any() else ()
 
     def _without_sum_s(self, grid: StageGrid) -> Floats:
-        """Return the part of a round in which no gradients are summed: before they exist, or in a later one."""
+        """Return the seconds per round in which no gradients are summed: forward, update, rounds before the last."""
         first_s = grid.sums(grid.work.states.forward_s)
         if grid.work.rounds == 1:
             return first_s + self._update_s(grid)
         return (first_s + (grid.work.rounds - 1) * grid.compute_s) / grid.work.rounds + self._update_s(grid)
 
     def _ports(self, grid: StageGrid, level: Level, meanwhile_s: Floats | float) -> tuple[Term, ...]:
-        """Return the shared port's time, and the ring's at its own rate.
+        """Return the terms of the port, which all traffic shares, and of the ring, which may have a lower rate.
 
-        A single term if the ring may use the whole port.
+        A single term if the ring may use the whole port. No gradients are summed for `meanwhile_s` per round.
         """
         weights = grid.weights / grid.work.rounds
         carried = np.maximum(*self._port_bytes(grid)) / level.goodput_bytes_per_s
@@ -390,14 +394,14 @@ class _Overlap(CostModel):
         return cluster
 
     def _port_bytes(self, grid: StageGrid) -> tuple[Floats, Floats]:
-        """Return the bytes that one minibatch makes a stage send and receive."""
+        """Return the bytes that a stage sends and receives per minibatch."""
         sent_before, sent_after = grid.cuts(grid.work.states.sent_bytes)
         returned_before, returned_after = grid.cuts(grid.work.states.returned_bytes)
         return sent_after + returned_before, sent_before + returned_after
 
 
 class _Alone(_Overlap):
-    """Lower bounds of stages under `overlap` in any plan: rounds and gradient sums."""
+    """Lower bounds of a stage's time under `overlap` in any plan: rounds and gradient sums without transfers."""
 
     name = "alone"
     summary = "a round without its gradient sum, or the sum without the backward"
@@ -410,7 +414,7 @@ class _Alone(_Overlap):
 
 
 class _Hidden(_Overlap):
-    """`overlap` where other units compute during round trips, as in a pipeline that flushes, between fill and drain."""
+    """`overlap` without round trips: a pipeline that flushes computes other units then, except in fill and drain."""
 
     name = "hidden"
     summary = "overlap without round trips"

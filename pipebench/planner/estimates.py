@@ -1,4 +1,4 @@
-"""Cost of a plan in one mode: memory, seconds by the cost model, bytes sent, and the simulator's prediction."""
+"""Costs of a plan in one mode: memory, seconds by the cost model, bytes sent, and the simulator's prediction."""
 
 import math
 from collections.abc import Sequence
@@ -22,15 +22,11 @@ from pipebench.simulate.meter import Meter
 from pipebench.simulate.steady import estimate_rate, simulate_all
 
 MOST_SIMULATED = 256  # workers; beyond, the prediction is the cost model's bottleneck
-LONGEST_BLOCK = 512  # minibatches per round of all stages together; beyond, likewise
+LONGEST_BLOCK = 512  # minibatches per round of all stages, as above
 
 
 class Estimator(UnitsInFlight):
     """Evaluates plans of one mode."""
-
-    def uncut(self) -> "Estimator":
-        """Return the same without cuts that the recipe gives."""
-        return Estimator(replace(self.request, is_cut=False), self.name, self.known)
 
     def estimate(
         self,
@@ -46,9 +42,9 @@ class Estimator(UnitsInFlight):
         Args:
             found_by: the search's name.
             stages: the plan's.
-            devices: of each stage's replicas; None: in order along the devices, position by position.
+            devices: of every stage's replicas; None: in order along the devices, position by position.
             depth: minibatches in flight per input-stage replica; None for the request's, or NOAM.
-            bottleneck_s: seconds per minibatch of the slowest stage, if the search knows them better.
+            bottleneck_s: seconds per minibatch of the slowest stage by the search's own recurrence, if that is less.
         """
         replicas = [stage.replicas for stage in stages]
         widths = replicas[: len(replicas) // self.mode.chunks]
@@ -91,13 +87,13 @@ class Estimator(UnitsInFlight):
         return plan, order, rows
 
     def _cluster_of(self, stages: Sequence[SearchStage]) -> Cluster:
-        """Return the cluster as the sums of a plan's stages meet it."""
+        """Return the cluster with the links that the gradient sums of a plan's stages use."""
         return self.request.cluster.for_stages(len(stages) // self.mode.chunks)
 
     def _seconds(
         self, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]], depth: int, bottleneck_s: float | None
     ) -> tuple[list[float], float]:
-        """Return every stage's seconds per unit, and those of the busiest port."""
+        """Return the seconds per unit of every stage, and of the busiest port."""
         model, cluster = self.request.model, self._cluster_of(stages)
         work = self.work_of([stage.replicas for stage in stages], depth)
         in_loops = model.has_ports and not self.mode.flush
@@ -106,7 +102,7 @@ class Estimator(UnitsInFlight):
             sketch = Sketch(tuple(stages), tuple(map(tuple, devices)), depth)
             loops = loops_s(work, model, cluster, sketch, relay=self.request.relay)
             seconds = [max(pair) for pair in zip(seconds, loops, strict=True)]
-        if bottleneck_s is not None:  # the recurrence sums gradients level by level, which is no slower
+        if bottleneck_s is not None:  # the recurrence sums gradients level by level, which is at least as fast
             seconds = [min(each, bottleneck_s) for each in seconds]
         return seconds, port_s
 
@@ -126,7 +122,7 @@ class Estimator(UnitsInFlight):
             [float(sums[b] - sums[a]) for a, b, _ in stages]
             for sums in (work.states.parameter_bytes, work.states.recomputed_bytes)
         )
-        # Of layer groups, whose backwards follow each other, one is whole while the next one is gathered.
+        # Groups of layers run one after another: one is whole while the next one is gathered.
         whole, recomputed = transient_bytes(held, 2), transient_bytes(again, 1)
         rules = self.stage_rules(math.inf, replicas, depth)
         for index, (stage, rule) in enumerate(zip(stages, rules, strict=True)):
@@ -157,22 +153,22 @@ class Estimator(UnitsInFlight):
         )  # fmt: skip
 
     def with_prediction(self, found: PlanEstimate, hopeless_s: float = math.inf) -> PlanEstimate:
-        """Return an estimate with the simulator's prediction, given up on as in `predict` if it is slower."""
+        """Return an estimate with the simulator's prediction, infinite as in `predict` if it exceeds `hopeless_s`."""
         if found.is_simulated:
             return found
         if not self.simulates(found):
-            if self.mode.depth == 1:  # one stage after the other
+            if self.mode.depth == 1:  # stages take turns
                 return replace(found, minibatch_s=sum(each.stage_s for each in found.stages))
             return replace(found, minibatch_s=self.filled_s(found))
         workload, count = self.workload(found)
         return replace(found, minibatch_s=predict(workload, count, hopeless_s), is_simulated=True)
 
     def filled_s(self, found: PlanEstimate) -> float:
-        """Return a plan's seconds per minibatch by the cost model, with filling, draining and sums of a flush.
+        """Return a plan's seconds per minibatch by the cost model, with fill, drain and gradient sums of a flush.
 
         The first of u units between two flushes passes all stages, the others follow at the slowest worker's pace, and
-        what replicas sum is behind them. With several stages per worker a unit passes a worker as often, at that share
-        of its pace (Megatron-LM, SC'21, section 2.2).
+        the gradient sums come after them. With v stages per worker, fill and drain take 1/v of the time (Megatron-LM,
+        SC'21, section 2.2).
         """
         if not self.mode.flush:
             return found.bottleneck_s
@@ -183,9 +179,9 @@ class Estimator(UnitsInFlight):
         return max(pace_s * (1 - share) + fill_s * share + sum_s, found.bottleneck_s)
 
     def simulated_peaks(self, found: PlanEstimate) -> list[int] | None:
-        """Return the simulated peak bytes per stage's replica; None if simulating takes long.
+        """Return the simulated peak bytes of a replica of every stage; None if simulating takes long.
 
-        Model inputs that a recomputed layer reads count as 0: a profile doesn't know their bytes.
+        Model inputs that a recomputed layer reads count as 0 bytes, because a profile doesn't have their sizes.
         """
         if not self.simulates(found):
             return None
@@ -197,7 +193,7 @@ class Estimator(UnitsInFlight):
         return [max(peaks[worker] for worker in own) for own in workload.pipeline.places]
 
     def estimate_rate(self, found: PlanEstimate, num_instructions: int) -> tuple[float, int]:
-        """Estimate what `with_prediction` returns, and the number of instructions simulated for it."""
+        """Estimate a plan's prediction; also return the number of instructions simulated for the estimate."""
         workload, count = self.workload(found)
         return estimate_rate(workload, 2 * count, num_instructions)
 
@@ -206,9 +202,10 @@ class Estimator(UnitsInFlight):
         return planned_workload(found, self.mode, arranged(self.sizes, found.order), self.request)
 
     def simulates(self, found: PlanEstimate) -> bool:
-        """Return whether simulating a plan takes moments.
+        """Return whether simulating a plan is fast.
 
-        Groups of layers that sum in rings count once: they have no messages between all pairs of workers.
+        Groups of layers that sum in rings count as one stage, since they don't send messages between all pairs of
+        workers.
         """
         plan, mode = found.plan, with_sums(self.mode, self.request.cluster, found.plan)
         rings = mode.is_sharded and mode.sums == RING

@@ -1,4 +1,7 @@
-"""The best cuts for a given number of replicas per stage."""
+"""The best cuts for a given number of replicas per stage, by dynamic programming over stages and cuts.
+
+Each stage is priced at the links that its workers span.
+"""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -11,11 +14,11 @@ from numpy.typing import NDArray
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import PlanError
 from pipebench.model.plan import too_few_places
+from pipebench.planner.activations import Floats
 from pipebench.planner.coarsening import MOST_EXACT, is_coarsened, refined
 from pipebench.planner.cost_models import CostModel, StageGrid, UnitWork
-from pipebench.planner.flat import SearchStage
+from pipebench.planner.flat import SearchStage, renumbered
 from pipebench.planner.placement_costs import along, stage_level
-from pipebench.planner.states import Floats
 
 
 def plan_fixed(
@@ -27,11 +30,15 @@ def plan_fixed(
     devices: Sequence[Sequence[int]] | None = None,
     fits: Callable[[StageGrid, int], NDArray[np.bool_]] | None = None,
 ) -> tuple[SearchStage, ...]:
-    """Return the cuts with the smallest bottleneck.
+    """Return the cuts with the smallest bottleneck, exact up to `coarsening.MOST_EXACT` states.
 
-    Dynamic programming over stages and cuts, each stage priced at the links that its workers span; exact up to
-    `coarsening.MOST_EXACT` states. Memory counts only through `fits`: which stages of a grid may be stage `index`,
-    [start, stop]. `devices` are those of every stage's replicas; None: in order along the devices.
+    Args:
+        work: the model at the size of a unit.
+        model: the cost model.
+        cluster: the links.
+        replicas: of every stage.
+        devices: of every stage's replicas; None: in order along the devices.
+        fits: returns whether the stages of a grid fit in memory as stage `index`, [start, stop]; None: all do.
 
     Raises:
         PlanError: more stages than places to cut, or no cuts whose stages fit.
@@ -40,13 +47,12 @@ def plan_fixed(
     if len(replicas) > last:
         problem = f"{len(replicas)} stages were asked for, but the model can be cut in {last} at most"
         raise PlanError(too_few_places(states.rows, problem, ties=states.parts_ties))
-
     placed = along(replicas) if devices is None else devices
     exactly = partial(_plan_exactly, model=model, cluster=cluster, replicas=replicas, devices=placed, fits=fits)
 
     def solve(chosen: Sequence[int]) -> tuple[float, tuple[SearchStage, ...]] | None:
         bottleneck_s, stages = exactly(replace(work, states=states.select(chosen)))
-        return bottleneck_s, tuple(SearchStage(chosen[a], chosen[b], m) for a, b, m in stages)
+        return bottleneck_s, renumbered(stages, chosen)
 
     if is_coarsened(states) and len(replicas) < MOST_EXACT // 2:
         found = refined(states, solve, operator.itemgetter(0), lambda plan: [stage.start for stage in plan[1][1:]])
@@ -63,7 +69,7 @@ def _plan_exactly(
     devices: Sequence[Sequence[int]],
     fits: Callable[[StageGrid, int], NDArray[np.bool_]] | None,
 ) -> tuple[float, tuple[SearchStage, ...]]:
-    """Return the smallest bottleneck and its cuts."""
+    """Return the smallest bottleneck and the stages that have it; see `plan_fixed`."""
     states, last = work.states, len(work.states) - 1
     outside = ~states.inside
     best = np.where(np.arange(last + 1) == 0, 0.0, np.inf)
@@ -82,7 +88,7 @@ def _plan_exactly(
         barred = outside[starts] if fits is None else outside[starts] | ~fits(StageGrid(work, starts), index)
         path = np.where(barred, np.inf, np.maximum(best[starts, None], seconds))
         if index < len(replicas) - 1:
-            path[:, -1] = np.inf  # the stages after it need layers too
+            path[:, -1] = np.inf  # leaves layers for the stages after it
         nearest = path.argmin(0)
         best = path[nearest, np.arange(last + 1)]
         before.append(starts[nearest])

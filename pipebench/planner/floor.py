@@ -1,13 +1,13 @@
-"""Lower bounds on a plan's steady state, which tell the plans worth simulating.
+"""Lower bounds on a plan's seconds per minibatch in steady state, to skip simulations that can't give a better plan.
 
-Bottlenecks (`placement_costs`) are sums over states, cheap for millions of stages, with half an average bucket for the
-last one. These bounds use the simulator's own inputs, among them the real buckets:
+Bottlenecks (`placement_costs`) are sums over states, which are cheap for millions of stages but know no real buckets.
+These bounds use the simulator's own inputs. Each of the following takes time:
 
-- a replica's round: forward, backward, the rest of the gradient sum, update;
-- d minibatches in flight per round trip to a later stage, as in `placement_costs.loops_s`;
-- ports take as long as their bytes, connections as long as their messages one by one;
-- a worker that copies messages to or from its host does nothing else meanwhile;
-- a worker loads its minibatches one by one.
+- a replica's round: forward, backward, the part of the gradient sum after it, update;
+- a round trip to a later stage, in which d minibatches are in flight, as in `placement_costs.loops_s`;
+- the bytes of a port, and the messages of a connection, one by one;
+- the copies of messages to and from its host, during which a worker does nothing else;
+- the loading of a worker's minibatches, one by one.
 
 In `reports/planner_regret.md` no simulated time is below them, and most are equal.
 """
@@ -51,15 +51,18 @@ _NOTHING = _Crossing(0, 0, 0)
 class Floors:
     """Lower bounds for plans under 1F1B without flushes, whose cuts follow the order of execution."""
 
-    def __init__(self, of: Estimator) -> None:
-        states, self._cluster, self._size = of.work.states, of.request.cluster, of.unit_size
-        if of.mode.is_sharded:  # halves of a sum go round in one ring everywhere
+    def __init__(self, estimator: Estimator) -> None:
+        states = estimator.work.states
+        self._cluster = estimator.request.cluster
+        self._size = estimator.unit_size
+        if estimator.mode.is_sharded:  # reduce-scatter and all-gather always use one ring
             self._cluster = replace(self._cluster, all_reduce=RING)
         order = states.layers(0, len(states) - 1)
-        self._profile, self._memory = arranged(of.sizes, order), tuple(of.memory_policies[layer] for layer in order)
-        self._relay, self._sharded = of.request.relay, of.mode.is_sharded
+        self._profile = arranged(estimator.sizes, order)
+        self._memory = tuple(estimator.memory_policies[layer] for layer in order)
+        self._relay, self._sharded = estimator.request.relay, estimator.mode.is_sharded
         self._limited = any(
-            level.host_copy_bytes_per_s or level.message_cap_bytes_per_s < math.inf for level in self._cluster.levels
+            level.host_copy_bytes_per_s or level.connection_cap_bytes_per_s < math.inf for level in self._cluster.levels
         )
         self._places = [members.bit_count() for members in states.members]  # layers before each state
         self.rows = self._profile.layers[self._size]
@@ -67,21 +70,22 @@ class Floors:
         self._crossing = cache(self._values_across)
         self._level = cache(lambda one, other: self._cluster.levels[self._cluster.level_between(one, other)])
         self._sum = cache(self._sum_s)
+        # By whether a plan has several stages
         self._networks = [Network(cluster) for cluster in (self._cluster, self._cluster.for_stages(2))]
         self._ports = cache(lambda sender, receiver: self._networks[0].path(sender, receiver)[1:])
         self.warmups = cache(warmups)
         self.alone_s = cache(self._alone_s)
 
     @classmethod
-    def of(cls, of: Estimator) -> Self:
-        """Return the bounds for the plans of a mode, made before for another mode if all that counts is the same."""
+    def of(cls, estimator: Estimator) -> Self:
+        """Return the bounds for the plans of a mode, shared with modes for which they are the same."""
         key = (
-            of.unit_size, of.work.states.members, of.memory_policies, of.mode.is_sharded, of.request.relay,
-            of.request.cluster,
+            estimator.unit_size, estimator.work.states.members, estimator.memory_policies, estimator.mode.is_sharded,
+            estimator.request.relay, estimator.request.cluster,
         )  # fmt: skip
-        if key not in of.known.floors:
-            of.known.floors[key] = cls(of)
-        found: Self = of.known.floors[key]
+        if key not in estimator.cache.floors:
+            estimator.cache.floors[key] = cls(estimator)
+        found: Self = estimator.cache.floors[key]
         return found
 
     def floor_s(self, sketch: Sketch) -> float:
@@ -106,7 +110,7 @@ class Floors:
 
     @cached_property
     def _readers(self) -> list[list[int]]:
-        """Readers of every layer's output, ascending."""
+        """Layers that read every layer's output, ascending."""
         readers: list[list[int]] = [[] for _ in self.rows]
         for index, row in enumerate(self.rows):
             for source in row.reads:
@@ -150,31 +154,37 @@ class Floors:
         return costs.forward_s[self._size] + max(backward_s, end_s) + self._update_s(costs, replicas)
 
     def _update_s(self, costs: StageCosts, replicas: int) -> float:
-        """Return the seconds of an update, of a shard where replicas share."""
+        """Return the seconds of an update: of a shard, if the mode is sharded."""
         least_s = min(self._profile.update_floor_s, costs.update_s)
         return least_s + (costs.update_s - least_s) / (replicas if self._sharded else 1)
 
     def _sum_s(self, has_others: bool, devices: tuple[int, ...] | None, replicas: int, num_bytes: int) -> float:
-        """Return the seconds of an uncontended all-reduce of a stage; `has_others`: whether its plan has other stages.
+        """Return the seconds of a stage's all-reduce without other traffic.
 
-        Without devices, over the fastest possible links; without others, a stage is one of any plan.
+        Args:
+            has_others: whether its plan has other stages.
+            devices: of its replicas; None: a lower bound over all placements.
+            replicas: their number.
+            num_bytes: of the buffer.
         """
         if devices is not None:
             return self._networks[has_others].alone_s(ALL_REDUCE, tuple(sorted(devices)), num_bytes)
         levels = (self._cluster.for_stages(2) if has_others else self._cluster.at_best).levels
         if self._cluster.all_reduce == TWO_LEVEL:
             return _least_in_two_levels_s(levels, replicas, num_bytes)
-        # Some link is of a level that has room for all replicas.
+        # The ring has a link of some level whose components together have room for all replicas.
         counts = itertools.accumulate((level.count for level in levels), operator.mul)
         rooms = [level for level, count in zip(levels, counts, strict=True) if count >= replicas]
         least_s = min(level.latency_s for level in levels)
         return min(ring_s([replace(level, latency_s=least_s)] * replicas, num_bytes) for level in rooms)
 
     def _rounds_s(self, sketch: Sketch, rounds: Sequence[float]) -> float:
+        """Return the seconds per minibatch of the slowest stage's rounds, or of its loading."""
         loads = (self._stage(start, stop).load_s[self._size] for start, stop, _ in sketch.stages)
         return max(max(round_s, load_s) / m for round_s, load_s, m in zip(rounds, loads, sketch.replicas, strict=True))
 
     def _loops_s(self, sketch: Sketch, rounds: Sequence[float], edges: dict[tuple[int, int], _Crossing]) -> float:
+        """Return the seconds per minibatch of the slowest round trip."""
         slowest_s, steps_s = 0.0, []
         for index, (start, stop, _) in enumerate(sketch.stages[1:]):
             way_s, costs = self._way_s(sketch, index, edges.get((index, index + 1))), self._stage(start, stop)
@@ -221,7 +231,7 @@ class Floors:
         return max((each / levels[level].goodput_bytes_per_s for (level, _, _), each in load.items()), default=0.0)
 
     def _limits_s(self, sketch: Sketch, edges: dict[tuple[int, int], _Crossing]) -> float:
-        """Return the seconds per minibatch of the busiest connection, or of the worker busiest including its copies."""
+        """Return the seconds per minibatch of the busiest connection or, with host copies, of the busiest worker."""
         slowest_s = 0.0
         copying_s: Counter[int] = Counter()
         for (source, target), (sent, returned, values) in edges.items():
@@ -240,9 +250,10 @@ class Floors:
 
 
 def _least_in_two_levels_s(levels: Sequence[Level], replicas: int, num_bytes: int) -> float:
-    """Return a lower bound on an all-reduce in two levels (`simulate/sums.py`), wherever the replicas are.
+    """Return a lower bound on the seconds of an all-reduce in two levels (`simulate/sums.py`) over all placements.
 
-    Where a level joins them, at least so many servers do it as hold them all, and the largest has at least its share.
+    For every level that may join the replicas: at least as many servers take part as are needed to hold them, and the
+    largest server has at least an equal share of the replicas.
     """
     latency_s, rate = min(level.latency_s for level in levels), max(level.sum_bytes_per_s for level in levels)
     found, size = [], 1

@@ -4,8 +4,8 @@ Paper: PipeDream (SOSP'19) section 3.1. At level k a stage runs on m components 
 level's best plan for the stage's layers: A^k(i..j, m) from T^k(i..j, m), T^k from A^(k-1). A level's table is a matrix
 product in the (min, max) semiring; entries that cannot beat a known plan are skipped.
 
-A stage's memory depends on the workers behind it, idle ones included, so tables are per number of workers behind. Where
-replicas share out what they keep, tables count those inside of one innermost component, so plans may be missed.
+A stage's memory depends on the workers behind it, idle ones included, so there is a table per number of workers behind.
+If replicas are sharded, tables count only the replicas inside one innermost component, so plans may be missed.
 """
 
 import math
@@ -17,14 +17,17 @@ from typing import NamedTuple
 import numpy as np
 
 from pipebench.cluster import Level
-from pipebench.planner.coarsening import is_coarsened, loosened, refined
+from pipebench.planner.activations import Floats
+from pipebench.planner.coarsening import every_nth, is_coarsened, loosened, refined
 from pipebench.planner.cost_models import CostModel, Inner, StageGrid, StageTerms, UnitWork
-from pipebench.planner.flat import BLOCK_ELEMENTS, SearchStage
+from pipebench.planner.flat import BLOCK_ELEMENTS, SearchStage, renumbered
 from pipebench.planner.memory import MemoryRule
-from pipebench.planner.states import Floats, States
+from pipebench.planner.states import States
 
-_THREADS, _WORTH_THREADS = 2, 500
-_COARSENING, _FEW_STATES = 4, 96  # bounds come from every fourth state, recursively
+_THREADS = 2
+_WORTH_THREADS = 500  # states
+_COARSENING = 4  # every fourth state gives an upper bound on the bottleneck, recursively
+_FEW_STATES = 96  # with so few, no upper bound is needed
 
 
 @dataclass(frozen=True)
@@ -42,24 +45,25 @@ class HierarchicalProblem:
 
 
 class HierarchicalPlan(NamedTuple):
-    """A plan and the recurrence's seconds per minibatch; replica q of stage s is on devices[s][q]."""
+    """A plan and its bottleneck by the recurrence."""
 
-    bottleneck_s: float
+    bottleneck_s: float  # per minibatch
     stages: tuple[SearchStage, ...]
-    devices: tuple[tuple[int, ...], ...]
+    devices: tuple[tuple[int, ...], ...]  # of every stage's replicas
 
 
 def plan_hierarchical(problem: HierarchicalProblem, at_most_s: float = np.inf) -> HierarchicalPlan | None:
-    """Return the plan with the smallest bottleneck, or None if none fits in memory or, perhaps, within `at_most_s`."""
+    """Return the plan with the smallest bottleneck; None if none fits in memory.
+
+    Plans slower than `at_most_s` seconds per minibatch may be skipped.
+    """
     states = problem.work.states
     if not is_coarsened(states):
         return _plan_exactly(problem, at_most_s)
 
     def solve(chosen: Sequence[int]) -> HierarchicalPlan | None:
         found = _plan_exactly(problem.over(states.select(chosen)), at_most_s)
-        if found is None:
-            return None
-        return found._replace(stages=tuple(SearchStage(chosen[a], chosen[b], m) for a, b, m in found.stages))
+        return found and found._replace(stages=renumbered(found.stages, chosen))
 
     return refined(states, solve, lambda plan: plan.bottleneck_s, lambda plan: [s.start for s in plan.stages[1:]])
 
@@ -81,7 +85,7 @@ def _plan_exactly(problem: HierarchicalProblem, at_most_s: float) -> Hierarchica
             return boundless
     states = problem.work.states
     if len(states) > _FEW_STATES:
-        coarse = _plan_exactly(problem.over(states.coarsened(_COARSENING)), at_most_s)
+        coarse = _plan_exactly(problem.over(states.select(every_nth(len(states), _COARSENING))), at_most_s)
         at_most_s = min(at_most_s, coarse.bottleneck_s) if coarse else at_most_s
     return _Tables(problem, at_most_s).solve()
 
@@ -89,8 +93,8 @@ def _plan_exactly(problem: HierarchicalProblem, at_most_s: float) -> Hierarchica
 class _Choice(NamedTuple):
     """The best plan of a range of layers on the components of one level."""
 
-    seconds: float
-    stages: tuple[tuple[int, int, int, int], ...]  # start, stop, components, components behind
+    seconds: float  # per minibatch
+    stages: tuple[tuple[int, int, int, int], ...]  # start, stop, components, components behind it
 
 
 class _Tables:
@@ -117,9 +121,15 @@ class _Tables:
         return HierarchicalPlan(choice.seconds, tuple(stage for stage, _ in placed), tuple(own for _, own in placed))
 
     def _stages_s(self, level: int, m: int, behind: int, after: int, starts: range, *, first: bool) -> Floats:
-        """Return [start, state]: seconds of stages on m components of a level with `behind` more after them.
+        """Return the seconds of stages on m components of a level, [start, state].
 
-        `after`: workers behind the component of the level above, per such component.
+        Args:
+            level: index of the level.
+            m: components that a stage runs on.
+            behind: components of the level, in the same component of the level above, that later stages run on.
+            after: workers behind the component of the level above, per such component.
+            starts: first states of the stages.
+            first: whether the stages are the first of the pipeline.
         """
         problem = self.problem
         if problem.memory is None and (not first or (level, first) in self._all_s):
@@ -169,8 +179,8 @@ class _Tables:
 
     def _made(self, level: int, after: int) -> Floats:
         count, limited = self.problem.levels[level].count, self.problem.memory is not None
-        # A stage on all components of every level above is the whole model (and that one is made apart): any other has
-        # one component less at one of them, so a range slower than that multiple of the bottleneck is useless.
+        # Only the whole model, which `_range` below plans, can run on all components of every level above. Any other
+        # range has one component less at some level, so one slower than the bottleneck times the components is useless.
         above = max(each.count for each in self.problem.levels[level + 1 :])
         limit_s = self._at_most_s * self._sizes[-1] / self._sizes[level + 1] * max(1, above - 1) / above
         if not limited:
@@ -184,7 +194,7 @@ class _Tables:
         rest: dict[int, Floats] = {}  # by number of components: best times of stages that are not the first
         for w in range(1, count + 1):
             np.minimum(best, stages_s(w, 0, True), out=best)
-            # Without a memory limit workers behind a stage have no effect, so `rest` may leave some idle.
+            # Without a memory limit the workers behind a stage don't matter, so `rest` may leave some of its own idle.
             if limited or w == count:
                 for m in range(1, w):
                     _product(stages_s(m, w - m, True), rest[w - m], best, limit_s)
@@ -244,7 +254,8 @@ class _Tables:
             inner = self._range(level - 1, start, stop, workers)
             assert inner is not None
             for stage, own in self._placed(level - 1, inner, workers):
-                # Replica q is in component q mod m: as every stage of the component is, so minibatches stay inside.
+                # Replica q is in component q mod m. So are those of the component's other stages, and minibatches stay
+                # inside the component.
                 devices = tuple(offset + worker for worker in own for offset in components)
                 placed.append((stage._replace(replicas=len(devices)), devices))
         return placed
@@ -258,7 +269,7 @@ def _product(first: Floats, rest: Floats, out: Floats, limit_s: float) -> None:
     end = np.where(reach.any(1), size - reach[:, ::-1].argmax(1), 0)  # last j of every k
 
     def lower(band: int) -> None:
-        """Lower every `_THREADS`-th row: NumPy's loops let other threads run."""
+        """Lower every `_THREADS`-th row; NumPy's loops release the interpreter lock."""
         firsts, outs = first[band::_THREADS], out[band::_THREADS]
         spare = np.empty(outs.size)  # reused: allocation costs more than the arithmetic
         for k in range(1, size - 1):

@@ -1,12 +1,17 @@
 """Peak memory of a stage's replica, and the fewest replicas with which a stage fits.
 
-Paper: PipeDream (SOSP'19) section 3.3. With d minibatches in flight a replica keeps d weight versions if the mode
-stashes them (else 1, or 2 in PipeDream-2BW), gradients, optimizer state, activations of d forwards, what one backward
-recomputes, and buffers for two transfers in each direction; in mixed precision also master weights; and one copy of
-what isn't trained. In 1F1B-RR at NOAM d is 1 + ceil(R / m) for m replicas and R workers in later stages.
+Paper: PipeDream (SOSP'19) section 3.3. With d minibatches in flight a replica keeps
 
-So bytes are linear in d or, with swapping, the minimum of two lines (`activations.on_device`). What m replicas share
-out (`parallelism.shard`) adds a term divided by m.
+- d weight versions if the mode stashes them, else 1, or 2 in PipeDream-2BW;
+- gradients, optimizer state and, in mixed precision, master weights;
+- one copy of the parameters that aren't trained, and of buffers;
+- the activations of d forwards, and those that one backward recomputes;
+- buffers for two transfers in each direction.
+
+In 1F1B-RR at NOAM d is 1 + ceil(R / m), with m replicas and R workers in later stages.
+
+So bytes are linear in d or, with swapping, the minimum of two lines (`activations.on_device`). What m replicas shard
+(`parallelism.shard`) adds a term divided by m.
 """
 
 from collections.abc import Sequence
@@ -17,10 +22,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipebench.planner.activations import on_device
+from pipebench.planner.activations import Floats, on_device
 from pipebench.planner.coarsening import MOST_EXACT, cheapest, is_coarsened
 from pipebench.planner.cost_models import StageGrid, UnitWork
-from pipebench.planner.states import Floats, States
+from pipebench.planner.states import States
 from pipebench.schedule.orders import ALL_FORWARDS
 from pipebench.schedule.pipeline import Pipeline, chain
 from pipebench.schedule.programs import most_in_flight
@@ -28,10 +33,10 @@ from pipebench.schedule.syncs import GRADIENTS, NOT_SHARDED, PARAMETERS
 
 
 class Shared(NamedTuple):
-    """Bytes of stages whose replicas share some out; arrays are [start, stop]."""
+    """Bytes of stages that replicas shard; arrays are [start, stop]."""
 
-    out: Floats  # divided by the replicas, of which there are several
-    alone: Floats  # kept instead by the only replica of a stage: no fewer than half of `out`
+    out: Floats  # divided by the number of replicas, if there are several
+    alone: Floats  # instead, if a stage has one replica: at least half of `out`
 
     def num_bytes(self, m: Floats | float) -> Floats:
         """Return the bytes of one of m replicas [start, stop]."""
@@ -43,7 +48,7 @@ class MemoryLine(NamedTuple):
 
     constant: Floats  # bytes at d = 0
     each: Floats  # bytes per unit in flight
-    shared: Shared | None  # in addition; None: replicas share nothing out
+    shared: Shared | None  # in addition; None: nothing is sharded
 
     def num_bytes(self, in_flight: Floats | int, m: Floats | int) -> Floats:
         """Return the bytes of one of m replicas [start, stop]."""
@@ -53,7 +58,7 @@ class MemoryLine(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryRule:
-    """How a mode uses memory."""
+    """How a mode uses memory, and the limit of a device."""
 
     limit_bytes: float  # memory of a device
     versions: int | None = None  # weight versions kept; None: one per minibatch in flight
@@ -61,10 +66,10 @@ class MemoryRule:
     in_flight: int | None = None  # units in flight in every stage; None for 1F1B's 1 + ceil(R / m)
     depth_at_most: int | None = None  # upper limit on 1F1B's units in flight, for straight plans shallower than NOAM
     beyond: int = 0  # minibatches above NOAM, summed over the input stage's replicas
-    shard: str = NOT_SHARDED  # what a stage's replicas share out, a name in `syncs.SHARDS`
-    in_place: bool = False  # whether all stages are on the same workers, and send each other nothing
+    shard: str = NOT_SHARDED  # what a stage's replicas shard, a name in `syncs.SHARDS`
+    in_place: bool = False  # whether all stages are on the same workers, so that nothing is sent between them
     masters: bool = False  # whether the optimizer updates master weights, kept besides the versions
-    pushers: int = 0  # replicas whose gradients may all be on their way to the first one, which updates without waiting
+    pushers: int = 0  # replicas that push gradients to the first one without waiting: it may receive all at once
 
     def num_bytes(self, states: States, start: int, stop: int, in_flight: int, m: int = 1) -> float:
         """Return the peak bytes of one of m replicas of the stage [start, stop)."""
@@ -76,7 +81,7 @@ class MemoryRule:
         return float((constant if shared is None else constant + shared.num_bytes(m))[0, 0]), float(each[0, 0])
 
     def whole_at_once(self, m: int) -> int:
-        """Return how many sets of parameters a group in use holds beside shards: gradients, and gathered weights."""
+        """Return the sets of whole parameters that a group in use holds beside its shards: gradients, weights."""
         return {GRADIENTS: 1, PARAMETERS: 2}.get(self.shard, 0) if m > 1 else 0
 
     def depth(self, m: int, after: int) -> int:
@@ -84,16 +89,19 @@ class MemoryRule:
         return int(self._depths(np.array(m), np.array(after)))
 
     def _depths(self, m: Floats, after: Floats) -> Floats:
-        """Return `depth` of several stages."""
+        """Return `depth` of several stages, [stage]."""
         if self.in_flight is not None:
             return np.full(after.shape, float(self.in_flight))
         depths = np.where(after > 0, 1 + np.ceil((after + self.beyond) / m), 1.0)
         return np.minimum(depths, self.depth_at_most or np.inf)
 
     def least(self, parts: MemoryLine, after: Floats, at_most: int) -> Floats:
-        """Return the fewest replicas with which the stages of a one-start grid fit, or infinity [stop].
+        """Return the fewest replicas with which the stages of a grid with one start fit, or infinity, [stop].
 
-        `parts` is of the grid; `after` has the workers in later stages [stop]. Numbers above `at_most` may be infinity.
+        Args:
+            parts: the memory lines of the grid.
+            after: workers in later stages, [stop].
+            at_most: more replicas than this may be returned as infinity.
         """
         if parts.shared is not None:
             return self._least_sharing(parts, after, at_most)
@@ -109,7 +117,7 @@ class MemoryRule:
         return np.where(room >= 1, np.where(after == 0, 1.0, np.where(room > 1, needed, np.inf)), np.inf)
 
     def _least_sharing(self, parts: MemoryLine, after: Floats, at_most: int) -> Floats:
-        """Return `least` where replicas share: more of them never need more each, so the numbers are bisected."""
+        """Return `least` by bisection: where stages are sharded, no replica holds more if there are more replicas."""
 
         def fit(m: Floats) -> NDArray[np.bool_]:
             with np.errstate(all="ignore"):
@@ -125,14 +133,14 @@ class MemoryRule:
         return np.where(possible, high, np.inf)
 
     def fits(self, parts: MemoryLine, m: int, after: int) -> NDArray[np.bool_]:
-        """Return whether stages of m replicas, with `after` workers in later stages, fit [start, stop].
+        """Return whether stages of m replicas fit, [start, stop].
 
-        `parts` are the stages' memory lines.
+        `parts` are the stages' memory lines, `after` the workers in later stages.
         """
         return parts.num_bytes(self.depth(m, after), m) <= self.limit_bytes
 
     def fit_all(self, states: States, stages: Sequence[tuple[int, int, int]], idle: int = 0) -> bool:
-        """Return whether every stage (start, stop, replicas) fits; `idle` workers count as workers of later stages."""
+        """Return whether every stage (start, stop, replicas) fits; `idle` workers count as those of later stages."""
         after = idle
         for start, stop, replicas in reversed(stages):
             if self.num_bytes(states, start, stop, self.depth(replicas, after), replicas) > self.limit_bytes:
@@ -153,7 +161,7 @@ class MemoryRule:
         return MemoryLine(constant + once, stashed + unit.stays_bytes + each, shared)
 
     def _beside(self, grid: StageGrid) -> tuple[Floats, Floats, Shared | None]:
-        """Return constant and per-unit bytes without activations, and what replicas share out."""
+        """Return constant bytes and bytes per unit in flight, both without activations, and what replicas shard."""
         states, (weights, stepped, untrained) = grid.work.states, grid.held
         before, after = grid.cuts(states.sent_bytes * (not self.in_place))
         versions = weights * (self.versions or 0)
@@ -162,7 +170,7 @@ class MemoryRule:
         rest = untrained + 2 * (before + after) + self.pushers * weights
         if self.shard == NOT_SHARDED:
             return stepped * (1 + state) + versions + rest, stashed, None
-        # A shard's gradient has the weights' type: only what an update reads of it becomes the optimizer's.
+        # The gradient of a shard has the weights' type; only the part that an update reads is converted.
         gradients, gathered = (self.shard in kinds for kinds in ((GRADIENTS, PARAMETERS), (PARAMETERS,)))
         whole = (0.0 if gradients else 1.0) * weights + (0.0 if gathered else 1.0) * versions
         out = stepped * state + (weights if gradients else 0.0) + (versions if gathered else 0.0)
@@ -170,7 +178,7 @@ class MemoryRule:
 
 
 class StraightPlans:
-    """The straight plans of a model; with very many places to cut, of a subset."""
+    """The straight plans of a model, over a subset of the places to cut if there are very many."""
 
     def __init__(self, work: UnitWork, num_workers: int, rule: MemoryRule) -> None:
         states = work.states
@@ -180,9 +188,9 @@ class StraightPlans:
         self._parts = [rule.parts(StageGrid(over, np.array([start]), start + 1)) for start in starts]
 
     def fits(self, rule: MemoryRule, num_workers: int | None = None) -> bool:
-        """Return whether any straight plan fits under a rule that differs from the first in limit and depths only.
+        """Return whether any straight plan on at most `num_workers` (None: all) fits under a rule.
 
-        `num_workers` are those it may use; None: all.
+        The rule may differ from that of the constructor in its limit and depths.
         """
         states = self._states
         workers = np.full(len(states), np.inf)  # the fewest from every state to the end of the model
@@ -199,8 +207,13 @@ class StraightPlans:
 def in_flight_interleaved(order: str, positions: int, chunks: int, num_units: int) -> list[int]:
     """Return the most microbatches in flight per stage of an interleaved pipeline, counted from its schedule.
 
-    A worker's stages peak at different times, so their sum is an upper bound of the worker's memory. `positions` are
-    the workers that a microbatch passes, `chunks` stages per worker, `num_units` microbatches per update.
+    A worker's stages peak at different times, so their sum is an upper bound of the worker's memory.
+
+    Args:
+        order: the order of work, a name in `schedule.orders`.
+        positions: workers that a microbatch passes.
+        chunks: stages per worker.
+        num_units: microbatches per update.
     """
     num_stages = positions * chunks
     if order == ALL_FORWARDS:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any, Self
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from pipebench.planner.cost_models import HIDDEN, CostModel, UnitWork
 from pipebench.planner.memory import MemoryRule, in_flight_interleaved
 from pipebench.planner.plans import Request
 from pipebench.planner.state_graph import antichains, prefixes
-from pipebench.planner.states import Known, States
+from pipebench.planner.states import PlanningCache, States
 from pipebench.profile.model import Profile
 from pipebench.schedule.modes import KEEP, MODES, RECOMPUTE
 from pipebench.schedule.orders import ALL_FORWARDS, order_of
@@ -27,21 +28,28 @@ from pipebench.schedule.weights import WEIGHT_POLICIES, update_costs
 class ModeRequest:
     """A request in one mode: the size of a unit, places to cut, and what is done with activations.
 
-    `known` is shared among modes, and is extended here.
+    Args:
+        request: what to plan.
+        mode: its name; `request.row`, if given, replaces the mode's row of the table.
+        cache: results that the modes of one request share; new ones are added to it.
     """
 
-    def __init__(self, request: Request, mode: str, known: Known | None = None) -> None:
+    def __init__(self, request: Request, mode: str, cache: PlanningCache | None = None) -> None:
         self.request = request
         self.name = mode
         self.mode = request.row or MODES[mode]
         self.weights = WEIGHT_POLICIES[self.mode.weights]
-        self.known = Known() if known is None else known
+        self.cache = PlanningCache() if cache is None else cache
         if self.mode.shape == "one-stage" and self.mode.chunks > 1 and not request.is_cut:
             self.mode = replace(self.mode, chunks=len(self.groups))
 
+    def under(self, **changes: Any) -> Self:
+        """Return the same mode for a request that differs in the given fields, but not in the profile."""
+        return type(self)(replace(self.request, **changes), self.name, cache=self.cache)
+
     @property
     def cluster(self) -> Cluster:
-        """The cluster as most of the mode's plans meet it: those of several stages, where it has any."""
+        """The cluster with the links that plans of several stages use, or of one stage if the mode has no others."""
         return self.request.cluster.for_stages(1 if self.mode.is_one_stage else 2)
 
     @cached_property
@@ -58,7 +66,7 @@ class ModeRequest:
     @property
     def units(self) -> int:
         """Microbatches per minibatch."""
-        return self.request.microbatches if self.mode.cuts() else 1
+        return self.request.microbatches if self.mode.takes_microbatches() else 1
 
     @cached_property
     def states(self) -> States:
@@ -66,10 +74,9 @@ class ModeRequest:
         rows = self.request.profile.layers[self.unit_size]
         by_antichains = self.request.model.antichains and not self.request.runnable
         key = self.unit_size, self.ties and any(kind == PARAMETER for kind, _ in shared(rows))
-        known = self.known.states
-        if key not in known:
-            known[key] = (antichains if by_antichains else prefixes)(rows, ties=key[1])
-        states = known[key]
+        if key not in self.cache.states:
+            self.cache.states[key] = (antichains if by_antichains else prefixes)(rows, ties=key[1])
+        states = self.cache.states[key]
         if RECOMPUTE in self.memory_policies:
             states = states.recomputing(self.memory_policies)
         if self.request.memory is not None and states.is_chain:
@@ -97,7 +104,7 @@ class ModeRequest:
     @property
     def stages_choose(self) -> bool:
         """Whether stages choose their layers' activation policies, as vPipe's do."""
-        return bool(self.request.chooses) and self.mode.chooses
+        return bool(self.request.chooses) and self.mode.chooses_memory
 
     @cached_property
     def sizes(self) -> Profile:
@@ -127,14 +134,15 @@ class ModeRequest:
 
 
 class UnitsInFlight(ModeRequest):
-    """A request in one mode, with what its updates cover and what is in flight meanwhile."""
+    """A request in one mode, with the minibatches that an update covers and those in flight meanwhile."""
 
     @cached_property
     def work(self) -> UnitWork:
-        """The model at the size of a unit, as searches for plans of any depth price it.
+        """The model at the size of a unit, with costs for searches over plans of any depth.
 
-        Where weights are moved, as if those of all stages were. Of pipelines that flush with a sum and a step for every
-        unit: nothing hides those behind a flush, so that weights which weigh more are shared out more evenly.
+        If a mode predicts weights, updates are priced as if all stages did. In pipelines that flush, every unit is
+        charged a gradient sum and an optimizer step: nothing hides the sum and step of a flush, so the higher price
+        makes searches balance parameters over the stages.
         """
         profile = self.request.profile
         load_s = profile.load_s.get(self.unit_size, 0.0)
@@ -143,15 +151,15 @@ class UnitsInFlight(ModeRequest):
         return UnitWork(self.states, update_s_per_byte, profile.update_floor_s, load_s, rounds)
 
     def searched_at(self, widths: Sequence[int]) -> UnitWork:
-        """Return the model as searches for plans with these replicas per position price it."""
+        """Return the model with costs for searches over plans with these replicas per position."""
         return self.work if self.mode.flush else self.work_at(self.depth_of(widths))
 
     def work_at(self, depth: int) -> UnitWork:
-        """Return the model for plans with `depth` minibatches in flight per input-stage replica."""
+        """Return the model with costs for plans with `depth` minibatches in flight per input-stage replica."""
         return replace(self.work, rounds=self.units * self.accumulated(depth))
 
     def work_of(self, replicas: Sequence[int], depth: int) -> UnitWork:
-        """Return the model as a plan is priced: where weights of any stage are moved, as if those of all were."""
+        """Return the model with a plan's costs; if any stage predicts weights, updates cost as if all did."""
         steps = max(update_costs(self.shape(replicas, depth)))
         return replace(self.work_at(depth), update_s_per_byte=steps * self.request.profile.update_s_per_byte)
 
@@ -163,10 +171,10 @@ class UnitsInFlight(ModeRequest):
 
     @property
     def _units_per_flush(self) -> int:
-        """Units per replica of a straight pipeline between two updates."""
+        """Units between two updates on each replica of a straight pipeline."""
         if not self.mode.flush:
             return 1
-        if not self.mode.cuts():
+        if not self.mode.takes_microbatches():
             return self.request.accumulate or 1
         parts = self.request.microbatches
         # More minibatches than possible stages do not shorten the bubble.
@@ -174,13 +182,15 @@ class UnitsInFlight(ModeRequest):
 
     @property
     def _accumulate(self) -> int | None:
-        """Requested minibatches per update; without a row of its own, the request is about another mode."""
+        """Requested minibatches per update; a request without a row was made for another mode."""
         return self.request.accumulate if self.request.row is not None else None
 
     def depth_of(self, widths: Sequence[int], depth: int | None = None) -> int:
-        """Return the minibatches in flight per input-stage replica, given replicas per position in the pipeline.
+        """Return the minibatches in flight per input-stage replica.
 
-        Where the mode leaves it open it is `depth`; None for the request's, or NOAM.
+        Args:
+            widths: replicas per position in the pipeline.
+            depth: the depth, unless the mode fixes another; None for the request's, or NOAM.
         """
         usual = noam(widths)
         if self.weights.accumulates:  # an update must cover all minibatches in flight
@@ -194,11 +204,11 @@ class UnitsInFlight(ModeRequest):
             in_flight = self._units_per_flush
         elif self.mode.depth is not None:
             in_flight = self.mode.depth
-        elif order_of(self.mode.order).splits:  # delayed weight parts: every stage has as many as the first
+        elif order_of(self.mode.order).splits:  # weight parts are delayed until every stage holds as many as the first
             in_flight = min(self._units_per_flush, self.request.depth or self.positions_at(1))
         return MemoryRule(
             limit_bytes - max(row.workspace_bytes for row in rows),
-            versions=self.mode.weights_kept,
+            versions=self.mode.weight_sets,
             state_bytes_per_byte=self.request.profile.state_bytes_per_byte,
             masters=self.request.profile.has_masters,
             shard=self.mode.shard,
@@ -221,22 +231,22 @@ class UnitsInFlight(ModeRequest):
         return [replace(rule, versions=self.weights.num_sets(shape, index)) for index in range(len(replicas))]
 
     def at_width(self, rule: MemoryRule, width: int | None) -> MemoryRule:
-        """Return the rule for stages of `width` replicas, which a depth beyond NOAM makes keep more.
+        """Return the rule for stages of `width` replicas, with the units in flight of a depth beyond NOAM.
 
-        None: widths are for the search to find; `_fits_beyond_noam` then checks whole plans.
+        None: widths differ, and whole plans are checked by `Planner._fits_beyond_noam` after the search.
         """
         if width is None or self.request.depth is None:
             return rule
         return replace(rule, beyond=max(0, self.request.depth - self.positions_at(width)) * width)
 
     def in_flight(self, replicas: Sequence[int], index: int, depth: int) -> int:
-        """Return the units in flight on one replica of a stage, no more than it has between two flushes."""
+        """Return the units in flight on one replica of a stage, at most those between two flushes."""
         if self.mode.chunks > 1:
             return self.interleaved_in_flight(len(replicas) // self.mode.chunks)[index]
         own = math.lcm(*replicas) // replicas[index] * self._units_per_flush
         if self.mode.order == ALL_FORWARDS:
             return own
-        if order_of(self.mode.order).splits:  # delayed weight parts: at least as many as the first stage
+        if order_of(self.mode.order).splits:  # weight parts are delayed: see `memory`
             return min(own, max(depth, self.shape(replicas, depth).warmups[index]))
         rule = replace(self.memory(math.inf), depth_at_most=depth if set(replicas) == {1} else None)
         if rule.in_flight is None and depth > noam(replicas):
@@ -246,7 +256,7 @@ class UnitsInFlight(ModeRequest):
         return min(found, own) if self.mode.flush else found
 
     def interleaved_in_flight(self, positions: int) -> list[int]:
-        """Return the most microbatches in flight per stage where workers have several."""
+        """Return the most microbatches in flight per stage if workers have several stages."""
         units = self._units_per_flush
         if self.mode.order != ALL_FORWARDS:
             units = min(units, 3 * positions)  # two groups of `positions` microbatches already reach the peak
@@ -256,16 +266,15 @@ class UnitsInFlight(ModeRequest):
 def layer_groups(states: States, most: int) -> list[tuple[int, int]]:
     """Return the layer groups of sharded data parallelism as pairs of states, at most `most`, each with parameters.
 
-    A group is gathered, used and freed as one. Two are in memory at once, so borders lie nearest to equal shares of the
-    bytes of parameters (nothing else depends on them); of equally near ones the last, so that layers without parameters
-    stay with those before them. Tied parameters are in one group.
+    A group is gathered, used and freed as one, and two are in memory at once. So borders are where the cumulative bytes
+    of parameters are nearest to equal shares; of equally near places the last, so that layers without parameters stay
+    with those before them. Tied parameters are in one group.
     """
     held, last = states.parameter_bytes, len(states) - 1
     bounds = [0]
     for group in range(1, most):
         distances = np.abs(held - held[last] * group / most)
-        near = np.flatnonzero(distances == distances.min())
-        border = int(near[-1])
+        border = int(np.flatnonzero(distances == distances.min())[-1])
         if border < last and held[border] > held[bounds[-1]] and states.inside[bounds[-1], border]:
             bounds.append(border)
     if len(bounds) > 1 and held[last] == held[bounds[-1]]:
@@ -274,6 +283,6 @@ def layer_groups(states: States, most: int) -> list[tuple[int, int]]:
 
 
 def transient_bytes(group_bytes: Sequence[float], at_once: int) -> list[float]:
-    """Return, per group, what it adds to the peak of bytes that only the `at_once` largest have at a time."""
+    """Return the bytes per group that count for the peak if groups take turns, `at_once` at a time: the largest."""
     largest = sorted(range(len(group_bytes)), key=lambda index: -group_bytes[index])[:at_once]
     return [size if index in largest else 0.0 for index, size in enumerate(group_bytes)]

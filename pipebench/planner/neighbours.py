@@ -1,27 +1,27 @@
-"""Plans that the local search looks at: those one step away from a plan, and all that may beat it, if they are few.
+"""Candidates of the local search: plans one step away from a plan and, if they are few, all plans that may beat it.
 
-Lower bounds per stage rule out most outlines, stages and their replicas, of a few layers on a few workers, and memory
-some more. The remaining ones are counted before they are listed.
+An outline is a plan's stages with their replicas, without devices. Of a few layers on a few workers, lower bounds per
+stage rule out most outlines, and memory some more. The rest are counted before they are listed.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import numpy as np
 
-from pipebench.planner.flat import SearchStage
+from pipebench.planner.activations import Floats
+from pipebench.planner.flat import SearchStage, stages_between
 from pipebench.planner.placement_costs import Sketch, along
-from pipebench.planner.states import Floats
 
 _SPLITS = 8  # places at which a stage is split, at most
-_FEW = 8  # replicas; more are shared out in powers of two
+_FEW = 8  # replicas of a stage that are divided in all ways; more are divided in powers of two
 
 
 def neighbours(sketch: Sketch, num_workers: int) -> Iterator[Sketch]:
     """Yield the plans one step away, at the same depth.
 
-    Workers keep their devices if replicas do not change; else they stand in order along the devices.
+    Workers keep their devices if only a cut moves; otherwise they stand in order along the devices.
     """
     replicas, starts = list(sketch.replicas), [stage.start for stage in sketch.stages]
     bounds, count = [*starts, sketch.stages[-1].stop], len(replicas)
@@ -32,23 +32,19 @@ def neighbours(sketch: Sketch, num_workers: int) -> Iterator[Sketch]:
             for place in (bounds[index] - step, bounds[index] + step):
                 if bounds[index - 1] < place < bounds[index + 1]:
                     moved = [*bounds[:index], place, *bounds[index + 1 :]]
-                    yield Sketch(_stages(moved, replicas), sketch.devices, sketch.depth)
+                    yield Sketch(stages_between(moved, replicas), sketch.devices, sketch.depth)
             step *= 2
     for changed, widths in itertools.chain(
         ((bounds, each) for each in _moved_workers(replicas, idle)),
         _merged(bounds, replicas, idle),
         _split(bounds, replicas, idle),
     ):
-        yield along_devices(_stages(changed, widths), sketch.depth)
+        yield along_devices(stages_between(changed, widths), sketch.depth)
 
 
 def along_devices(stages: tuple[SearchStage, ...], depth: int) -> Sketch:
     """Return a plan with its workers in order along the devices."""
     return Sketch(stages, tuple(map(tuple, along([stage.replicas for stage in stages]))), depth)
-
-
-def _stages(bounds: Sequence[int], replicas: Sequence[int]) -> tuple[SearchStage, ...]:
-    return tuple(SearchStage(a, b, m) for (a, b), m in zip(itertools.pairwise(bounds), replicas, strict=True))
 
 
 def _moved_workers(replicas: list[int], idle: int) -> Iterator[list[int]]:
@@ -61,7 +57,10 @@ def _moved_workers(replicas: list[int], idle: int) -> Iterator[list[int]]:
 
 
 def _merged(bounds: list[int], replicas: list[int], idle: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield bounds and replicas with two neighbours merged, on as many workers as either had, both, or more."""
+    """Yield bounds and replicas with two neighbouring stages merged.
+
+    The merged stage runs on the workers of the larger, of both, or of both and the idle ones.
+    """
     for index in range(len(replicas) - 1):
         both = replicas[index : index + 2]
         for m in sorted({max(both), sum(both), sum(both) + idle}):
@@ -89,10 +88,13 @@ def _shares(m: int) -> list[int]:
 
 
 class Outlines:
-    """The outlines of a model's plans on at most `num_workers`; `last` is the state after the last layer.
+    """The outlines of a model's plans.
 
-    `alone_s` is a lower bound on a stage's seconds per minibatch; `fits` says whether one fits in memory with a number
-    of workers behind it, and is called repeatedly.
+    Args:
+        last: the state after the last layer.
+        num_workers: the most that a plan may use.
+        alone_s: returns a lower bound on a stage's seconds per minibatch.
+        fits: returns whether a stage fits in memory with a number of workers behind it; called repeatedly.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class Outlines:
         self._seconds: Floats = np.full((last, last + 1, num_workers + 1), np.inf)  # [start, stop, replicas]
         for start in range(last):
             for stop in range(start + 1, last + 1):
-                others = (start > 0) + (stop < last)  # stages before and behind, with a worker each at least
+                others = (start > 0) + (stop < last)  # stages before and behind have at least one worker each
                 for replicas in range(1, num_workers + 1 - others):
                     self._seconds[start, stop, replicas] = alone_s(SearchStage(start, stop, replicas))
 
@@ -119,7 +121,10 @@ class Outlines:
 
         @cache
         def following(start: int, workers: int) -> list[tuple[SearchStage, int]]:
-            """List the stages from a state on so many workers, those behind included, and how many ways each leads."""
+            """Return the stages that may begin at a state, each with the number of outlines that begin with it.
+
+            The outlines end with the model and use exactly `workers`.
+            """
             stages = (stage for stage in fast[start] if stage.replicas <= workers)
             behind = ((stage, workers - stage.replicas) for stage in stages)
             ways = ((stage, left, count(stage.stop, left)) for stage, left in behind)

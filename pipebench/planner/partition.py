@@ -1,10 +1,9 @@
 """Cuts into consecutive layers, as pipelines need them: vPipe's Algorithm 3 under that restriction, and the optimum.
 
-Paper: vPipe (TPDS'21) section 4.2.
-Differs: Algorithm 3 exchanges any two layers. Stages are consecutive, so a boundary can only pass on the layer beside
-it. Like a Kernighan-Lin pass, which continues through exchanges that lose, a boundary is tried at every position that
-the balance allows, and the one with the fewest bytes wins. Steps as in the listing: coarsen, halve, project back,
-refine at each boundary.
+Paper: vPipe (TPDS'21) section 4.2. Steps as in the listing: coarsen, halve, project back, refine at each boundary.
+Differs: Algorithm 3 exchanges any two layers. Stages are consecutive, so only the layers beside a boundary can change
+stages. A Kernighan-Lin pass continues through exchanges that lose; likewise a boundary is tried at every position that
+the balance allows, and the position with the fewest bytes wins.
 """
 
 import bisect
@@ -39,7 +38,9 @@ class TimedGraph:
 def timed_graph(rows: Sequence[LayerProfile], seconds: Sequence[float] | None = None) -> TimedGraph:
     """Return a profile's layers as a graph; the loss, last in `rows`, is part of the last layer.
 
-    Measured `seconds` per row, forward and backward together, replace the profile's.
+    Args:
+        rows: the layers.
+        seconds: measured forward and backward of every row, in place of the profile's.
     """
     each = [row.forward_s + row.backward_s for row in rows] if seconds is None else [*seconds]
     edges = [
@@ -56,11 +57,11 @@ NODES_PER_PART = 8
 
 @dataclass(frozen=True)
 class Coarse:
-    """A small graph, and the layers of its nodes."""
+    """A small graph whose nodes are consecutive layers of a larger one."""
 
     graph: TimedGraph  # parallel edges merged
-    first: tuple[int, ...]  # first layer of every node; a node's layers are consecutive
-    num_layers: int  # of all nodes
+    first: tuple[int, ...]  # first layer of every node
+    num_layers: int  # of all nodes together
 
     def layers(self, node: int) -> range:
         """Return a node's layers."""
@@ -71,9 +72,9 @@ class Coarse:
 def coarsen(graph: TimedGraph, num_parts: int) -> Coarse:
     """Coarsen a graph that is to be cut in `num_parts`: `coarsen` of Algorithm 3.
 
-    An edge is *critical* between consecutive layers, *sparse* if it spans more than one part's time, else part of a
-    *sub-graph*, such as a residual block. Sub-graph edges are merged into the critical edges that they pass, whose
-    weight is then the cost of a cut there. Sparse edges stay.
+    An edge between consecutive layers is *critical*. An edge that spans more than one part's time is *sparse*. Other
+    edges belong to a *sub-graph*, such as a residual block, and are merged into the critical edges that they pass,
+    whose weights are then the costs of cuts. Sparse edges stay.
 
     Differs: the listing doesn't say which layers form a node. Here: those joined by critical edges, heaviest first,
     while a node holds at most a part's time over `NODES_PER_PART`.
@@ -90,13 +91,13 @@ def coarsen(graph: TimedGraph, num_parts: int) -> Coarse:
     for layer in sorted(range(1, len(graph)), key=lambda layer: -weights[layer]):  # stable: ties in order of execution
         first = first_of(layer - 1)
         if node_s[first] + node_s[layer] <= part_s / NODES_PER_PART:
-            node_s[first] += node_s[layer]  # each is a node's first layer
+            node_s[first] += node_s[layer]  # node_s is valid at the first layers of nodes
             parent[layer] = first
     return _merged(graph, [layer for layer, first in enumerate(parent) if first == layer])
 
 
 def _critical_weights(graph: TimedGraph, part_s: float) -> list[int]:
-    """Return per layer the weight of the critical edge before it, sub-graphs included."""
+    """Return the weight of the critical edge before every layer, in bytes, with those of sub-graphs."""
     begun_s = [0.0, *itertools.accumulate(graph.seconds)]
     steps = [0] * (len(graph) + 1)
     for source, target, num_bytes in graph.edges:
@@ -107,6 +108,7 @@ def _critical_weights(graph: TimedGraph, part_s: float) -> list[int]:
 
 
 def _merged(graph: TimedGraph, firsts: Sequence[int]) -> Coarse:
+    """Return the graph of nodes that begin with the layers `firsts`."""
     node_of: list[int] = []
     for node, (first, stop) in enumerate(zip(firsts, [*firsts[1:], len(graph)], strict=True)):
         node_of += [node] * (stop - first)
@@ -124,7 +126,7 @@ def _merged(graph: TimedGraph, firsts: Sequence[int]) -> Coarse:
 
 TOLERANCE = 0.05  # of a part's time: how far a halving may be from equal shares
 Fits = Callable[[int, int, int], bool]  # whether stage i fits as layers [start, stop)
-_MOST_SWEEPS = 100  # over all boundaries; each makes the parts better, few are needed
+_MOST_SWEEPS = 100  # over all boundaries; each improves the parts, and few are needed
 _SAME = 1e-9  # relative: seconds that differ by rounding only
 
 
@@ -148,7 +150,7 @@ class LayerChain:
 
     @cached_property
     def passing_bytes(self) -> tuple[int, ...]:
-        """Bytes that a cut before each layer carries, every value once."""
+        """Bytes that a cut before each layer carries, counting every value once."""
         furthest: dict[int, tuple[int, int]] = {}
         for source, target, num_bytes in self.graph.edges:
             far, most = furthest.get(source, (0, 0))
@@ -183,11 +185,15 @@ class LayerChain:
 
 
 def repartition(line: LayerChain, starts: Sequence[int], tolerance: float = TOLERANCE) -> tuple[int, ...]:
-    """Return the starts of parts by Algorithm 3, or the current ones if those are no worse.
+    """Return the starts of parts by Algorithm 3, or the current ones if those are as good.
 
-    Worse: more parts that don't fit, or else a slower slowest part. If Algorithm 3's don't fit, the optimum that does
-    replaces them, if it exists. `tolerance` is the allowed deviation of a halving from equal shares, in times of a
-    part.
+    Parts are better if fewer of them don't fit or, if equally many fit, if the slowest is faster. If Algorithm 3's
+    parts don't fit, the optimum that fits replaces them, if there is one.
+
+    Args:
+        line: the layers.
+        starts: current first layers of all parts but the first.
+        tolerance: allowed deviation of a halving from equal shares, as a fraction of a part's time.
 
     Raises:
         PlanError: fewer places to cut than parts need.
@@ -281,8 +287,8 @@ def _halved(
 def _refined(line: LayerChain, starts: Sequence[int], slack_s: float) -> tuple[int, ...]:
     """Return starts after moving every boundary to its best place until none moves.
 
-    Best is, in this order: fits in memory, parts no slower than their share and the slack, fewer bytes, parts of
-    similar time. Each is a sum over parts and boundaries that no move increases.
+    Criteria, in this order: parts that fit in memory, parts no slower than their share and the slack, fewer bytes,
+    parts of similar time. Each is a sum over parts and boundaries that no move increases.
     """
     ends = [*line.ends(starts)]
     most_s = line.begun_s[-1] / (len(ends) - 1) + slack_s

@@ -1,17 +1,17 @@
 """Costs of a plan on a cluster of several levels, with its workers on given devices.
 
-Flat plans placed in order along the devices include some that the paper's recurrence can't express: 15-1 on 4 servers
-of 4 (PipeDream, SOSP'19, Table 1). A stage sums its gradients at the slowest level its replicas span; under a cost
-model with ports, every component's port carries what its workers send.
+Flat plans placed in order along the devices include some that the paper's recurrence can't express, such as 15-1 on 4
+servers of 4 (PipeDream, SOSP'19, Table 1). A stage sums its gradients at the slowest level that its replicas span.
+Under a cost model with ports, every component's port carries what its workers send.
 
-Minibatches in flight bound a stage's time from below, by their round trip over d. With d in flight a replica starts the
-forward of minibatch k only after minibatch k - d has returned (and, if gradients are summed, all replicas have
-updated). The round trip takes a forward, a backward and transfers on every stage down to some later one, so at most d
-minibatches finish in that time, less those that queue at the later stage. Connections carry one message at a time, and
-a worker that copies to or from its host does nothing else.
+With d minibatches in flight, a replica starts the forward of minibatch k only after minibatch k - d has returned and,
+if gradients are summed, all replicas have updated. The round trip of a minibatch to a later stage takes a forward, a
+backward and the transfers of every stage on the way. At most d minibatches finish in that time, less those that queue
+at the later stage. So a stage's time per minibatch is at least the round trip over d. Connections carry one message at
+a time, and a worker that copies to or from its host does nothing else.
 
-Differs: PipeDream (SOSP'19) section 3.2 takes NOAM for enough. That holds if transfers are free and stages have one
-replica. Contention for ports comes on top; only the simulator models it.
+Differs: PipeDream (SOSP'19) section 3.2 assumes that NOAM minibatches keep all stages busy. That holds if transfers are
+free and stages have one replica. Contention for ports adds to the round trip; only the simulator models it.
 """
 
 import itertools
@@ -32,10 +32,10 @@ LONGEST_CYCLE = 1 << 12  # minibatches enumerated to pair senders and receivers
 
 
 class Sketch(NamedTuple):
-    """Stages between states, their replicas' devices, and the depth; without devices it stands for all placements."""
+    """A plan as searches describe it."""
 
     stages: tuple[SearchStage, ...]
-    devices: tuple[tuple[int, ...], ...]
+    devices: tuple[tuple[int, ...], ...]  # of every stage's replicas; empty: any placement
     depth: int
 
     @property
@@ -55,7 +55,10 @@ def spanned(cluster: Cluster, devices: Sequence[int]) -> int:
 
 
 def stage_level(cluster: Cluster, model: CostModel, devices: Sequence[Sequence[int]], index: int) -> Level:
-    """Return the level that prices a stage: its replicas' if the model has ports, else one that spans neighbours."""
+    """Return the level whose links price a stage.
+
+    It is the innermost that joins the stage's replicas or, under a model without ports, also those of its neighbours.
+    """
     around = devices[index : index + 1] if model.has_ports else devices[max(0, index - 1) : index + 2]
     return cluster.levels[spanned(cluster, [device for group in around for device in group])]
 
@@ -68,7 +71,7 @@ def cut_levels(cluster: Cluster, devices: Sequence[Sequence[int]], index: int) -
 
 
 def cycle_pairs(own: Sequence[int], others: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the devices of two stages that each minibatch of a cycle passes; LONGEST_CYCLE minibatches at most."""
+    """Return the devices in two stages that every minibatch of a cycle passes, of at most LONGEST_CYCLE minibatches."""
     cycle = min(math.lcm(len(own), len(others)), LONGEST_CYCLE)
     return [(own[k % len(own)], others[k % len(others)]) for k in range(cycle)]
 
@@ -84,7 +87,13 @@ def placed_s(
 ) -> tuple[list[float], float]:
     """Return the seconds per minibatch of every stage, and of the busiest port between components.
 
-    `ways` includes rounds and transfers to the stage before; False where `loops_s` counts them.
+    Args:
+        work: the model at the size of a unit.
+        model: the cost model.
+        cluster: the links.
+        stages: the plan's.
+        devices: of every stage's replicas.
+        ways: whether to include rounds and transfers to the stage before; not if `loops_s` is added.
     """
     seconds = []
     for index, stage in enumerate(stages):
@@ -107,10 +116,10 @@ def placed_s(
 def _port_bytes(
     work: UnitWork, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]], sizes: tuple[int, int]
 ) -> dict[tuple[int, bool], float]:
-    """Return the payload per minibatch by (component, whether it leaves) of a level.
+    """Return the payload per minibatch of a level's ports, by (component of the level below, whether it is sent).
 
-    `sizes` are the devices of a component of the level below and of one of the level, inside which it joins them: what
-    leaves the latter crosses an outer level only.
+    `sizes` are the numbers of devices of a component of the level below, and of a component of the level. Payload
+    between components of the level crosses an outer level instead.
     """
     states = work.states
     load: dict[tuple[int, bool], float] = {}
@@ -122,7 +131,7 @@ def _port_bytes(
                 load[key] = load.get(key, 0.0) + num_bytes
 
     for stage, own in zip(stages, devices, strict=True):
-        members = sorted({device // size: device for device in own}.values())  # of every component, one
+        members = sorted({device // size: device for device in own}.values())  # one of every component
         weights = states.weights(stage.start, stage.stop)
         around = 2 * (stage.replicas - 1) / stage.replicas * weights / (stage.replicas * work.rounds)
         for sender, receiver in zip(members, [*members[1:], members[0]], strict=True):
@@ -136,19 +145,19 @@ def _port_bytes(
 
 
 class _RoundTrip(NamedTuple):
-    """Messages between a stage and the next."""
+    """Costs of the messages between a stage and the next, in seconds."""
 
-    seconds: float  # of one minibatch there and back, with copies at both ends
-    pace_s: float  # per minibatch, of the busiest connection
-    copy_s: float  # of one minibatch's copies at one end
+    seconds: float  # of one minibatch there and back, with host copies at both ends
+    pace_s: float  # per minibatch, on the busiest connection
+    copy_s: float  # of one minibatch's host copies at one end
     returns: bool  # whether gradients come back
 
 
 def loops_s(work: UnitWork, model: CostModel, cluster: Cluster, sketch: Sketch, *, relay: bool = False) -> list[float]:
     """Return, per stage, the seconds per minibatch of its slowest round trip, under 1F1B without flushes.
 
-    For a cost model that overlaps computing and communication. With `relay`, values that skip stages pass through those
-    between.
+    For a cost model in which computing and communication overlap. With `relay`, values that skip stages pass through
+    the stages between.
     """
     stages, replicas, states = sketch.stages, sketch.replicas, work.states
     depths = warmups(replicas, sketch.depth)
@@ -181,9 +190,13 @@ def round_trips_s(
 ) -> Iterator[float]:
     """Yield the seconds per minibatch of the round trips from the first of some stages to each later one.
 
-    `round_s` is a round of the first stage; `steps_s` are, per later stage, its forward and backward and the transfers
-    to it and back, None: none come back. `replicas` and `depths`, the minibatches in flight per replica, are of all the
-    stages; `sums`: whether the first stage sums gradients, so that a round waits for its last minibatch.
+    Args:
+        round_s: a round of the first stage.
+        steps_s: of every later stage, its forward, its backward and the transfers to it and back; None if no gradient
+            comes back.
+        replicas: of all the stages.
+        depths: minibatches in flight per replica, of all the stages.
+        sums: whether the first stage sums gradients, so that a round waits for its last minibatch.
     """
     trip_s, m = round_s, replicas[0]
     for step_s, width, depth in zip(steps_s, replicas[1:], depths[1:], strict=True):
@@ -197,7 +210,7 @@ def round_trips_s(
 
 
 def _round_trip(work: UnitWork, cluster: Cluster, sketch: Sketch, index: int, *, relay: bool) -> _RoundTrip:
-    """Return the messages between stage `index` and the next, at the outermost level that some of them cross."""
+    """Return the costs of messages between stage `index` and the next, at the outermost level that any crosses."""
     stages = sketch.stages
     states, last = work.states, len(stages) - 1
     start, stop = (0, stages[last].stop) if relay else (stages[index].start, stages[index + 1].stop)

@@ -1,11 +1,11 @@
 """Placements: which worker stands on which device, so that workers that communicate most share a server.
 
-Order along the devices is right if every stage fills whole servers. Otherwise a server's boundary may split a stage
-with many parameters (3-4-1 on two servers of 4), or separate stages that exchange more than their gradients (4-4
-there).
+Order along the devices is best if every stage fills whole servers. Otherwise the boundary of a server may split a stage
+with many parameters (3-4-1 on two servers of 4), or separate two stages that send each other more than the bytes of
+their gradient sums (4-4 on the same servers).
 
-A placement is an *order*: device i holds worker `order[i]`, workers numbered stage by stage, on the first devices,
-since process r of a run computes on device r.
+A placement is an *order*: device i holds worker `order[i]`, with workers numbered stage by stage. Only the first
+devices are used, since process r of a run computes on device r.
 """
 
 import itertools
@@ -22,16 +22,16 @@ _ALL_UP_TO = 8  # workers; beyond, only placements of a known form are listed
 _PERMUTED_UP_TO = 4  # stages; beyond, they stay in order
 _INTERLEAVED_UP_TO = 16  # stages; beyond, none are
 _MOST_SHIFTS = 16  # of the first server's boundary, and of minibatches when placements are compared
-_COST_AT_MOST = 40_000  # of pricing all of them, in units of `_cost`: a quarter of a second
+_COST_AT_MOST = 40_000  # of pricing all placements, in units of `_cost`: a quarter of a second
 
 
 def placements(cluster: Cluster, replicas: Sequence[int]) -> list[list[tuple[int, ...]]]:
     """Return candidate placements, each the devices of every stage's replicas, in order along the devices first.
 
-    Placements equal up to renaming of equal servers or of minibatches are listed once: their bottlenecks are equal. Up
-    to 8 workers all are listed within a time limit; beyond, shifts along the devices of: stages in order, stages
-    permuted, and neighbouring stages interleaved so that replicas that exchange minibatches meet. A single one if all
-    workers share a server or there is one stage.
+    Placements that differ only in the names of equal servers or of minibatches are listed once, because their
+    bottlenecks are equal. Up to 8 workers all are listed, within a budget. For more workers these are, each shifted
+    along the devices: stages in order, stages permuted, and neighbouring stages interleaved so that replicas which
+    exchange minibatches share a server. There is a single one if all workers share a server or there is one stage.
     """
     count = sum(replicas)
     counts = (level.count for level in cluster.levels[:-1])
@@ -122,7 +122,7 @@ def _canonical(order: Order, sizes: Sequence[int]) -> Order:
 
 
 def _signature(order: Order, sizes: Sequence[int], replicas: Sequence[int]) -> Order:
-    """Return what equal placements share: the smallest of their orders over all shifts of minibatches."""
+    """Return a key that equal placements share: the smallest of their orders over all shifts of minibatches."""
     stages = along(replicas)
     shifts = math.lcm(*replicas)
     if shifts > _MOST_SHIFTS:

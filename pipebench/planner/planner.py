@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
 
 from pipebench.errors import PlanError
 from pipebench.model.plan import Plan, check_bounds
@@ -19,42 +18,56 @@ from pipebench.planner.choices import best_choice, why_nothing_fits
 from pipebench.planner.climb import climb, climbs
 from pipebench.planner.estimates import LONGEST_BLOCK, MOST_SIMULATED, Estimator
 from pipebench.planner.fixed import plan_fixed
-from pipebench.planner.flat import SearchStage
+from pipebench.planner.flat import SearchStage, renumbered, stages_between
 from pipebench.planner.memory import MemoryRule
 from pipebench.planner.placements import placements
 from pipebench.planner.plans import PlanEstimate, Request, StageTime
 from pipebench.planner.predict import arrange, stage_times
 from pipebench.planner.searches import Searches
-from pipebench.planner.states import Known
+from pipebench.planner.states import PlanningCache
 from pipebench.planner.virtualised import best_virtualised, predicted, virtualised
 from pipebench.schedule.notation import streams_problem
 from pipebench.schedule.placement import places
 
-_MOST_PLACED_UNITS = 4000  # simulated to choose a placement, microbatches times stages: a quarter of a second
-_MOST_TRIED_UNITS = 1500  # likewise, per flush, of plans of other lengths
-_GLIMPSED, _INSTRUCTIONS_OF_A_UNIT = 2000, 6  # of one of them without a flush
-_WORTH_SIMULATING = 0.98  # times the best, of what a glimpse says
+# Budgets of simulations, in microbatches times stages; 4000 take a quarter of a second.
+_MOST_PLACED_UNITS = 4000  # to choose a placement
+_MOST_TRIED_UNITS = 1500  # to try plans of other lengths, counting one flush of each
+_GLIMPSED = 2000  # instructions simulated to estimate a plan without flushes
+_INSTRUCTIONS_OF_A_UNIT = 6
+_WORTH_SIMULATING = 0.98  # times the best: an estimate above this is not simulated to steady state
 _HOPELESS = 1.5  # times the fastest so far: fill and drain may lengthen the first part of a simulation by half
 _ROUNDING = 1e-9  # relative, of bottlenecks
-_CLEARLY_FASTER = 0.99  # required of a placement other than in order, and of other cuts: prediction error
+# Required of a placement other than in order, and of cuts by another cost model, because predictions have errors
+_CLEARLY_FASTER = 0.99
 
 
 class Planner(Estimator):
-    """Plans one mode; `known` as in `ModeRequest`, `tell` is called with the name of every search that begins."""
+    """Plans one mode.
+
+    Args:
+        request: what to plan.
+        mode: its name.
+        cache: as in `ModeRequest`.
+        on_search: called with the name of each search as it begins.
+
+    Attributes:
+        search_s: seconds spent in searches so far.
+        predict_s: seconds spent in simulations so far.
+    """
 
     def __init__(
         self,
         request: Request,
         mode: str,
         *,
-        known: Known | None = None,
-        tell: Callable[[str], None] = lambda _search: None,
+        cache: PlanningCache | None = None,
+        on_search: Callable[[str], None] = lambda _search: None,
     ) -> None:
-        super().__init__(request, mode, known)
+        super().__init__(request, mode, cache)
         self.search_s = self.predict_s = 0.0
-        self._tell = tell
-        self._explains = True  # says why nothing fits, which takes longer than to find out
-        self._searches = Searches(self, tell)
+        self._on_search = on_search
+        self._explains = True  # whether an error says what would fit, which takes longer than the search itself
+        self._searches = Searches(self, on_search)
 
     def best(self) -> PlanEstimate:
         """Return the best plan; raises a PlanError if none fits in memory."""
@@ -65,8 +78,8 @@ class Planner(Estimator):
     def _best_of(self, request: Request) -> PlanEstimate:
         """Return the best plan of the mode under a request that leaves nothing else open."""
         if request is not self.request:
-            other = Planner(request, self.name, known=self.known, tell=self._tell)
-            other._explains = False  # the error of the mode as it is says it
+            other = Planner(request, self.name, cache=self.cache, on_search=self._on_search)
+            other._explains = False  # the error for the mode's own row explains
             try:
                 return other.best()
             finally:
@@ -76,17 +89,17 @@ class Planner(Estimator):
         proposed = self.proposed()
         best, started = min(proposed, key=lambda each: each.minibatch_s), time.perf_counter()
         if climbs(self, proposed):
-            self._tell("climbing")
+            self._on_search("climbing")
             best = climb(self, proposed)
         self.predict_s += time.perf_counter() - started
         return best
 
     def _virtualised(self) -> PlanEstimate:
-        self._tell("straight")
+        self._on_search("straight")
         started = time.perf_counter()
         found = best_virtualised(self)
         self.search_s = time.perf_counter() - started
-        self._tell("simulating")
+        self._on_search("simulating")
         best = predicted(self, found)
         self.predict_s = time.perf_counter() - started - self.search_s
         return best
@@ -103,31 +116,35 @@ class Planner(Estimator):
         return found.plan.memory
 
     def proposed(self) -> list[PlanEstimate]:
-        """Return plans that searches propose, predicted; one if bottlenecks decide; raises a PlanError if none fits."""
+        """Return the plans that searches propose, with predictions; a single one if bottlenecks decide.
+
+        Raises:
+            PlanError: none fits in memory, or none divides the streams of text.
+        """
         started = time.perf_counter()
         searches = [self._searches]
-        if self._together is not None:
-            searches.append(Searches(self._together, self._tell))
+        if self._keeping_ties is not None:
+            searches.append(Searches(self._keeping_ties, self._on_search))
         found = [each for search in searches for each in search.candidates(self._rule)]
         others = [
             [each for search in searches for each in search.of_other_lengths(self._rule, model)]
             for model in self.cutting_models
         ]
         fitting = [each for each in itertools.chain(found, *others) if self._fits_beyond_noam(each)]
-        keeping = [each for each in fitting if streams_problem(each.plan.replicas, self.request.streams) is None]
-        pipelines = not self.mode.is_one_stage and self.mode.weights_kept != 1
-        if not keeping and pipelines and self.request.depth is None and self._rule is not None:
-            keeping = list(self._searches.shallower(self._rule))
+        allowed = [each for each in fitting if streams_problem(each.plan.replicas, self.request.streams) is None]
+        stashes = not self.mode.is_one_stage and self.mode.weight_sets != 1
+        if not allowed and stashes and self.request.depth is None and self._rule is not None:
+            allowed = list(self._searches.shallower(self._rule))
         self.search_s = time.perf_counter() - started
-        if not keeping and fitting:
+        if not allowed and fitting:
             problem = streams_problem(fitting[0].plan.replicas, self.request.streams)
             raise PlanError(f"no plan of mode {self.name} keeps streams of text together: train.streams is {problem}")
-        if not keeping:
+        if not allowed:
             raise PlanError(why_nothing_fits(self) if self._explains else "nothing fits")
-        self._tell("simulating")
+        self._on_search("simulating")
         if not self.mode.flush and not self.request.model.has_ports:
-            keeping = [min(keeping, key=lambda each: each.bottleneck_s)]
-        simulated = _simulated_of(self, keeping, found, others)
+            allowed = [min(allowed, key=lambda each: each.bottleneck_s)]
+        simulated = _simulated_of(self, allowed, found, others)
         self.predict_s = time.perf_counter() - started - self.search_s
         return simulated
 
@@ -135,7 +152,7 @@ class Planner(Estimator):
         """Return an upper bound on the best bottleneck found over the smallest possible; 1 if searches were exact."""
         worst, started = 1.0, time.perf_counter()
         for found_s, bound in self._searches.coarsened:
-            self._tell("bounding what a coarsened search missed")
+            self._on_search("bounding what a coarsened search missed")
             bound_s = bound() if found_s > 0 else math.inf
             worst = max(worst, found_s / bound_s if bound_s > 0 else math.inf)
         self.search_s += time.perf_counter() - started
@@ -152,7 +169,7 @@ class Planner(Estimator):
         """
         if self.stages_choose and self.request.memory is None:
             starts = self.starts_of(replicas) if starts is None else starts
-            return _under(self, memory=self.policies_of(replicas, starts)).for_replicas(replicas, starts)
+            return self.under(memory=self.policies_of(replicas, starts)).for_replicas(replicas, starts)
         return self.with_prediction(self._on_best_devices(self._given_stages(replicas, starts)))
 
     def estimate_of(self, plan: Plan) -> PlanEstimate:
@@ -162,17 +179,17 @@ class Planner(Estimator):
             PlanError: the model can't be cut where the plan is.
         """
         if plan.chunks != self.mode.chunks:
-            return _under(self, row=replace(self.mode, chunks=plan.chunks), is_cut=True).estimate_of(plan)
+            return self.under(row=replace(self.mode, chunks=plan.chunks), is_cut=True).estimate_of(plan)
         if plan.shard not in (None, self.mode.shard):
-            return _under(self, row=replace(self.mode, shard=plan.shard)).estimate_of(plan)
+            return self.under(row=replace(self.mode, shard=plan.shard)).estimate_of(plan)
         if plan.memory != self.memory_policies:
-            return _under(self, memory=plan.memory).estimate_of(plan)
+            return self.under(memory=plan.memory).estimate_of(plan)
         return self.with_prediction(self._estimate_of(plan, "the plan's file"))
 
     def times_of(self, found: PlanEstimate) -> tuple[StageTime, ...]:
-        """Return how every stage's workers spend their time in the simulator; empty if the plan isn't simulated."""
+        """Return how the workers of every stage spend simulated time; empty if the plan isn't simulated."""
         if self.request.chooses and found.plan.memory != self.memory_policies:
-            return _under(self, memory=found.plan.memory).times_of(found)
+            return self.under(memory=found.plan.memory).times_of(found)
         return stage_times(*self.workload(found)) if found.is_simulated else ()
 
     def bottleneck_of(self, plan: Plan) -> float:
@@ -199,7 +216,7 @@ class Planner(Estimator):
         """Return the best device of every worker of a given plan."""
         try:
             return self._on_best_devices(self._given_stages(replicas, starts)).plan.devices
-        except PlanError:  # runnable, though the cost model can't cut there
+        except PlanError:  # the engine can cut there, the cost model can't
             return tuple(range(sum(replicas)))
 
     def _given_stages(self, widths: Sequence[int], starts: Sequence[int] | None) -> tuple[SearchStage, ...]:
@@ -213,40 +230,39 @@ class Planner(Estimator):
         if not {*starts} <= {*states.after}:
             raise PlanError(f"the model can't be cut before layers {sorted({*starts} - {*states.after})}")
         bounds = [0, *(states.after[start] for start in starts), len(states) - 1]
-        return tuple(SearchStage(a, b, r) for (a, b), r in zip(itertools.pairwise(bounds), replicas, strict=True))
+        return stages_between(bounds, replicas)
 
     def _cut_best(self, replicas: Sequence[int]) -> tuple[SearchStage, ...]:
-        """Return the cuts that the cost model prefers, or others that are faster in the simulator.
+        """Return the fastest cuts in the simulator: any, or those that keep tied parameters in one stage.
 
-        Others are those without round trips where a flush hides them, if clearly faster; and, where the best part tied
-        parameters, those that don't, as the simulator charges the copies' sums.
+        The cost models don't charge the sums of tied parameters' copies; the simulator does.
         """
         best = _cut_fastest(self, replicas)
-        if self._together is None:
+        if self._keeping_ties is None:
             return best
         try:
-            stages = _cut_fastest(self._together, replicas)
-        except PlanError:  # fewer places
+            stages = _cut_fastest(self._keeping_ties, replicas)
+        except PlanError:  # too few places to cut
             return best
         place = {members: i for i, members in enumerate(self.states.members)}
-        own = [place[members] for members in self._together.states.members]
-        whole = tuple(SearchStage(own[start], own[stop], m) for start, stop, m in stages)
-        found = [self.with_prediction(self.estimate("the recipe", each)).minibatch_s for each in (best, whole)]
-        return best if found[0] < found[1] else whole
+        own = [place[members] for members in self._keeping_ties.states.members]
+        whole = renumbered(stages, own)
+        best_s, whole_s = (
+            self.with_prediction(self.estimate("the recipe", each)).minibatch_s for each in (best, whole)
+        )
+        return best if best_s < whole_s else whole
 
     @cached_property
-    def _together(self) -> Estimator | None:
-        """The same without plans that part tied parameters; None if there are no others."""
-        if not self.work.states.parts_ties:
-            return None
-        return Estimator(replace(self.request, ties=False), self.name, self.known)
+    def _keeping_ties(self) -> Estimator | None:
+        """The mode without cuts between layers that share a trained parameter; None if no cut is between such."""
+        return self.under(ties=False) if self.work.states.parts_ties else None
 
     def _on_best_devices(self, stages: Sequence[SearchStage]) -> PlanEstimate:
         """Return the recipe's stages on the best devices.
 
-        In order unless another placement is predicted to be clearly faster: the simulator compares those with the
-        smallest bottlenecks, or the bottleneck decides if simulating takes long or the cost model has no ports.
-        Flushing pipelines too large to simulate stay in order, since bottlenecks ignore flushes.
+        Workers stand in order unless another placement is predicted to be clearly faster. The simulator compares the
+        placements with the smallest bottlenecks. Bottlenecks decide if simulating takes long or the cost model has no
+        ports. Flushing pipelines too large to simulate stay in order, since bottlenecks ignore flushes.
         """
         request, flushes = self.request, self.mode.flush
         chosen = self.mode.chunks == 1 and sum(stage.replicas for stage in stages) <= MOST_SIMULATED
@@ -273,58 +289,57 @@ class Planner(Estimator):
         return None if limit is None else self.memory(limit)
 
     def _fits_beyond_noam(self, found: PlanEstimate) -> bool:
-        """Return whether a plan fits if searches could not tell: deeper than NOAM, or keeping as the input stage."""
-        is_known = found.plan.depth <= found.plan.noam and not self.weights.as_input_stage
-        return is_known or found.memory_bytes <= self.memory_limit_bytes
+        """Return whether a plan fits in memory.
+
+        Searches have checked it, unless the depth is beyond NOAM or every stage keeps as much as the input stage.
+        """
+        is_checked = found.plan.depth <= found.plan.noam and not self.weights.as_input_stage
+        return is_checked or found.memory_bytes <= self.memory_limit_bytes
 
 
-def _under(of: Planner, **changes: Any) -> Planner:
-    """Return a planner of the same mode, whose request differs in the fields given."""
-    return Planner(replace(of.request, **changes), of.name, known=of.known)
-
-
-def _cut_fastest(of: Estimator, replicas: Sequence[int]) -> tuple[SearchStage, ...]:
-    """Return the cuts by the first of `cutting_models`, unless another's are clearly faster."""
-    widths = replicas[: len(replicas) // of.mode.chunks]
-    devices, cluster = places(of.mode.order, replicas, of.mode.chunks), of.request.cluster
+def _cut_fastest(estimator: Estimator, replicas: Sequence[int]) -> tuple[SearchStage, ...]:
+    """Return the cuts by the first of `cutting_models`, unless those by another are clearly faster."""
+    widths = replicas[: len(replicas) // estimator.mode.chunks]
+    devices, cluster = places(estimator.mode.order, replicas, estimator.mode.chunks), estimator.request.cluster
     cut = partial(plan_fixed, cluster=cluster.for_stages(len(widths)), replicas=replicas, devices=devices)
-    best, *others = (cut(of.searched_at(widths), model) for model in of.cutting_models)
+    best, *others = (cut(estimator.searched_at(widths), model) for model in estimator.cutting_models)
     for other in others:
-        if other != best and _is_better(of, other, best):
+        if other != best and _is_better(estimator, other, best):
             best = other
     return best
 
 
-def _is_better(of: Estimator, stages: Sequence[SearchStage], than: Sequence[SearchStage]) -> bool:
+def _is_better(estimator: Estimator, stages: Sequence[SearchStage], than: Sequence[SearchStage]) -> bool:
     """Return whether a plan along the devices is clearly faster in the simulator, and fits if the other does."""
-    found, known = (of.estimate("the recipe", each) for each in (stages, than))
-    if found.memory_bytes > max(of.memory_limit_bytes, known.memory_bytes):
+    found, other = (estimator.estimate("the recipe", each) for each in (stages, than))
+    if found.memory_bytes > max(estimator.memory_limit_bytes, other.memory_bytes):
         return False
-    return of.with_prediction(found).minibatch_s < _CLEARLY_FASTER * of.with_prediction(known).minibatch_s
+    return estimator.with_prediction(found).minibatch_s < _CLEARLY_FASTER * estimator.with_prediction(other).minibatch_s
 
 
 def _simulated_of(
-    of: Estimator,
-    keeping: Sequence[PlanEstimate],
+    estimator: Estimator,
+    allowed: Sequence[PlanEstimate],
     found: Sequence[PlanEstimate],
     others: Sequence[Sequence[PlanEstimate]],
 ) -> list[PlanEstimate]:
-    """Return plans of `keeping` with predictions: what was found, and faster ones of `others`, by cost model.
+    """Return allowed plans with predictions: those `found`, and of `others` those that are faster.
 
-    Those that aren't by the request's cost model are clearly faster, as `_cut_fastest` has it.
+    `others` has a sequence per cost model of `cutting_models`. As in `_cut_fastest`, plans by another model than the
+    request's must be clearly faster.
     """
     tried, later = [each.plan for each in found], [*itertools.chain(*others)]
-    simulated = [*_simulated(of, [each for each in keeping if each.plan in tried or each not in later])]
+    simulated = [*_simulated(estimator, [each for each in allowed if each.plan in tried or each not in later])]
     for those, required in zip(others, (1.0, _CLEARLY_FASTER), strict=False):
         best_s = min((each.minibatch_s for each in simulated), default=math.inf)
-        simulated += _faster(of, [each for each in those if each in keeping], required * best_s, tried)
+        simulated += _faster(estimator, [each for each in those if each in allowed], required * best_s, tried)
     return simulated
 
 
-def _simulated(of: Estimator, found: Sequence[PlanEstimate]) -> Iterator[PlanEstimate]:
-    """Yield plans with predictions, promising ones first, but for those found far slower than one before.
+def _simulated(estimator: Estimator, found: Sequence[PlanEstimate]) -> Iterator[PlanEstimate]:
+    """Yield plans with predictions, in order of their bottlenecks, except those far slower than one before.
 
-    A plan that several searches have found is the first's.
+    A plan that several searches have found is yielded once, as the first search's.
     """
     best_s = math.inf
     seen: list[tuple[Plan, tuple[int, ...]]] = []
@@ -332,29 +347,34 @@ def _simulated(of: Estimator, found: Sequence[PlanEstimate]) -> Iterator[PlanEst
         if (each.plan, each.order) in seen:
             continue
         seen.append((each.plan, each.order))
-        simulated = of.with_prediction(each, _HOPELESS * best_s)
+        simulated = estimator.with_prediction(each, _HOPELESS * best_s)
         if simulated.minibatch_s < math.inf or best_s == math.inf:
             best_s = min(best_s, simulated.minibatch_s)
             yield simulated
 
 
-def _faster(of: Estimator, found: Sequence[PlanEstimate], best_s: float, tried: list[Plan]) -> Iterator[PlanEstimate]:
-    """Yield plans faster than `best_s`, of as many promising ones as are simulated in moments; adds to `tried`."""
+def _faster(
+    estimator: Estimator, found: Sequence[PlanEstimate], best_s: float, tried: list[Plan]
+) -> Iterator[PlanEstimate]:
+    """Yield plans faster than `best_s`, simulating the most promising ones until a budget is spent.
+
+    Skips plans that are in `tried`, and adds those that it simulates.
+    """
     left = float(_MOST_TRIED_UNITS)
-    for each in sorted((each for each in found if each.plan not in tried), key=of.filled_s):
+    for each in sorted((each for each in found if each.plan not in tried), key=estimator.filled_s):
         if left <= 0:
             return
         tried.append(each.plan)
-        hopeless_s, is_large = best_s, not of.simulates(each)
-        if of.mode.flush and not is_large:  # every flush is like the first
+        hopeless_s = best_s
+        if estimator.simulates(each) and estimator.mode.flush:  # every flush is like the first
             left -= each.accumulate * math.lcm(*each.plan.replicas) * each.microbatches * len(each.stages)
-        elif not is_large:
-            glimpsed_s, taken = of.estimate_rate(each, _GLIMPSED)
+        elif estimator.simulates(each):
+            glimpsed_s, taken = estimator.estimate_rate(each, _GLIMPSED)
             left -= taken / _INSTRUCTIONS_OF_A_UNIT
             if glimpsed_s >= _WORTH_SIMULATING * best_s:
                 continue
             hopeless_s = _HOPELESS * best_s
-        simulated = of.with_prediction(each, hopeless_s)
+        simulated = estimator.with_prediction(each, hopeless_s)
         if simulated.minibatch_s < best_s:
             best_s = simulated.minibatch_s
             yield simulated

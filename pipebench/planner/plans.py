@@ -26,26 +26,27 @@ class Request:
     accumulate: int | None = None
     depth: int | None = None  # minibatches in flight per input-stage replica; None for NOAM, lowered if memory demands
     row: Mode | None = None  # the mode's row of the table if the recipe changes it
-    is_cut: bool = False  # whether the row's number of a sharded model's layer groups is of given cuts, not the most
+    # Whether the row's number of layer groups of a sharded model is exact, as with given cuts; else it is the most
+    is_cut: bool = False
     memory: tuple[str, ...] | None = None  # policy of every layer; None for the mode's
     chooses: tuple[str, ...] = ()  # policies besides keep that stages choose from in order to fit: vPipe's Algorithm 2
-    streams: int | None = None  # of text, carried on from minibatch to minibatch: every stage's replicas divide it
+    # Streams of text, whose state continues from minibatch to minibatch; the replicas of every stage divide the number
+    streams: int | None = None
     unsuited: Mapping[str, str] = field(default_factory=dict)  # reasons by mode that the training can't use
     relay: bool = False  # whether values that skip stages pass through those between
-    ties: bool = True  # whether stages may have copies of weights that their layers share, in modes that allow it
-    shares_norm: bool = False  # whether an update goes by the norm of all gradients, as where it is clipped
-    # Where memory binds: modes whose replicas may then share out optimizer state; whether layers may run again then
-    may_shard: Collection[str] = ()
-    may_recompute: bool = False
+    ties: bool = True  # whether stages may each have a copy of a tied weight, in modes that allow it
+    shares_norm: bool = False  # whether updates need the norm of all gradients, as for clipping
+    may_shard: Collection[str] = ()  # modes whose replicas may shard optimizer state where memory binds
+    may_recompute: bool = False  # whether layers may be recomputed where memory binds
 
 
 @dataclass(frozen=True)
 class MemoryChoice:
-    """A way for plans to fit where memory binds, and how fast the best of them is."""
+    """A way for plans to fit where memory binds, and the time of the best such plan."""
 
-    shard: str  # what replicas share out
-    recompute: bool  # whether layers run again
-    minibatch_s: float | None  # predicted seconds per minibatch; None: no plan fits
+    shard: str  # what replicas shard, a name in `syncs.SHARDS`
+    recompute: bool  # whether all layers are recomputed
+    minibatch_s: float | None = None  # predicted seconds per minibatch; None: no plan fits
 
     def __str__(self) -> str:
         """Return the columns of a recipe that ask for it."""
@@ -63,15 +64,15 @@ class StageEstimate:
     stage_s: float  # of all of these under the cost model
     memory_bytes: float  # peak of one replica
     in_flight: int  # units in flight on one replica
-    virtual: VirtualMemory | None = None  # its activations, if layers have policies of their own
+    virtual: VirtualMemory | None = None  # its layers' activation policies, if they differ
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """Shares of the time of a stage's workers in the simulator's steady state, together 1."""
+    """Fractions of the time of a stage's workers in the simulator's steady state; their sum is 1."""
 
     computing: float
-    transfers: float  # waiting for bytes on their way: what of transfers and gradient sums isn't hidden
+    transfers: float  # waiting for bytes in transit: the part of transfers and gradient sums that isn't hidden
     waiting: float  # for other stages and for data
 
 
@@ -83,17 +84,17 @@ class PlanEstimate:
     order: tuple[int, ...]  # indices into the profile's layers; not ascending only if cuts may be anywhere in the graph
     found_by: str  # the search's name
     stages: tuple[StageEstimate, ...]
-    microbatches: int  # as in `Request`, like `accumulate`
-    accumulate: int
+    microbatches: int  # as in `Request`
+    accumulate: int  # as in `Request`
     bottleneck_s: float  # of the slowest worker or port, by the cost model
     port_s: float  # of the busiest port between components
     minibatch_s: float  # predicted: simulated, or the bottleneck on clusters too large to simulate
     num_bytes: dict[str, float]  # payload per minibatch by kind, independent of the cost model
     is_simulated: bool = False  # whether `minibatch_s` is from the simulator
     at_least_s: float = 0.0  # lower bound for plans of the mode; 0 if unknown
-    # Whether all plans up to a depth of NOAM + 1 were simulated or cannot be better; `at_least_s` is then for these
+    # Whether every plan up to a depth of NOAM + 1 was simulated or can't be faster; then `at_least_s` bounds these
     tried_all: bool = False
-    choices: tuple[MemoryChoice, ...] = ()  # that were compared since memory binds, this plan's first
+    choices: tuple[MemoryChoice, ...] = ()  # compared where memory binds, this plan's first; else empty
 
     @property
     def memory_bytes(self) -> float:
@@ -102,9 +103,7 @@ class PlanEstimate:
 
     def chosen(self, row: Mode) -> Mode:
         """Return the mode's row with what was chosen for this plan."""
-        for choice in self.choices[:1]:
-            row = replace(row, shard=choice.shard, recompute=choice.recompute)
-        return row
+        return replace(row, shard=self.choices[0].shard, recompute=self.choices[0].recompute) if self.choices else row
 
     @property
     def by_position(self) -> list[tuple[StageEstimate, ...]]:
@@ -120,8 +119,9 @@ class Comparison:
     others: tuple[PlanEstimate, ...]  # of every other planned mode, fastest first
     # Data parallelism on all workers, even if it doesn't fit in memory or its replicas don't divide streams
     dp: PlanEstimate
-    refused: dict[str, str]  # reasons by mode without a plan
-    # Seconds of `search` and `simulation` for the requested plan or, for the fastest, all modes; and of `other modes`
+    refused: dict[str, str]  # reasons, by mode without a plan
+    # Seconds by part: `search` and `simulation` are for the requested mode, or for all modes if the fastest was asked
+    # for; `other modes` is the rest.
     took_s: dict[str, float]
     num_states: int  # places to cut, both ends of the model included
     at_most: float = 1.0  # upper bound on the best bottleneck found over the smallest possible; 1 if exact
@@ -129,7 +129,7 @@ class Comparison:
 
     @property
     def unplanned(self) -> list[str]:
-        """Modes that were not planned; sharded ones are where data parallelism doesn't fit."""
+        """Modes left to plan: sharded ones are among them only if data parallelism doesn't fit."""
         planned = {self.best.plan.mode, *(each.plan.mode for each in self.others), *self.refused}
         binds = "dp" in self.refused
         return [name for name, row in MODES.items() if name not in planned and (binds or not row.is_sharded)]

@@ -1,6 +1,6 @@
-"""A plan's steady state in the simulator under the cost model it was made for, and its payload.
+"""A plan's steady state in the simulator under the cost model that it was made with, and its payload.
 
-The payload does not depend on the cost model, which may charge for more than crosses the cuts.
+The payload does not depend on the cost model, which may charge for more bytes than cross the cuts.
 """
 
 import math
@@ -29,8 +29,8 @@ from pipebench.simulate.steady import SegmentTotals, simulate_all, simulate_segm
 from pipebench.simulate.sums import faster_sums
 from pipebench.simulate.timeline import TENSOR
 
-FILL_ROUNDS = 4  # updates of every stage, at least, before the steady state is read off
-_DEEP_ROUNDS = 8  # at most so many times more beyond NOAM, where queues take long to fill
+FILL_ROUNDS = 4  # updates of every stage, at least, before the steady state is measured
+_DEEP_ROUNDS = 8  # times as many, at most, beyond NOAM, where queues take long to fill
 _SETTLED = 1e-4  # relative change of a prediction below which it isn't refined
 
 
@@ -74,7 +74,7 @@ def arranged(profile: Profile, order: Sequence[int]) -> Profile:
 
 
 def with_sums(mode: Mode, cluster: Cluster, plan: Plan) -> Mode:
-    """Return a mode with the order in which a plan's replicas add, if it leaves that to the cluster."""
+    """Return a mode with the order in which a plan's replicas sum, if the mode leaves that to the cluster."""
     if mode.sums != AUTO:
         return mode
     return replace(mode, sums=faster_sums(cluster.for_stages(len(plan.positions)), plan.devices))
@@ -89,12 +89,16 @@ def make_pipeline(
     accumulate: int | None = None,
     shares_norm: bool = False,
 ) -> Pipeline:
-    """Return the shape of a plan's pipeline in a mode; `rows` are the plan's layers, at any size.
+    """Return the shape of a plan's pipeline in a mode.
 
-    The mode says in which order replicas add (`with_sums`).
-
-    `accumulate` are blocks of minibatches per update (None: the mode's). `shares_norm`: an update goes by the norm of
-    all gradients, on which several stages, or replicas with shards, agree before it in modes that flush.
+    Args:
+        plan: stages and their replicas.
+        rows: the plan's layers, at any size.
+        mode: the mode's row, which says in which order replicas sum (`with_sums`).
+        microbatches: per minibatch.
+        accumulate: blocks of minibatches per update; None for the mode's.
+        shares_norm: whether updates need the norm of all gradients, on which stages and sharded replicas agree before
+            an update in modes that flush.
 
     Raises:
         PlanError: an update covers fewer minibatches than the mode needs.
@@ -115,7 +119,7 @@ def make_pipeline(
 
 
 def pipeline_under(pipeline: Pipeline, plan: Plan, rows: Sequence[LayerProfile]) -> Pipeline:
-    """Return a pipeline with what its stages exchange, load and swap under a plan; `rows` are its layers."""
+    """Return a pipeline with a plan's edges, loading stages, swapping stages and ties; `rows` are the plan's layers."""
     edges = tuple(
         Edge(source, target, any(rows[value].gradient_bytes for value in values))
         for (source, target), values in plan.crossings.items()
@@ -130,7 +134,7 @@ def planned_workload(
 ) -> tuple[PlannedWorkload, int]:
     """Return a plan as the simulator runs it, and the number of minibatches to its steady state.
 
-    `profile` has the layers in the order of the plan.
+    `profile` has the layers in the plan's order.
     """
     plan, rows = found.plan, profile.rows
     cluster = request.cluster.for_stages(len(plan.positions))
@@ -139,7 +143,7 @@ def planned_workload(
         plan, rows, mode, microbatches=found.microbatches, accumulate=found.accumulate, shares_norm=request.shares_norm
     )
     costs = stage_costs(profile, plan, update_costs(pipeline), sharded=mode.is_sharded)
-    # A flush leaves nothing behind: the period after next is like every later one.
+    # A flush empties the pipeline, so the second period is like every later one.
     rounds = 2 if pipeline.flushes else FILL_ROUNDS * max(2, max(pipeline.warmups))
     count = pipeline.period * rounds
     sampler = Sampler(2 * _DEEP_ROUNDS * count * request.minibatch_size, request.minibatch_size, 0)
@@ -173,18 +177,18 @@ def _twice(workload: PlannedWorkload, segment: SegmentTotals, count: int) -> Seg
 
 
 class _TimeShares(Listener):
-    """Adds up when workers compute and when they wait for bytes."""
+    """Records when workers compute and when they wait for bytes."""
 
     def __init__(self) -> None:
         self.events: list[TimelineEvent] = []
 
     def event(self, event: TimelineEvent) -> None:
-        """Take an event that lasts; of a transfer that is its receiver's wait."""
+        """Record an event with a duration; the time of a transfer is in its receiver's wait."""
         if event.end_s > event.start_s:
             self.events.append(event)
 
     def shares(self, pipeline: Pipeline, since_s: float, until_s: float) -> Iterator[StageTime]:
-        """Yield every stage's shares of a part of the run."""
+        """Yield every stage's shares of the time between two moments."""
         busy: Counter[tuple[int, int]] = Counter()  # seconds by worker and stage
         stalled: Counter[tuple[int, int]] = Counter()
         for start_s, end_s, worker, instruction, stall_s in self.events:
@@ -200,7 +204,7 @@ class _TimeShares(Listener):
 
 
 def stage_times(workload: PlannedWorkload, count: int) -> tuple[StageTime, ...]:
-    """Return how every stage's workers spend the steady state, reached after `count` minibatches."""
+    """Return how every stage's workers spend their time in the steady state, reached after `count` minibatches."""
     spent = _TimeShares()
     end_s = simulate_all(workload, 2 * count, Meter(workload.pipeline, spent)).end_s
     # Every flush is alike; elsewhere the first and the last third hold fill and drain.
@@ -211,32 +215,19 @@ def stage_times(workload: PlannedWorkload, count: int) -> tuple[StageTime, ...]:
 def payload(
     rows: Sequence[LayerProfile], plan: Plan, mode: Mode, units: int, accumulate: int, slices: int = 1
 ) -> dict[str, float]:
-    """Return the payload per minibatch by kind, in the steady state.
+    """Return the payload in bytes per minibatch by kind, in the steady state.
 
-    `rows` are the layers in the plan's order, the loss last, at the size of a unit; `units` microbatches per minibatch;
-    `accumulate` minibatches of each replica per update or, with a flush, of the replicas' least common multiple;
-    `slices` devices per worker.
+    Args:
+        rows: the layers in the plan's order, the loss last, at the size of a unit.
+        plan: stages and their replicas.
+        mode: the mode's row.
+        units: microbatches per minibatch.
+        accumulate: minibatches of each replica per update; with a flush, blocks of the replicas' least common multiple.
+        slices: devices per worker.
     """
     devices = [stage.devices for stage in plan.stages]
     sent = [value for (s, t), values in plan.crossings.items() for value in values if devices[s] != devices[t]]
-    summed, gathered, tied = 0.0, 0.0, tied_parameters(rows, plan)
-    apart = {name for names in tied.values() for name in names}
-    for stage in plan.stages:
-        own = rows[stage.start : stage.stop]
-        weights = {n: size for row in own for n, size in row.parameter_sizes.items() if n not in apart}
-        # The m replicas send 2 (m-1) |w| per update, in a ring or to servers.
-        minibatches = accumulate * (math.lcm(*plan.replicas) if mode.flush else stage.replicas)
-        crossed = (stage.replicas - 1) * sum(weights.values())
-        summed += (1 if mode.is_sharded else 2) * crossed / minibatches
-        if mode.shard == PARAMETERS:  # for every unit of each replica
-            gathered += (1 + mode.reshard_after_forward) * crossed * units / stage.replicas
-        elif mode.is_sharded:
-            gathered += crossed / minibatches
-    if tied:  # all its stages make updates of the same minibatches
-        sizes = {name: size for row in rows for name, size in row.parameter_sizes.items()}
-        for stages, names in tied.items():
-            copies = len({device for stage in stages for device in devices[stage]})  # one per worker
-            summed += 2 * (copies - 1) * sum(sizes[name] for name in names) / minibatches
+    summed, gathered = _sum_bytes(rows, plan, mode, units, accumulate)
     policies = (*plan.memory, plan.memory[-1])  # the loss goes with the last layer
     again = [index for index, policy in enumerate(policies) if policy == RECOMPUTE]
     of_one = {
@@ -247,3 +238,29 @@ def payload(
     }
     tensor = {TENSOR: units * float(unit_bytes(rows, slices, again))} if slices > 1 else {}
     return {kind: slices * num_bytes for kind, num_bytes in of_one.items()} | tensor
+
+
+def _sum_bytes(
+    rows: Sequence[LayerProfile], plan: Plan, mode: Mode, units: int, accumulate: int
+) -> tuple[float, float]:
+    """Return the bytes per minibatch that replicas send to sum gradients, and to gather shards; see `payload`."""
+    summed = gathered = 0.0
+    tied = tied_parameters(rows, plan)
+    apart = {name for names in tied.values() for name in names}
+    for stage in plan.stages:
+        own = rows[stage.start : stage.stop]
+        weights = {n: size for row in own for n, size in row.parameter_sizes.items() if n not in apart}
+        # The m replicas send 2 (m-1) |w| per update, in a ring or to servers; half of it to scatter or to gather.
+        minibatches = accumulate * (math.lcm(*plan.replicas) if mode.flush else stage.replicas)
+        crossed = (stage.replicas - 1) * sum(weights.values())
+        summed += (1 if mode.is_sharded else 2) * crossed / minibatches
+        if mode.shard == PARAMETERS:  # for every unit of each replica
+            gathered += (1 + mode.reshard_after_forward) * crossed * units / stage.replicas
+        elif mode.is_sharded:
+            gathered += crossed / minibatches
+    if tied:  # the stages of a tie update after the same minibatches, so `minibatches` is that of any stage
+        sizes = {name: size for row in rows for name, size in row.parameter_sizes.items()}
+        for stages, names in tied.items():
+            copies = len({device for index in stages for device in plan.stages[index].devices})  # one per worker
+            summed += 2 * (copies - 1) * sum(sizes[name] for name in names) / minibatches
+    return summed, gathered

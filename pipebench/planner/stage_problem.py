@@ -20,7 +20,7 @@ from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 
 
 def input_bytes_of(rows: Sequence[LayerProfile]) -> dict[str, int]:
-    """Return bytes per model input, for inputs that some layer reads alone; a profile has no others."""
+    """Return the bytes of model inputs that are the only input of some layer; a profile doesn't say those of others."""
     return {row.inputs[0]: sum(size for _, size in row.takes) for row in rows if len(row.inputs) == 1 and row.takes}
 
 
@@ -31,15 +31,14 @@ class Sums(NamedTuple):
     again_bytes: int = 0  # memory for what a backward recomputes
     unit_bytes: int = 0  # kept per unit after its forward
     swapped_bytes: int = 0  # the part of `unit_bytes` that is swapped
-    # Layers and model inputs that the current run of recomputed layers already holds and later layers read
+    # Layers and model inputs that the current run of recomputed layers already holds, and that later layers read
     free: frozenset[int | str] = frozenset()
-    # Recomputed and swapped layers whose saved tensors later layers save, too
-    again: frozenset[int] = frozenset()
-    swapped: frozenset[int] = frozenset()
+    again: frozenset[int] = frozenset()  # recomputed layers whose saved tensors later layers also save
+    swapped: frozenset[int] = frozenset()  # swapped layers whose saved tensors later layers also save
 
     @property
     def consequences(self) -> tuple[frozenset[int | str], frozenset[int], frozenset[int]]:
-        """The state that costs of later layers depend on."""
+        """The part of the state that the costs of later layers depend on."""
         return self.free, self.again, self.swapped
 
 
@@ -71,7 +70,7 @@ class StageProblem:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The policies that can save memory."""
+        """The allowed policies that can save memory: swapping needs more units in flight than stay on the device."""
         swaps = self.pcie_bytes_per_s is not None and self.in_flight > MOST_ON_DEVICE
         return (KEEP, *(policy for policy in self.chooses if policy != SWAP or swaps))
 
@@ -83,7 +82,7 @@ class StageProblem:
         return least
 
     def swaps_gain(self, swapped_bytes: Amounts) -> NDArray[np.bool_]:
-        """Return whether swapping saves memory, or nothing is swapped; late copies may leave it all on the device."""
+        """Return whether swapping saves memory, or nothing is swapped; late copies may leave all on the device."""
         gained_bytes = np.asarray(self.in_flight * swapped_bytes - self.swapped_on_device(swapped_bytes))
         gains: NDArray[np.bool_] = (gained_bytes > 0) | (np.asarray(swapped_bytes) == 0)
         return gains
@@ -143,12 +142,12 @@ class StageProblem:
         return self.input_bytes.get(read, 0) if isinstance(read, str) else self.rows[read].output_bytes
 
     def _not_held(self, index: int, gone: frozenset[int]) -> int:
-        """Return the bytes that a layer saves and no earlier layer of the stage keeps."""
+        """Return the bytes of shared tensors that a layer saves, if all earlier layers that save them are `gone`."""
         return sum(num_bytes for holders, num_bytes in self._shared[index] if holders <= gone)
 
     @cached_property
     def _shared(self) -> dict[int, list[tuple[frozenset[int], int]]]:
-        """Per layer: (earlier layers of the stage that save it, too; bytes) of each shared tensor."""
+        """By layer, its shared tensors: (earlier layers of the stage that also save the tensor, bytes)."""
         return {
             index: [(frozenset(self._holders(holder, n)), n) for holder, n in self.rows[index].saved_with]
             for index in self.own
@@ -170,7 +169,7 @@ class StageProblem:
 
     @cached_property
     def _forgotten(self) -> dict[int, frozenset[int]]:
-        """Per layer: layers whose policies cannot matter after it."""
+        """By layer, the layers whose policies have no effect on the costs of layers after it."""
         last = {index: index for index in self.own}
         last |= {holder: index for index in self.own for holders, _ in self._shared[index] for holder in holders}
         found: dict[int, set[int]] = {}
@@ -188,7 +187,7 @@ class StageOutcome:
     num_bytes: float  # peak
     extra_s: float  # seconds beyond those of the layers
     sums: Sums
-    is_exact: bool = False  # whether no other policies that fit take less time
+    is_exact: bool = False  # whether these are known to be the fastest policies that fit
 
     @property
     def fits(self) -> bool:

@@ -8,21 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipebench.errors import PlanError
-from pipebench.planner.states import (
-    ARRAYS,
-    ONCE,
-    SUMMED,
-    Floats,
-    States,
-    blocks_of_bits,
-    layer_bits,
-    parted,
-    saved_twice,
-)
+from pipebench.planner.activations import Floats
+from pipebench.planner.states import ARRAYS, ONCE, SUMMED, States, blocks_of_bits, layer_bits, parted, saved_twice
 from pipebench.planner.tied import TiedBytes, tied_layers
 from pipebench.profile.model import LayerProfile, ParameterBytes
 
-MAX_STATES = 2000  # a graph with more antichains is cut along its order of execution only
+MAX_STATES = 2000  # a graph with more states is cut along its order of execution only
 
 
 def prefixes(rows: Sequence[LayerProfile], *, ties: bool = False) -> States:
@@ -60,7 +51,7 @@ def antichains(rows: Sequence[LayerProfile], *, ties: bool = False) -> States:
         for index in _positions(beyond[state]):
             added = graph.closures[index] & ~state
             larger = state | added
-            if larger in beyond or added & beyond[state] != 1 << index:  # another reader must join first
+            if larger in beyond or added & beyond[state] != 1 << index:  # another layer beyond must join first
                 continue
             readers = beyond[state]
             for joined in _positions(added):
@@ -74,6 +65,7 @@ def antichains(rows: Sequence[LayerProfile], *, ties: bool = False) -> States:
 
 
 def _positions(bits: int) -> Iterator[int]:
+    """Yield the positions of the bits that are set, ascending."""
     while bits:
         lowest = bits & -bits
         yield lowest.bit_length() - 1
@@ -97,7 +89,7 @@ class _ComputingLayers:
         if not self.working:
             raise PlanError("the profile has no layer to plan")
         self.everything = sum(1 << index for index in self.working)
-        readable = self.everything | 1 << len(rows) - 1  # the loss reads, too
+        readable = self.everything | 1 << len(rows) - 1  # the loss also reads
         self.readers = [[reader for reader in each if readable >> reader & 1] for each in readers]
 
     @cached_property
@@ -117,7 +109,7 @@ class _ComputingLayers:
         return [sum(1 << reader for reader in readers) & self.everything for readers in self.readers]
 
     def states(self, members: Sequence[int], *, are_prefixes: bool = False) -> States:
-        """Sum the layers' costs over every state; unless `ties`, without states that separate tied parameters."""
+        """Return the states with these members; unless `ties`, without those that part layers with a tied parameter."""
         tied = tied_layers(self.rows, self.working, trained=True)
         whole = [state for state in members if self.ties or all(state & group in (0, group) for group in tied.values())]
         if are_prefixes:
@@ -136,7 +128,7 @@ class _ComputingLayers:
         return States(self.rows, tuple(whole), activations=None, tied=copies, **arrays)
 
     def _sums_of_prefixes(self, counts: NDArray[np.intp]) -> dict[str, Floats]:
-        """Return `_sums` of prefixes with these numbers of layers, in linear time."""
+        """Return the same as `_sums` of prefixes with these numbers of layers, in linear time."""
         num_layers = len(self.working)
         rank = np.full(len(self.rows), num_layers)  # of layers that compute; the loss ranks last
         rank[self.working] = np.arange(num_layers)
@@ -145,7 +137,7 @@ class _ComputingLayers:
             return np.concatenate([[0.0], np.cumsum(values[self.working])])[counts]
 
         def between(first: Any, last: Any, num_bytes: Any) -> Floats:
-            """Count bytes in the states that hold a layer of the first ranks and none of the last ones."""
+            """Return, per state, the bytes whose first rank is inside the state and whose last rank is outside."""
             changes = np.zeros(num_layers + 2)
             np.add.at(changes, np.asarray(first) + 1, num_bytes)
             np.subtract.at(changes, np.asarray(last) + 1, num_bytes)
@@ -176,14 +168,14 @@ class _ComputingLayers:
 
     @cached_property
     def _next_bytes(self) -> Floats:
-        """Per number of layers before a cut: parameter bytes of the first layer beyond it that has any."""
+        """[number of layers before a cut] parameter bytes of the first layer beyond the cut that has any."""
         own, found = self._gradient_bytes, np.zeros(len(self.working) + 1)
         for place, index in reversed([*enumerate(self.working)]):
             found[place] = own[index] or found[place + 1]
         return found
 
     def _sums(self, bits: NDArray[np.bool_]) -> dict[str, Floats]:
-        """Return the arrays of some states, [state, layer] bool, by name, none treated as the last."""
+        """Return the arrays of some states by name, without the loss; `bits` is [state, layer] bool."""
         summed = bits.astype(float) @ np.stack([*(self._columns[name] for name in SUMMED), *self._held], 1)
         sources, targets, first_edge = self._edges
         crosses, is_read = np.zeros((2, *bits.shape), dtype=bool)
@@ -205,10 +197,11 @@ class _ComputingLayers:
         }
 
     def _added_bytes(self, ends: Iterable[NDArray[np.bool_]]) -> Floats | float:
-        """Return the bytes that augment the antichains, given the states' last layers, [layer] bool each.
+        """Return the bytes that augment each state's antichain, given its last layers, [layer] bool.
 
-        The artifact adds to a state's last layers every ancestor a of one of them with a reader that is neither a nor
-        an ancestor of a: what crosses the cut, and also what has readers in two branches inside the state.
+        The artifact adds to a state's last layers every ancestor of one of them that has a reader which is not an
+        ancestor of that last layer, nor the layer itself. These are the values that cross the cut, and also values with
+        readers in two branches inside the state.
         """
         layers, added = self._added
         output_bytes = self._columns["output_bytes"][layers]
@@ -216,14 +209,14 @@ class _ComputingLayers:
 
     @cached_property
     def _added(self) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
-        """Layers that the artifact may add, and [layer, added] bool: which of them for which last layer."""
+        """Layers that the artifact may add, and [last layer, added layer] bool: which it adds for which last layer."""
         after = [0] * len(self.rows)  # every layer and all that depend on it
         adding = {}
         for index in reversed(self.working):
             shared = -1
             for reader in self.readers[index]:
                 after[index] |= after[reader]
-                shared &= after[reader]  # the loss depends on all layers, so what it reads is always needed
+                shared &= after[reader]  # 0 for the loss, an ancestor of no layer: what it reads is always added
             if after[index] & ~shared:
                 adding[index] = after[index] & ~shared
             after[index] |= 1 << index
@@ -231,7 +224,7 @@ class _ComputingLayers:
 
     @cached_property
     def _edges(self) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
-        """Read layers and their readers, edge by edge, the loss included; and the first edge of every layer."""
+        """Sources and targets of all edges, the loss included, in order of sources; and every source's first edge."""
         edges = [(index, reader) for index in self.working for reader in self.readers[index]]
         sources, targets = np.array(edges, dtype=np.intp).reshape(-1, 2).T
         return sources, targets, np.flatnonzero(np.diff(sources, prepend=-1))
@@ -248,7 +241,7 @@ class _ComputingLayers:
 
     @cached_property
     def _held(self) -> Floats:
-        """[kind, layer] bytes of parameters, by the names of `ONCE`; a shared one counts at its first user."""
+        """[kind, layer] bytes of parameters, kinds as in `ONCE`; a tied one counts at its first user."""
         seen: set[str] = set()
         held = np.zeros((len(ONCE), len(self.rows)))
         for index in self.working:
@@ -259,5 +252,5 @@ class _ComputingLayers:
 
     @cached_property
     def _gradient_bytes(self) -> Floats:
-        """Parameter bytes per layer; a tied parameter counts at its first user, or at all where these may be parted."""
+        """[layer] parameter bytes; a tied one counts at its first user or, if stages may have copies, at every user."""
         return np.array([row.parameter_bytes for row in self.rows], dtype=float) if self.ties else self._held[0]

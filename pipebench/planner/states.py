@@ -1,7 +1,7 @@
 """States: the places where a model can be cut, as downward-closed sets of layers, and what each cut carries.
 
-A state contains every layer that its members read; a stage is the difference of two nested states. Paper: PipeDream
-(SOSP'19) section 3.1 plans a chain; its artifact the antichains of the graph.
+A state contains every layer that its members read. A stage is the difference of two nested states. Paper: PipeDream
+(SOSP'19) section 3.1 plans chains of layers; its artifact plans over the antichains of the graph.
 """
 
 import bisect
@@ -13,12 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipebench.planner.activations import Activations
+from pipebench.planner.activations import Activations, Floats
 from pipebench.planner.tied import TiedBytes
 from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import RECOMPUTE
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -35,17 +33,18 @@ class States:
     backward_s: Floats
     parameter_bytes: Floats  # trainable parameters, a tied one counted once
     stepped_bytes: Floats  # what the optimizer updates: the same, or master weights in mixed precision
-    untrained_bytes: Floats  # parameters that aren't trained, and buffers, likewise
+    untrained_bytes: Floats  # parameters that aren't trained, and buffers, a tied one counted once
     saved_bytes: Floats  # kept for the backward
-    parted_bytes: Floats  # kept on both sides of the cut, and counted before it
+    parted_bytes: Floats  # kept on both sides of the cut; sums count them before it
     recomputed_bytes: Floats  # recomputed by a backward
     resumes: Floats  # 1 where a cut separates two adjacent recomputed layers, else 0
     num_loading: Floats  # layers that read fields of the data set
-    sent_bytes: Floats  # cross the cut forward: every value with a reader beyond it
-    returned_bytes: Floats  # gradients of those values
+    sent_bytes: Floats  # of every value with a reader beyond the cut
+    returned_bytes: Floats  # of those values' gradients
     antichain_bytes: Floats  # the artifact's bytes of a cut: outputs of the state's augmented antichain
     next_bytes: Floats  # parameters of the first layer beyond the cut that has any
-    activations: Activations | None = field(kw_only=True)  # bytes under per-layer policies; None: the sums above hold
+    # Activations if layers have different policies; None: `saved_bytes` and the other sums hold
+    activations: Activations | None = field(kw_only=True)
     tied: TiedBytes | None = field(default=None, kw_only=True)  # None: no state separates users of a shared parameter
 
     def __len__(self) -> int:
@@ -63,7 +62,7 @@ class States:
 
     @cached_property
     def after(self) -> dict[int, int]:
-        """Number of layers to the state that holds so many: of a chain, the place to cut before the next one."""
+        """Index of the state with a number of layers: in a chain, the cut before the next layer."""
         return {members.bit_count(): state for state, members in enumerate(self.members)}
 
     @cached_property
@@ -76,13 +75,13 @@ class States:
         return np.triu(missing == 0, 1)
 
     def recomputing(self, memory: Sequence[str]) -> "States":
-        """Return the states of the model with these policies, of which only recomputation matters here.
+        """Return the states with the layers recomputed that have this policy; other policies have no effect here.
 
-        A run of recomputed layers keeps its inputs, counted at their first reader; a run separated by a cut also keeps
-        what crosses the cut. A tensor that a recomputed layer shares with another is charged to the other.
+        A run of recomputed layers keeps its inputs, which count at their first reader. A run that a cut separates also
+        keeps what crosses the cut. A tensor that a recomputed layer shares with another counts at the other layer.
         """
         again = [policy == RECOMPUTE for policy in memory]
-        again.append(again[-1])  # the loss is computed again with the last layer
+        again.append(again[-1])  # the loss has the last layer's policy
         saved, run, read = [0.0] * len(again), 0, set[int]()
         for index, row in enumerate(self.rows):
             if not again[index]:
@@ -115,22 +114,17 @@ class States:
         return np.array([*self._beyond[:-1], len(self.rows)], dtype=np.intp)
 
     def _sums(self, values: Floats) -> Floats:
-        """Return a per-layer value summed over every state; the loss belongs to the last."""
+        """Return the sums of a per-layer value over every state; the loss belongs to the last state."""
         found = np.concatenate([bits @ values for bits in blocks_of_bits(self.members, len(self.rows))])
         found[-1] += values[-1]
         return found
 
     def _parted(self, again: Sequence[bool]) -> Floats:
-        """Return `parted_bytes` given which layers are recomputed."""
+        """Return `parted_bytes` if these layers are recomputed."""
         shared = saved_twice(self.rows, again)
         found = np.concatenate([parted(bits, shared) for bits in blocks_of_bits(self.members, len(self.rows))])
         found[-1] = 0.0
         return found
-
-    def coarsened(self, step: int) -> "States":
-        """Return every `step`-th state, the first and the last."""
-        chosen = sorted({0, len(self) - 1, *range(0, len(self), step)})
-        return self.select(chosen)
 
     def select(self, chosen: Sequence[int]) -> "States":
         """Return some of the states."""
@@ -142,10 +136,10 @@ class States:
     def grouped(self, num_groups: int) -> "States":
         """Merge neighbouring states into about `num_groups` optimistic ones, besides the first and the last.
 
-        In order of compute time, so that a state follows its subsets. Sums take the least over stages that end in a
-        group and the most over those that begin there; cuts carry the least of the group; policies and copies of tied
-        parameters are dropped. Groups grow by about equal time and parameters, so a layer above that lies between two
-        groups, where it is counted.
+        States are ordered by compute time, so that a state follows its subsets. For stages that end in a group, sums
+        have the least of the group, for stages that begin there the most; cuts carry the least bytes of the group.
+        Policies and copies of tied parameters are left out. Groups span about equal time and parameters: a layer with
+        more than that lies between two groups, where it counts.
         """
         compute_s = self.forward_s + self.backward_s
         order = np.lexsort((np.arange(len(self)), np.round(compute_s / (compute_s[-1] or 1.0), 9)))
@@ -164,7 +158,7 @@ class States:
         return float(self.parameter_bytes[stop] - self.parameter_bytes[start]) + self.copies(start, stop)
 
     def copies(self, start: int, stop: int) -> float:
-        """Return those of its copies of tied parameters, which sums leave out."""
+        """Return the bytes of a stage's copies of tied trained parameters, which sums leave out."""
         return 0.0 if self.tied is None else float(self.tied.copies(np.array([start]), stop)[0, 0, 0])
 
     def layers(self, start: int, stop: int) -> list[int]:
@@ -174,28 +168,29 @@ class States:
 
 
 @dataclass(frozen=True)
-class Known:
-    """What the modes of one request share, extended as they are planned."""
+class PlanningCache:
+    """Results that the modes of one request share, filled as they are planned."""
 
-    # By size of a unit, and whether they separate tied parameters
+    # By size of a unit, and whether states may part layers with a tied parameter
     states: dict[tuple[int, bool], States] = field(default_factory=dict)
-    floors: dict[Hashable, Any] = field(default_factory=dict)  # a `Floors` by what it depends on
+    floors: dict[Hashable, Any] = field(default_factory=dict)  # instances of `Floors`, by what they depend on
 
 
 _NO_ARRAYS = ("rows", "members", "activations", "tied")
 ARRAYS = tuple(each.name for each in fields(States) if each.name not in _NO_ARRAYS)
 SUMMED = ("forward_s", "backward_s", "saved_bytes", "num_loading")
-# Summed too, but a shared parameter counts once; in the order of `ParameterBytes`
+# Sums in which a tied parameter counts once, in the order of the fields of `ParameterBytes`
 ONCE = ("parameter_bytes", "stepped_bytes", "untrained_bytes")
 _GROWING = (*SUMMED, *ONCE, "recomputed_bytes")
-_HALVINGS = 40  # of how much a group may grow
+_HALVINGS = 40  # bisection steps for the largest growth of a group
 _BLOCK_ELEMENTS = 1 << 22  # of [state, layer] at a time: a few MB for any number of states
 
 
 def _evenly(grown: list[float], num_groups: int) -> list[int]:
-    """Return the first states of at most `num_groups` groups with the least largest growth, and of the two ends.
+    """Return the first states of groups that minimise the largest growth within a group.
 
-    `grown` is the cumulative growth of the model up to every state, ascending.
+    There are at most `num_groups`, besides those of the first and the last state. `grown` is the cumulative growth of
+    the model up to every state, ascending.
     """
 
     def groups(limit: float) -> list[int]:

@@ -1,16 +1,17 @@
 """Activation policies for one stage: vPipe's Algorithm 2, and an exact search.
 
 Paper: vPipe (TPDS'21) section 4.2, whose listing is garbled in places. As read here, a layer's *op* is recompute if its
-copy takes longer than its forward, else swap; its *gain* is bytes over the op's cost. In order of gain, layers are
-swapped while their copies fit in the stage's window; the next ones get their op while memory is short; the rest keep.
+copy takes longer than its forward, else swap. Its *gain* is its bytes over the op's cost. In order of gain, layers are
+swapped while their copies fit in the stage's window, then get their op until the stage fits; the others keep.
 
-Differs: `algorithm_2` compares memory with what the stage really keeps, not with equation 1. Plans use `best_policies`
-instead, because the listing is not optimal in its own model: it swaps even if everything fits, swaps first what is
-better recomputed, counts a copy once per unit in flight though each unit has a window, and ignores adjacent layers.
+Differs: `algorithm_2` compares the limit with what the stage holds in this package's memory model, not with equation 1.
+Plans use `best_policies` instead, because the listing is not optimal in its own model: it swaps even if everything
+fits, swaps first what is better recomputed, counts a copy once per unit in flight though each unit has a window, and
+ignores what adjacent layers share.
 
-The exact search is dynamic programming over the layers, all partial choices as arrays. Later costs depend on little of
-what was chosen before (`Sums.consequences`), so few distinct states exist per layer; of the partial choices that reach
-the same state only those not dominated in time, memory and copies are kept.
+The exact search is dynamic programming over the layers, with all partial choices as arrays. The costs of later layers
+depend on little of what was chosen before (`Sums.consequences`), so each layer has few distinct states. Of the partial
+choices that reach the same state, those dominated in time, memory and copies are dropped.
 """
 
 import bisect
@@ -24,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipebench.planner.activations import MOST_ON_DEVICE
+from pipebench.planner.activations import MOST_ON_DEVICE, Floats
 from pipebench.planner.stage_problem import StageOutcome, StageProblem, Sums
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 
@@ -32,7 +33,6 @@ MOST_LABELS = 2048  # per layer: 250 layers of AmoebaNet take a quarter of a sec
 _MOST_COMPARED = 512  # pairwise
 _FEWEST_BINS = 4  # of memory, per state
 
-_Floats = NDArray[np.float64]
 _Indices = NDArray[np.intp]
 
 
@@ -40,31 +40,31 @@ class _Steps(NamedTuple):
     """What one more layer adds."""
 
     after: _Indices  # [state, choice] resulting state
-    added: _Floats  # [state, choice, 4] as `_Labels.sums`
-    situations: list[Sums]  # per state, sums that lead to it; only their consequences matter
+    added: Floats  # [state, choice, 4] as in `_Labels.sums`
+    situations: list[Sums]  # per resulting state, sums that lead to it, of which only the consequences are used
 
 
 @dataclass(frozen=True)
 class _Labels:
-    """Partial choices, one per label."""
+    """Partial choices of policies, for the layers so far; one per label."""
 
     problem: StageProblem
     situation: _Indices  # [label] state, index into `_Steps.situations`
-    sums: _Floats  # [label, 4] recomputed seconds and bytes, unit bytes, swapped bytes
+    sums: Floats  # [label, 4] recomputed seconds and bytes, unit bytes, swapped bytes
     origin: _Indices  # [label] label before the last layer times the number of choices, plus that layer's choice
 
     @cached_property
-    def extra_s(self) -> _Floats:
+    def extra_s(self) -> Floats:
         """[label] seconds beyond those of the layers."""
         return self.problem.added_s(self.sums[:, 0], self.swapped_bytes)
 
     @cached_property
-    def num_bytes(self) -> _Floats:
+    def num_bytes(self) -> Floats:
         """[label] peak bytes of these layers."""
         return self.problem.most_bytes(self.sums[:, 2], self.swapped_bytes, self.sums[:, 1])
 
     @property
-    def swapped_bytes(self) -> _Floats:
+    def swapped_bytes(self) -> Floats:
         """[label] bytes per unit."""
         return self.sums[:, 3]
 
@@ -72,6 +72,7 @@ class _Labels:
         return len(self.situation)
 
     def chosen(self, which: NDArray[np.bool_] | _Indices) -> "_Labels":
+        """Return some of the labels."""
         return _Labels(self.problem, self.situation[which], self.sums[which], self.origin[which])
 
     def following(self, steps: _Steps) -> "_Labels":
@@ -80,7 +81,7 @@ class _Labels:
         return _Labels(self.problem, steps.after[self.situation].ravel(), sums, np.arange(len(sums)))
 
     def undominated(self) -> "_Labels":
-        """Return labels that no other of the same state beats in time, memory and copies at once; of equals one."""
+        """Return the labels that no other of the same state equals or beats in time, memory and copies at once."""
         order = np.lexsort((self.swapped_bytes, self.num_bytes, self.sums[:, 0], self.situation))
         ordered = self.chosen(order)
         worth = np.stack([ordered.sums[:, 0], ordered.num_bytes, ordered.swapped_bytes, ordered.situation])
@@ -94,7 +95,7 @@ class _Labels:
         if num_bins < _FEWEST_BINS:
             num_bins, group = most, np.zeros_like(group)
         least, width = self.num_bytes.min(), np.ptp(self.num_bytes)
-        # Half a bin less, so that the largest falls into the last one despite rounding.
+        # Half a bin less than `num_bins`, so that the largest value falls into the last bin despite rounding.
         bins = ((self.num_bytes - least) * ((num_bins - 0.5) / width if width else 0.0)).astype(np.intp)
         place = group * num_bins + bins
         order = np.lexsort((self.num_bytes, self.extra_s, place))
@@ -102,9 +103,10 @@ class _Labels:
 
 
 def fastest_policies(problem: StageProblem, limit_s: float, most_labels: int) -> tuple[tuple[str, ...] | None, bool]:
-    """Return the fastest policies that fit, or None, and whether the search was exact.
+    """Return the fastest policies that fit, or None; and whether the search was exact.
 
-    Policies that add more than `limit_s` are skipped; more than `most_labels` per layer are pruned, which is not exact.
+    Policies that add more than `limit_s` seconds per unit are skipped. More than `most_labels` labels per layer are
+    pruned, which makes the search inexact.
     """
     labels = _Labels(problem, np.zeros(1, np.intp), np.zeros((1, 4)), np.zeros(1, np.intp))
     situations, origins, is_exact = [Sums()], [], True
@@ -136,7 +138,7 @@ def _policies(problem: StageProblem, origins: list[_Indices], label: int) -> tup
 
 
 def _steps(problem: StageProblem, layer: int, situations: list[Sums]) -> _Steps:
-    """Return what a layer adds in every state; the loss shares the last layer's policy."""
+    """Return what a layer adds in every state; the loss has the last layer's policy."""
     layers = range(layer, layer + 1 + (layer == problem.stop - 1 and problem.stop in problem.own))
     after = np.zeros((len(situations), len(problem.choices)), np.intp)
     added = np.zeros((*after.shape, 4))
@@ -165,7 +167,7 @@ def _least_bytes_after(problem: StageProblem) -> Iterator[float]:
     yield from reversed(later[:-1])
 
 
-_SAME_S = 1e-12  # rounding: candidates equal to the best known are still considered
+_SAME_S = 1e-12  # for rounding: candidates as fast as the best known are still considered
 
 
 def algorithm_2(problem: StageProblem) -> StageOutcome:
@@ -178,9 +180,9 @@ def algorithm_2(problem: StageProblem) -> StageOutcome:
 
 
 def _near_algorithm_2(problem: StageProblem) -> StageOutcome:
-    """Return Algorithm 2's policies by bisection, assuming that memory falls with every op.
+    """Return Algorithm 2's policies by bisection, which evaluates a stage of hundreds of layers a few times only.
 
-    True unless copies lag; evaluates a stage of hundreds of layers a few times only.
+    Assumes that every op lowers memory, which is true unless copies lag.
     """
     listing = _Listing.of(problem)
     counts = range(len(listing.ops))
@@ -214,7 +216,7 @@ class _Listing(NamedTuple):
             memory[layer] = SWAP
             space_bytes -= problem.in_flight * kept_bytes[layer]
         ops = [(layer, RECOMPUTE if copy_s[layer] > forward_s[layer] else SWAP) for layer in ordered]
-        other = problem.choices[-1]  # if one of both is not allowed
+        other = problem.choices[-1]  # in place of an op that is not allowed
         return cls(problem, memory, [(layer, op if op in problem.choices else other) for layer, op in ops])
 
     def outcome(self, count: int) -> StageOutcome:
@@ -226,7 +228,7 @@ class _Listing(NamedTuple):
 
 
 def _kept_alone(problem: StageProblem) -> Iterator[int]:
-    """Yield the bytes per layer if all layers keep."""
+    """Yield the bytes that every layer adds to a unit if all layers keep."""
     sums = Sums()
     for index in problem.own[: problem.num_layers]:
         following = problem.then(sums, index, KEEP)

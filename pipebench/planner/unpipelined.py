@@ -1,12 +1,12 @@
 """Plans for modes without pipelining: stage times add up, and replicas share the minibatches.
 
-W replicas of the input stage admit W minibatches, which pass the stages together, so a minibatch's share is the sum of
-the stages' seconds per minibatch, where a pipeline's is the maximum. Later stages have a divisor of W replicas: more
-would idle, and an update covers exactly the W minibatches.
+W replicas of the input stage admit W minibatches, which pass the stages together. So the seconds per minibatch are the
+sum over stages, where a pipeline's are the maximum. The replicas of later stages divide W: more would idle, and an
+update covers exactly the W minibatches.
 
-Differs: the cost model prices stages as in a pipeline, so a stage of m replicas sums gradients once per m minibatches,
-not per W; and later stages really begin before all W have left the one before. The simulator chooses among the plans,
-one per W.
+Differs: the cost model prices stages as in a pipeline, so a stage of m replicas is charged a gradient sum per m
+minibatches, not per W; and in a run later stages begin before all W minibatches have left the stage before. So the
+simulator chooses among the best plans for every W.
 """
 
 from collections.abc import Iterator
@@ -14,18 +14,20 @@ from functools import partial
 
 import numpy as np
 
+from pipebench.planner.activations import Floats
 from pipebench.planner.cost_models import StageGrid
 from pipebench.planner.flat import FlatProblem, SearchStage
-from pipebench.planner.states import Floats
 
-MOST_WORKERS, MOST_STATES = 32, 500  # the searches' time grows with the square of both: half a second
+# The time of the search grows with the square of both, to half a second.
+MOST_WORKERS = 32
+MOST_STATES = 500
 
 
 def plans_unpipelined(problem: FlatProblem) -> Iterator[tuple[SearchStage, ...]]:
-    """Yield, for every width of the first stage, the plan with the least sum over its stages, if one fits.
+    """Yield the best plan for every number of replicas of the first stage with which one fits.
 
-    Exact: no plan with that first width, and later widths that divide it, has a smaller sum of `flat.stage_s`. Uses at
-    most `MOST_WORKERS`, and ignores `problem.width`.
+    Exact: of the plans whose later stages have divisors of that number as replicas, none has a smaller sum of
+    `flat.stage_s`. Uses at most `MOST_WORKERS` workers, and ignores `problem.width`.
     """
     count = min(problem.num_workers, MOST_WORKERS)
     seconds = _seconds(problem, count)
@@ -36,7 +38,7 @@ def plans_unpipelined(problem: FlatProblem) -> Iterator[tuple[SearchStage, ...]]
 
 
 def _seconds(problem: FlatProblem, count: int) -> Floats:
-    """Return the seconds per minibatch of every stage [replicas - 1, start, stop], infinite if it does not exist."""
+    """Return every stage's seconds per minibatch, [replicas - 1, start, stop]; infinite if impossible."""
     work, last = problem.work, len(problem.work.states) - 1
     seconds = np.full((count, last, last + 1), np.inf)
     for starts in (np.arange(1), np.arange(1, last)):
@@ -51,18 +53,18 @@ def _seconds(problem: FlatProblem, count: int) -> Floats:
 
 
 def _plan(seconds: Floats, width: int, count: int) -> tuple[SearchStage, ...] | None:
-    """Return the best plan with this first width, by dynamic programming from the model's end."""
+    """Return the best plan whose first stage has `width` replicas, by dynamic programming from the model's end."""
     _, last, _ = seconds.shape
     later = count - width
     widths = np.array([m for m in range(1, width + 1) if width % m == 0 and m <= later], dtype=int)
-    # Workers left after a stage, [replicas, workers]; too few: the row of infinities.
+    # Workers left after a stage, [replicas, workers]; if there are too few, the index of a row of infinities.
     left = np.arange(later + 1) - widths[:, None]
     left = np.where(left < 0, later + 1, left)
-    to_go = np.full((later + 2, last + 1), np.inf)  # [workers, state] seconds from a state to the end
+    to_go = np.full((later + 2, last + 1), np.inf)  # [workers, state] seconds from a state to the model's end
     to_go[: later + 1, last] = 0.0
 
     def choices(state: int) -> Floats:
-        """Return the seconds from a state on by [replicas, workers there are, stop]."""
+        """Return the seconds from a state to the end, [replicas of the next stage, workers, its stop]."""
         return seconds[widths - 1, state, None, state + 1 :] + to_go[left, state + 1 :]
 
     if len(widths):

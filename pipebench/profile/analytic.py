@@ -1,7 +1,7 @@
-"""The analytic profile: layer costs computed from shapes for a device of the catalogue, in seconds for any model size.
+"""The analytic profile: layer costs computed from shapes for a device of the catalogue.
 
-The pass runs on torch's meta device: nothing is allocated or computed. Where a layer needs real data because what it
-does depends on it, the pass runs on samples on this machine.
+The pass runs on torch's meta device, where nothing is allocated or computed, so that a model of any size takes seconds.
+If what a layer does depends on its data, the pass runs on samples on this machine.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ def analytic_profile(
 ) -> Profile:
     """Compute every layer's cost on a device of the catalogue.
 
-    The graph's parameters may be on the meta device, and the data's files absent, unless a layer needs data.
+    Unless a layer needs data, the graph's parameters may be on the meta device, and the data set's files may be absent.
     `on_progress` gets what is computed, in words.
 
     Raises:
@@ -72,22 +72,23 @@ class _Walks:
         self._graph, self._device, self._num_walks, self._on_progress = graph, device, num_walks, on_progress
         self._root = without_data(graph.root).train()
         lower([self._root], graph.rounding)
-        self._done = 0
+        self._num_begun = 0
         self.needs_data = ""  # name of the first layer that needs data
 
     def at(self, dataset: Dataset, sizes: Sequence[int]) -> dict[int, tuple[LayerProfile, ...]]:
         """Return number of samples to the layers' costs."""
         found = {}
         for size in sizes:
-            self._done += 1
+            self._num_begun += 1
             if self._on_progress:
                 self._on_progress(
-                    f"computing all layers at {formats.num_samples(size)}, {self._done} of {self._num_walks}"
+                    f"computing all layers at {formats.num_samples(size)}, {self._num_begun} of {self._num_walks}"
                 )
             found[size] = self._rows(dataset, size)
         return found
 
     def _rows(self, dataset: Dataset, num_samples: int) -> tuple[LayerProfile, ...]:
+        """Price all layers; without data if possible, else on the first samples, noting the layer that needs them."""
         without = None
         if not self.needs_data:
             example = dataset.example(num_samples)
@@ -133,11 +134,11 @@ def _rate(device: DeviceSpec, graph: LayerGraph) -> str:
 
 
 def _update_s_per_byte(optimizer: OptimizerRecipe, rows: Sequence[LayerProfile], device: DeviceSpec) -> float:
-    """Return the seconds of one fused step per byte of parameters, by the bytes that it moves for each.
+    """Return the seconds of one fused step per byte of parameters, from the bytes that it moves for each such byte.
 
-    Every rule reads parameter and gradient and writes the parameter: 3. Momentum is read and written besides: 5. Adam
-    has two such averages: 7. Weight decay uses what is already read. In mixed precision this holds for the masters; in
-    addition, gradients are read in 16 bits and written in 32, parameters the reverse.
+    Every optimizer reads parameter and gradient and writes the parameter: 3. With momentum, which is read and written,
+    it is 5; with Adam's two averages, 7. Weight decay uses what is read anyway. In mixed precision this holds for the
+    masters. In addition gradients are read in 16 bits and written in 32, and parameters read in 32 and written in 16.
     """
     moved_bytes: float = 3 + 2 * state_bytes_per_byte(optimizer)
     if any(row.master_sizes for row in rows):
@@ -154,8 +155,8 @@ def _input_bytes(dataset: Dataset, num_samples: int) -> int:
 def mean_layers(lengths: Sequence[LengthProfile]) -> dict[int, tuple[LayerProfile, ...]]:
     """Return number of samples to the layers' mean times and output bytes, with the longest minibatch's saved bytes.
 
-    For planners, which take one length. Every length is profiled: short minibatches use a device badly, so the mean
-    isn't the cost at the mean length.
+    These are for planners, which take one length. They are means over the profiles of all lengths rather than the
+    profile of the mean length, since short minibatches use a device badly.
     """
     shares = [each.share for each in lengths]
     return {
@@ -165,6 +166,8 @@ def mean_layers(lengths: Sequence[LengthProfile]) -> dict[int, tuple[LayerProfil
 
 
 def _mean(shares: Sequence[float], rows: Sequence[LayerProfile]) -> LayerProfile:
+    """Return a layer's row with the means, weighted by `shares`, of its rows at all lengths."""
+
     def mean(values: Sequence[float]) -> float:
         return sum(share * value for share, value in zip(shares, values, strict=True))
 
@@ -172,10 +175,7 @@ def _mean(shares: Sequence[float], rows: Sequence[LayerProfile]) -> LayerProfile
     output_bytes = sum(parts) or round(mean([row.output_bytes for row in rows]))
     longest = max(rows, key=lambda row: (row.saved_bytes, row.output_bytes))
     return replace(
-        longest,
-        forward_s=mean([row.forward_s for row in rows]),
-        backward_s=mean([row.backward_s for row in rows]),
-        weight_s=mean([row.weight_s for row in rows]),
+        longest.with_times_over(rows, mean),
         output_bytes=output_bytes,
         gradient_bytes=min(output_bytes, round(mean([row.gradient_bytes for row in rows]))),
         output_parts=parts,

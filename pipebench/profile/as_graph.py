@@ -1,4 +1,4 @@
-"""A profile as a layer graph: a model of which only the costs are known can be cut, planned and simulated."""
+"""A profile as a layer graph and a data set, to plan and simulate a model of which only the costs are known."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,11 +12,12 @@ from pipebench.zoo.registry import Dataset
 
 
 def work_of(profile: Profile) -> Profile:
-    """Return a profile without the rows of model inputs and of unread `__getitem__`s."""
+    """Return a profile without the rows that are no work: model inputs, and `__getitem__`s that no layer reads."""
     return profile.with_rows(_working)
 
 
 def _working(rows: Sequence[LayerProfile]) -> tuple[LayerProfile, ...]:
+    """Return the rows that are work, with the indices that they have among each other."""
     read = {index for row in rows for index in row.reads}
     working = [
         index
@@ -35,7 +36,7 @@ def _working(rows: Sequence[LayerProfile]) -> tuple[LayerProfile, ...]:
 
 
 def graph_of(rows: Sequence[LayerProfile]) -> LayerGraph:
-    """Return a graph with one layer per row but the loss, the last row; its layers have costs and can't be executed."""
+    """Return a graph with one layer per row, except the last row, the loss; its layers can't be executed."""
     *layers, loss = rows
     graph = fx.Graph()
     nodes = [graph.call_function(_unknown) for _ in layers]
@@ -56,7 +57,7 @@ def _unknown() -> None:
 
 
 class InputsOf(Dataset):
-    """The data set of a model that is only a profile: counts and metrics of `data`, sizes of inputs from `profile`."""
+    """The data set of a model that is only a profile: `data` gives counts and metrics, `profile` the inputs' sizes."""
 
     targets: Sequence[str] = ()
 

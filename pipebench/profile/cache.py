@@ -1,7 +1,7 @@
-"""The cache of profiles and of what else is measured: a JSON file per key.
+"""The cache of profiles and of other measurements: a file per key.
 
-They are in `$PIPEBENCH_CACHE/profiles`, or else in the user's cache directory. A file that can't be read is made again;
-one that can't be written costs time, never a result.
+The files are in `$PIPEBENCH_CACHE/profiles`, or else in the user's cache directory. What can't be read from the cache
+is made again; if it can't be written to, a warning says so and the run goes on.
 """
 
 import functools
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def cached(key_parts: Mapping[str, object], make: Callable[[], Profile], *, anew: bool = False) -> Profile:
-    """Return the cached profile of a key; make and cache it if there is none, or if it is to be made `anew`."""
+    """Return the cached profile of a key; if there is none, or with `anew`, make and cache it."""
     found: list[Profile] = []
     if not anew:
         find(key_parts, lambda text: found.append(read_profile(text)))
@@ -34,9 +34,10 @@ def cached(key_parts: Mapping[str, object], make: Callable[[], Profile], *, anew
 
 
 def find(key_parts: Mapping[str, object], read: Callable[[str], object]) -> str | None:
-    """Return the text cached for a key, None without one that `read` can read.
+    """Return the text cached for a key; None if there is none, or none that `read` can read.
 
-    `key_parts` is everything that determines it, as values with a stable `str`; the file format's version is added.
+    `key_parts` is everything that determines the text, as values with a stable `str`. The version of the profile format
+    is added to the key.
     """
     path = _path(key_parts)
     try:
@@ -67,7 +68,7 @@ def _path(key_parts: Mapping[str, object]) -> Path:
 
 @functools.cache
 def code_hash() -> str:
-    """Return a hash of all code of the zoo and pipebench."""
+    """Return a hash of all code of pipebench and its zoo."""
     folders = (Path(pipebench.__file__).parent, Path(str(zoo.__file__)).parent)  # in a checkout the second is a link
     sources = sorted({file for folder in folders for file in folder.rglob("*.py")})
     return hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()
@@ -75,7 +76,7 @@ def code_hash() -> str:
 
 @functools.cache
 def own_hash() -> str:
-    """Return a hash of the code and constants that compute a profile."""
+    """Return a hash of this package, which has the code and constants that make profiles."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()
 

@@ -1,6 +1,6 @@
 """Chooses a recipe's profile: measured here, computed for its cluster's device, or read from a file.
 
-Times of this machine are never combined with another cluster's links.
+A profile measured on this machine is never combined with another cluster's links.
 """
 
 import hashlib
@@ -47,8 +47,12 @@ def profile_for(
 ) -> Profile:
     """Return the profile that `engine.timing` asks for.
 
-    `device` is where to measure. `on_progress` gets what is profiled, in words, unless a file or the cache has the
-    profile.
+    Args:
+        recipe: names timing, model and settings.
+        cluster: its device is the one to compute for.
+        request: the model, its data and the sizes.
+        device: where to measure.
+        on_progress: gets what is profiled, in words; isn't called if a file or the cache has the profile.
 
     Raises:
         ProfileError: the cluster doesn't allow that timing, or the file is of another model, precision or size.
@@ -67,13 +71,19 @@ def profile_for(
         key = _machine(recipe, device)
         make = partial(measured_profile, request, device, on_progress=on_progress, engine=recipe.engine)
     else:
-        found = _read_for(recipe, timing, request)
-        return replace(found, precision=recipe.train.precision)
+        return _used_here(recipe, device, _read_for(recipe, timing, request))
     found = cached({**_model_parts(recipe, request), **key}, make, anew=recipe.engine.timing == ANEW)
-    return replace(found, precision=recipe.train.precision)
+    return _used_here(recipe, device, found)
+
+
+def _used_here(recipe: Recipe, device: torch.device, found: Profile) -> Profile:
+    """Return a profile with what files and the cache don't store: the recipe's precision, and the GPUs here."""
+    num_devices = torch.cuda.device_count() if device.type == "cuda" else 0
+    return replace(found, precision=recipe.train.precision, num_devices=num_devices)
 
 
 def _check_measurable(recipe: Recipe, cluster: Cluster, dataset: Dataset) -> None:
+    """Refuse to measure samples of several lengths, and to measure here for another cluster's device."""
     if dataset.lengths:
         raise ProfileError(
             f"dataset.lengths: {recipe.dataset.get('lengths')} needs times at every length, and only the data has "
@@ -92,12 +102,12 @@ def profile_request(recipe: Recipe, graph: LayerGraph, dataset: Dataset, sizes: 
 
 
 def measured_key(recipe: Recipe, request: ProfileRequest, device: torch.device) -> dict[str, object]:
-    """Return what determines a profile measured on a device of this machine, for the cache."""
+    """Return the cache's key of a profile measured on a device of this machine: everything that determines it."""
     return {**_model_parts(recipe, request), **_machine(recipe, device)}
 
 
 def _machine(recipe: Recipe, device: torch.device) -> dict[str, object]:
-    """Return what determines a measured profile besides the model: device, settings, and how it is measured."""
+    """Return what determines a measured profile besides the model: device, settings and the measuring code."""
     with torch_settings(recipe.engine):
         return {
             "by": own_hash(),
@@ -110,26 +120,22 @@ def _machine(recipe: Recipe, device: torch.device) -> dict[str, object]:
 
 
 def _read_for(recipe: Recipe, path: str, request: ProfileRequest) -> Profile:
-    """Read the profile file that `engine.timing` names and check that it is of this model, precision and lengths."""
-    found = fitting(load_profile(path, recipe.train.minibatch_size), path, request.graph, request.sizes)
-    _check_precision(found, path, recipe.train.precision)
-    _check_lengths(found, path, request.dataset)
+    """Read the profile file that `engine.timing` names; check that it is of this model, precision and lengths."""
+    found = fitting(_loaded(recipe, path, request.dataset), path, request.graph, request.sizes)
     if _says_samples(found):
         return found
-    # Any device of the catalogue will do: its times aren't used, and bytes are the same on all.
+    # Any device of the catalogue will do: only the bytes are used, which are the same on all.
     return _with_bytes_of(analytic_profile(request, next(iter(DEVICES.values()))), found, path)
 
 
 def profile_of_file(recipe: Recipe, dataset: Dataset) -> Profile:
-    """Return the profile that `model.profile` names, for a recipe that has no other model.
+    """Return the profile that `model.profile` names, of a recipe whose model is only a profile.
 
     Raises:
         ProfileError: it can't be read, or has another precision than the recipe, or other lengths than `dataset`.
     """
     path = str(recipe.model["profile"])
-    found = load_profile(path, recipe.train.minibatch_size)
-    _check_precision(found, path, recipe.train.precision)
-    _check_lengths(found, path, dataset)
+    found = _loaded(recipe, path, dataset)
     if not _says_samples(found):
         found = replace(found, state_bytes_per_byte=state_bytes_per_byte(recipe.train.optimizer))
     return replace(found, precision=recipe.train.precision)
@@ -142,7 +148,7 @@ def has_one_size(recipe: Recipe) -> bool:
 
 
 def check_sizes(profile: Profile, path: str, sizes: Sequence[int]) -> None:
-    """Check that a profile has all of `sizes`, in samples; raises a ProfileError that names the missing ones."""
+    """Raise a ProfileError that names the missing sizes, unless a profile has all of `sizes`, in samples."""
     missing = sorted(set(sizes) - set(profile.layers))
     if missing:
         one = "a graph.txt holds one size, taken to be train.minibatch_size; if a mode would cut it"
@@ -153,13 +159,17 @@ def check_sizes(profile: Profile, path: str, sizes: Sequence[int]) -> None:
         )
 
 
-def _check_precision(profile: Profile, path: str, precision: str) -> None:
-    if _says_samples(profile) and profile.precision != precision:
-        raise ProfileError(f"profile {path} is of precision {profile.precision}, train.precision is {precision}")
+def _loaded(recipe: Recipe, path: str, dataset: Dataset) -> Profile:
+    """Return the profile of a file, after checking that it is of the recipe's precision and the data set's lengths."""
+    found, precision = load_profile(path, recipe.train.minibatch_size), recipe.train.precision
+    if _says_samples(found) and found.precision != precision:
+        raise ProfileError(f"profile {path} is of precision {found.precision}, train.precision is {precision}")
+    _check_lengths(found, path, dataset)
+    return found
 
 
 def is_measured(recipe: Recipe, cluster: Cluster) -> bool:
-    """Return whether a recipe's profile is measured here, which takes weights and data."""
+    """Return whether a recipe's profile is measured here, which requires weights and data."""
     return recipe.model.get("profile") is None and _timing(recipe, cluster) == "measured"
 
 
@@ -170,7 +180,7 @@ def _timing(recipe: Recipe, cluster: Cluster) -> str:
 
 
 def fitting(profile: Profile, path: str, graph: LayerGraph, sizes: Sequence[int]) -> Profile:
-    """Return the profile with its computing layers only, after checking that they are the model's at these sizes.
+    """Check that a profile is of a model and has all of `sizes`; return it without rows of model inputs.
 
     Raises:
         ProfileError: it is of another model, or lacks a size; names `path`.
@@ -182,7 +192,7 @@ def fitting(profile: Profile, path: str, graph: LayerGraph, sizes: Sequence[int]
 def _fitting_rows(
     profile: Profile, rows: Sequence[LayerProfile], path: str, graph: LayerGraph
 ) -> tuple[LayerProfile, ...]:
-    """Return the rows of computing layers, with the edges of the model's layers."""
+    """Return the rows without those of model inputs, with the edges of the model's layers."""
     expected = [*(layer.name for layer in graph.layers), LOSS]
     reads = [(layer.reads, layer.inputs) for layer in graph.layers] + [(graph.outputs, ())]
     work = [row for row in rows if not row.is_input]
@@ -200,7 +210,7 @@ def _fitting_rows(
 
 
 def _check_lengths(profile: Profile, path: str, dataset: Dataset) -> None:
-    """Check that the profile's lengths and their shares are the data set's."""
+    """Check that a profile's lengths and their shares are those of the data set."""
     held, wanted = ([(each.columns, each.share) for each in lengths] for lengths in (profile.lengths, dataset.lengths))
     if held != wanted:
         lengths = (f"lengths {', '.join(str(n) for n, _ in each)}" if each else "one length" for each in (held, wanted))
@@ -208,9 +218,10 @@ def _check_lengths(profile: Profile, path: str, dataset: Dataset) -> None:
 
 
 def _with_bytes_of(shapes: Profile, profile: Profile, path: str) -> Profile:
-    """Return a `graph.txt`'s profile with the bytes of `shapes`, computed from the model; times stay the file's.
+    """Return a `graph.txt`'s profile with the bytes of `shapes`, which was computed from the model.
 
-    The file can't hold which outputs have a gradient, which layers share a parameter and what each saves for backward.
+    The file doesn't say which outputs have a gradient, which layers share a parameter, and what layers save for their
+    backwards.
     """
     layers = {}
     for size, rows in shapes.layers.items():
@@ -234,7 +245,7 @@ def _with_bytes_of(shapes: Profile, profile: Profile, path: str) -> Profile:
 
 
 def _says_samples(profile: Profile) -> bool:
-    """Return whether the profile states its sizes and device: a `graph.txt` states neither."""
+    """Return whether a profile states its sizes and device, unlike one from a `graph.txt`."""
     return profile.device != UNKNOWN_DEVICE
 
 
@@ -244,7 +255,7 @@ def _model_text(recipe: Recipe) -> str:
 
 
 def _model_parts(recipe: Recipe, request: ProfileRequest) -> dict[str, object]:
-    """Return what determines a profile, measured or computed."""
+    """Return what determines a profile, whether measured or computed."""
     graph = request.graph
     tensors = {**dict(graph.root.named_parameters()), **dict(graph.root.named_buffers())}
     return {
@@ -262,9 +273,9 @@ def _model_parts(recipe: Recipe, request: ProfileRequest) -> dict[str, object]:
 
 
 def _source_hash(recipe: Recipe, graph: LayerGraph) -> str:
-    """Return a hash of the source files of the model and the data set: edited code is profiled again."""
+    """Return a hash of the source files of the model and the data set, so that edited code is profiled again."""
     names = {importlib.import_module(target.partition(":")[0]).__name__ for _, target in targets_of(asdict(recipe))}
-    # A layer's class may come from anywhere; torch's are known by its version.
+    # Layers' classes may be of any module. Those of torch don't count, since its version is part of the key.
     classes = (type(module).__module__ for module in graph.root.modules())
     names |= {name for name in classes if not f"{name}.".startswith(("torch.", f"{zoo.__name__}."))}
     sources = [file.read_text(encoding="utf-8") for file in sorted(Path(zoo.__file__).parent.glob("*.py"))]
@@ -274,10 +285,10 @@ def _source_hash(recipe: Recipe, graph: LayerGraph) -> str:
 def _source(module: str) -> str:
     try:
         return inspect.getsource(sys.modules[module])
-    except (OSError, TypeError):  # a part of Python, or written in C
+    except (OSError, TypeError):  # built into Python, or written in C
         return module
 
 
 def _described(module: nn.Module) -> str:
-    """Return a module's class and options, without addresses: a stride changes the cost and no shape of a weight."""
+    """Return a module's class and options, such as a stride, without addresses, which differ from run to run."""
     return re.sub(r" at 0x[0-9a-f]+", "", f"{type(module).__qualname__}({module.extra_repr()})")

@@ -1,7 +1,8 @@
-"""The catalogue of devices with their published peaks; `efficiencies.py` says what fraction of them is reached.
+"""The catalogue of devices with their published peaks; `efficiencies.py` has the fractions of them that are reached.
 
-Rates are for 32-bit floating point without tensor cores, what the papers trained with; 16-bit rates are those of tensor
-cores that add in 32 bits, as cuBLAS and cuDNN use them. Assumed: without tensor cores for a type, 32-bit rates hold.
+Rates are for 32-bit floating point without tensor cores, with which the papers trained. 16-bit rates are those of
+tensor cores that add in 32 bits, as cuBLAS and cuDNN use them. Assumed: without tensor cores for a type, 32-bit rates
+hold.
 """
 
 import platform
@@ -10,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from pipebench.cluster import LOCAL, Cluster
-from pipebench.errors import ProfileError, choice
+from pipebench.errors import DeviceError, choice
 from pipebench.profile.efficiencies import AMPERE, HOPPER, LAUNCH_S, SHIPPED, Efficiencies
 from pipebench.recipe.schema import EngineRecipe
 from pipebench.zoo.late import torch
 
-# Host to device, pinned memory. Assumed: 12 of the 15.75 GB/s of PCIe 3.0 x16, the same fraction of later versions.
+# Bytes per second from pinned host memory to a device. Assumed: 12 of the 15.75 GB/s of PCIe 3.0 x16, and the same
+# fraction of later versions.
 _PCIE3, _PCIE4, _PCIE5 = 12e9, 24e9, 48e9
 
 
@@ -31,11 +33,11 @@ class DeviceSpec:
     host_bytes_per_s: float  # bandwidth from host memory to its own; assumed
     source: str  # where the published numbers come from
     fp16_flops_per_s: float = 0.0  # peak rate of tensor cores, without sparsity; 0 if it has none for fp16
-    bf16_flops_per_s: float = 0.0  # likewise for bf16
-    tf32_flops_per_s: float = 0.0  # likewise for 32-bit floating point rounded to TF32, where `allows_tf32`
+    bf16_flops_per_s: float = 0.0  # the same for bf16
+    tf32_flops_per_s: float = 0.0  # the same for 32-bit floating point rounded to TF32, if `allows_tf32`
     allows_tf32: bool = False
     efficiencies: Efficiencies = SHIPPED
-    launch_s: float = LAUNCH_S  # seconds that its host needs to issue one kernel, the least that a kernel takes
+    launch_s: float = LAUNCH_S  # seconds that its host needs to issue one kernel; no kernel takes less
     pause_s: float = 0.0  # seconds that it is idle after every kernel that the host issues
 
     def tensor_flops_per_s(self, dtype: "torch.dtype | None") -> float:
@@ -48,7 +50,7 @@ class DeviceSpec:
 
 
 _GB = 10**9
-# Rates without sparsity, and what is known of their libraries.
+# Rates without sparsity, and the efficiencies of their libraries.
 _AMPERE: dict[str, Any] = {
     **dict.fromkeys(("fp16_flops_per_s", "bf16_flops_per_s"), 312e12),
     "tf32_flops_per_s": 156e12,
@@ -64,7 +66,7 @@ DEVICES: dict[str, DeviceSpec] = {
     for spec in (
         # PipeDream's cluster A is Azure NC24s_v3, which has the PCIe card; SXM2 (15.7 Tflop/s) differs by its clock.
         DeviceSpec("V100", 14.0e12, 900e9, 16 * _GB, 80, _PCIE3, "NVIDIA V100 datasheet, PCIe 16 GB", 112e12),
-        # The papers write Titan X; assumed to be the Pascal card, whose name that is, not the older GTX Titan X.
+        # The papers write Titan X. Assumed: the Pascal card, which has that name, not the older GTX Titan X.
         DeviceSpec("Titan X", 11.0e12, 480e9, 12 * _GB, 28, _PCIE3, "NVIDIA Titan X (Pascal) announcement, July 2016"),
         DeviceSpec("1080 Ti", 11.3e12, 484e9, 11 * _GB, 28, _PCIE3, "NVIDIA GeForce GTX 1080 Ti specifications"),
         DeviceSpec(
@@ -86,21 +88,22 @@ def is_computed(timing: str, cluster: Cluster) -> bool:
 
 
 def find_device(name: str) -> DeviceSpec:
-    """Return a device's entry (case, spaces and `-` don't matter); raises a ProfileError if there is none."""
+    """Return a device's entry (case, spaces and `-` don't matter); raises a DeviceError if there is none."""
     wanted = _plain(name)
     for spec in DEVICES.values():
         if _plain(spec.name) == wanted:
             return spec
-    raise ProfileError(f"no analytic profile for device: {choice(name, DEVICES)}")
+    needed = "without a profile file as engine.timing, the device must be in the catalogue"
+    raise DeviceError(f"{needed}: {choice(name, DEVICES)}")
 
 
 def device_of(cluster: Cluster, engine: EngineRecipe | None = None) -> DeviceSpec:
     """Return the catalogue's entry for a cluster's device, with the cluster's launch and pause times.
 
-    `engine` says whether 32-bit products may use TF32 and kernels need be deterministic; None is for its defaults.
+    `engine` says whether 32-bit products may use TF32 and whether kernels must be deterministic; None: its defaults.
 
     Raises:
-        ProfileError: no such device.
+        DeviceError: no such device.
     """
     spec = find_device(cluster.device)
     launch_s = spec.launch_s if cluster.launch_s is None else cluster.launch_s

@@ -1,8 +1,8 @@
-"""Every constant of the analytic profile but the devices' own, each with where it comes from.
+"""Every constant of the analytic profile but the devices' own peaks, each with its source.
 
 Those of the papers' devices (`SHIPPED`) are published or fitted on published rates, never on the profiles that they are
-judged on (`reports/analytic_profile.md`). Those of Ampere and Hopper say one by one what is published and what is
-fitted on which profiles; `reports/gpu_efficiencies.md` judges them by leaving each of these profiles out.
+judged on (`reports/analytic_profile.md`). Comments on those of Ampere and Hopper say what is published and what is
+fitted on which profiles; `reports/gpu_efficiencies.md` judges the fitted ones by leaving each of these profiles out.
 """
 
 from dataclasses import dataclass, replace
@@ -11,43 +11,45 @@ from dataclasses import dataclass, replace
 # 6x6 products per channel pair instead of 16 * 9. Published: Lavin and Gray, "Fast algorithms for convolutional neural
 # networks" (2016).
 WINOGRAD_TILE, WINOGRAD_PATCH, WINOGRAD_KERNEL = 4, 6, 3
-# A matrix product is cut into tiles, a multiprocessor computes one at a time, and the last of the tiles may leave most
-# of the device idle. Published: NVIDIA, "Matrix multiplication background user's guide", tile and wave quantization;
-# the sizes are those of it that 32-bit kernels have (`sgemm_128x128`, `128x64`, `64x64`). Assumed: all of one rate, and
-# the inner dimension may be split so many ways to fill the device.
+# A matrix product is cut into tiles. A multiprocessor computes one at a time, so that the last tiles may leave most of
+# the device idle. Published: NVIDIA, "Matrix multiplication background user's guide", tile and wave quantization; of
+# its tile sizes these are the ones that 32-bit kernels have (`sgemm_128x128`, `128x64`, `64x64`). Assumed: all sizes
+# reach one rate, and the inner dimension may be split in so many parts to fill the device.
 TILES = ((128, 128), (128, 64), (64, 128), (64, 64))
 SPLITS = (1, 2, 4, 8, 16)
-# Seconds that the host needs to issue one kernel, where a cluster doesn't say. Assumed: eager PyTorch issues about
-# 100,000 operations per second; 7 us for the simplest that autograd records, before any kernel, were measured by its
-# users in 2020 (pytorch/pytorch, issue 41383).
+# Seconds that the host needs to issue one kernel, if the cluster doesn't say. Assumed: eager PyTorch issues about
+# 100,000 operations per second. Its users measured 7 us in 2020 for the simplest operation that autograd records,
+# without a kernel (pytorch/pytorch, issue 41383).
 LAUNCH_S = 1e-5
-# Winograd saves so many of the direct algorithm's multiplications (above).
+# The direct algorithm's multiplications over Winograd's: 4.
 WINOGRAD_GAIN = WINOGRAD_TILE**2 * WINOGRAD_KERNEL**2 / WINOGRAD_PATCH**2
-# Of Hopper's 32-bit convolutions: gradients of inputs take Winograd's algorithm from so many rows of pixels on, and
-# fewer input channels than these leave arithmetic unused. Both chosen with the three profiles in sight.
+# Of Hopper's 32-bit convolutions, both fitted on the profiles below: the least rows of pixels for which gradients of
+# inputs take Winograd's algorithm, and the input channels below which a part of the arithmetic is unused.
 WINOGRAD_ROWS, MIN_CHANNELS = 16, 8
 
 
 @dataclass(frozen=True)
 class Convolutions:
-    """What fractions of the peaks cuDNN's 32-bit convolutions reach on a device where each product was measured.
+    """Fractions of the peaks that cuDNN's 32-bit convolutions reach, for devices where each product was measured.
 
-    Where cuDNN may not try algorithms (`engine.deterministic`) it takes those that its rules name, often not the
-    fastest, and its deterministic gradients are bound by how few blocks may sum an element, not by arithmetic.
+    If cuDNN may not try algorithms (`engine.deterministic`), it takes those that its rules name, often not the fastest.
+    Its deterministic gradients are bound by how few blocks may sum an element, not by arithmetic.
     """
 
-    direct: float  # of the peak rate, all three products by the direct algorithm; Winograd's gradients four times that
-    winograd_forward: float  # of the peak rate, the direct algorithm's operations in forwards of 3x3 and stride 1
-    forward_memory: float  # of the peak bandwidth, what a forward reads and writes
-    input_memory: float  # likewise of the product that gives the gradient of the input
-    strided_input_memory: float  # likewise where the stride isn't 1
-    weight_memory: float  # likewise of the product that gives the gradient of the weights
+    direct: (
+        float  # of the peak rate: any product by the direct algorithm; a gradient by Winograd's reaches 4 times that
+    )
+    winograd_forward: float  # of the peak rate: a forward by Winograd's, counting the direct algorithm's operations
+    forward_memory: float  # of the peak bandwidth: the bytes that a forward reads and writes
+    input_memory: float  # of the peak bandwidth: those of the product that gives the gradient of the input
+    strided_input_memory: float  # of the peak bandwidth: the same where the stride isn't 1
+    weight_memory: float  # of the peak bandwidth: those of the product that gives the gradient of the weights
     gradients: float = 1.0  # factor on the seconds of both gradients
 
 
 @dataclass(frozen=True)
 class Efficiencies:
-    """What fraction of a device's peak each kind of operation reaches, and what a launch inside a library costs."""
+    """The fraction of a device's peak that each kind of operation reaches, and the seconds of a library's launch."""
 
     # Of the peak rate, a matrix product that fills the device. Published: 83 Tflop/s with tensor cores are "seven
     # times" single precision on a V100 (Markidis et al., "NVIDIA tensor core programmability, performance and
@@ -69,24 +71,24 @@ class Efficiencies:
     library_launch_s: float = 4e-6
     # Of tensor cores' peak rate, a convolution's products. None: `convolution`.
     tensor_convolution: float | None = None
-    # Likewise in TF32. None: `tensor_convolution`. Matrix products are assumed to reach `tensor_product`.
+    # Of tensor cores' peak rate in TF32, a convolution's products. None: `convolution`. Matrix products in TF32 are
+    # assumed to reach `tensor_product`.
     tf32_convolution: float | None = None
-    # Of the peak bandwidth, batch normalisation, and the backward of pooling. None: `memory`.
-    normalisation: float | None = None
-    pooling_backward: float | None = None
+    normalisation: float | None = None  # of the peak bandwidth, batch normalisation. None: `memory`.
+    pooling_backward: float | None = None  # of the peak bandwidth, the backward of pooling. None: `memory`.
     # 32-bit convolutions product by product. None: `convolution`, by the faster algorithm.
     convolutions: Convolutions | None = None
 
     def not_deterministic(self) -> "Efficiencies":
-        """Return the fractions where any kernels may run."""
+        """Return the fractions where nondeterministic kernels may run."""
         if self.convolutions is None:
             return self
         return replace(self, convolutions=replace(self.convolutions, gradients=FREE_GRADIENTS))
 
 
 SHIPPED = Efficiencies()
-# Gradients of 32-bit convolutions that needn't be deterministic take so much of the deterministic ones' time. Fitted on
-# what whole steps of VGG-16 and ResNet-50 take with and without on the H100: see `reports/gpu_efficiencies.md`.
+# Time of nondeterministic gradients of 32-bit convolutions over that of deterministic ones. Fitted on whole steps of
+# VGG-16 and ResNet-50 on an H100, with and without: see `reports/gpu_efficiencies.md`.
 FREE_GRADIENTS = 0.7
 HOPPER = Efficiencies(
     # Published: 792 of 989 Tflop/s, the best of many shapes in bf16 (Bekman, "Machine learning engineering", table
@@ -96,9 +98,9 @@ HOPPER = Efficiencies(
     # 21.03, one GPU: 2470 images/s in mixed precision, 938 in TF32. Assumed to hold on Hopper.
     tensor_convolution=0.60,
     tf32_convolution=0.275,
-    # Fitted, all of these, on three profiles measured on an H100: AlexNet, VGG-16 and ResNet-50, 64 images, fp32,
-    # deterministic. `memory` was measured there as 0.89 (ReLU of 822 MB); the published fraction holds. Embeddings and
-    # recurrent layers weren't measured: bytes at `memory`, products at the fractions above.
+    # All fitted on three profiles measured on an H100: AlexNet, VGG-16 and ResNet-50, 64 images, fp32, deterministic.
+    # `memory` was measured there as 0.89 (ReLU of 822 MB), as published. Embeddings and recurrent layers weren't
+    # measured; their bytes are taken at `memory`, their products at the fractions above.
     convolutions=Convolutions(
         direct=0.45,
         winograd_forward=0.6,

@@ -1,7 +1,7 @@
-"""How well a median is known, and when measuring it further is a waste.
+"""How precisely a median is known, and when to stop measuring.
 
-The confidence interval of a median by order statistics asks nothing of the distribution, so heavy tails and outliers,
-which times on shared machines have, don't spoil it: of n independent samples in order, the l-th and the (n + 1 - l)-th
+A median's confidence interval by order statistics assumes nothing about the distribution. So the heavy tails and
+outliers of times on shared machines don't spoil it. Of n independent samples in order, the l-th and the (n + 1 - l)-th
 enclose the median with probability 1 - 2 P(Binomial(n, 1/2) < l).
 
 Sources: Le Boudec, Performance Evaluation of Computer and Communication Systems (2010), theorem 2.1; Hoefler and Belli,
@@ -21,24 +21,29 @@ CONFIDENCE = 0.95
 class StopRule:
     """When repeated measurements are enough.
 
-    Looked at after every repetition, an interval of 95% encloses the median in about nine of ten cases: measuring ends
-    when it happens to be narrow.
+    The interval is checked after every repetition, so that measuring ends when it happens to be narrow. An interval of
+    95% then encloses the median in about nine of ten cases.
     """
 
-    within: float = 0.05  # half the intervals' width, as a share of the medians
+    within: float = 0.05  # largest half width of the intervals, as a share of the medians
     least: int = 6  # repetitions, at least
     most: int = 15  # repetitions, at most
     least_s: float = 0.0  # seconds, at least, unless there are `most` repetitions
-    most_s: float = 10.0  # seconds after which nothing more is begun, with `few` repetitions at least
-    few: int = 3  # repetitions that a median needs at least, until `long_s`
+    most_s: float = 10.0  # seconds after which no repetition is begun, if there are `few`
+    few: int = 3  # least repetitions for a median, until `long_s`
 
     @property
     def long_s(self) -> float:
-        """Seconds after which a single repetition is enough: in one so long, what disturbs short ones averages out."""
+        """Seconds after which one repetition is enough: in one so long, the disturbances of short ones average out."""
         return self.few * self.most_s
 
     def is_met(self, series: Sequence[Sequence[float]], elapsed_s: float) -> bool:
-        """Return whether no more is needed of quantities measured together, a series each, after some seconds."""
+        """Return whether quantities that are measured together need no further repetition.
+
+        Args:
+            series: the values of every quantity, one per repetition.
+            elapsed_s: seconds spent so far.
+        """
         count = min((len(each) for each in series), default=self.most)
         needed = self.few if elapsed_s < self.long_s else 1
         if count >= self.most or (count >= needed and elapsed_s >= self.most_s):
@@ -47,16 +52,16 @@ class StopRule:
 
 
 def median_interval(samples: Sequence[float]) -> tuple[float, float]:
-    """Return the ends of the median's confidence interval; infinite of too few samples, less than 6 for 95%."""
+    """Return the ends of the median's confidence interval; infinite for fewer than 6 samples."""
     ordered, rank = sorted(samples), _rank(len(samples))
     return (ordered[rank - 1], ordered[-rank]) if rank else (-math.inf, math.inf)
 
 
 def uncertainty(series: Sequence[Sequence[float]]) -> float:
-    """Return half the width of the medians' intervals over the medians, both added over all series; 0 of none.
+    """Return half the width of the medians' 95% intervals over the medians, both summed over all series; 0 for none.
 
-    Added, since a step's time is the sum over its layers: one of a thousandth may be known a thousand times worse. The
-    intervals are those of 95%.
+    They are summed because a step's time is the sum over its layers: a layer that takes a thousandth of it may be known
+    a thousand times less precisely.
     """
     ends = [median_interval(each) for each in series]
     width = sum(high - low for low, high in ends)
@@ -66,10 +71,10 @@ def uncertainty(series: Sequence[Sequence[float]]) -> float:
 
 @cache
 def _rank(count: int) -> int:
-    """Return the largest l whose order statistics enclose the median with enough confidence; 0 if none does."""
-    outside, rank = 0.0, 0
+    """Return the largest l whose order statistics enclose the median of `count` samples with CONFIDENCE, or else 0."""
+    outside, rank = 0.0, 0  # `outside`: the probability that the median is below the l-th or above the (n + 1 - l)-th
     for below in range(count // 2):
-        outside += math.comb(count, below) / 2 ** (count - 1)  # on either side
+        outside += math.comb(count, below) / 2 ** (count - 1)  # both tails
         if 1 - outside < CONFIDENCE:
             break
         rank = below + 1

@@ -4,8 +4,8 @@
     node4 -- Embedding(32320, 1024) -- forward_compute_time=0.073, ..., activation_size=6291456.0, parameter_size=...
     <tab>node1 -- node4
 
-Times are milliseconds, sizes bytes. An output of several tensors has a list of sizes, `[6291456.0; 131072.0]`. The
-artifact's planner adds ` -- stage_id=N` to a line, which says nothing about cost and is left out.
+Times are in milliseconds, sizes in bytes. An output of several tensors has a list of sizes, `[6291456.0; 131072.0]`.
+The artifact's planner adds ` -- stage_id=N` to a line, which isn't a cost and is ignored.
 """
 
 import heapq
@@ -39,15 +39,20 @@ _NODE_FORM = (
 
 
 def read_graph_txt(text: str, source: str, num_samples: int = 1) -> Profile:
-    """Read a profile in the artifact's format, from the text of the file called `source`.
+    """Read a profile in the artifact's format.
 
-    Layers come in topological order, ties in the order of the file. A node that reads nothing and whose description
-    starts with `Input` stands for a model input. The last row is the loss: the one sink that is described as `loss`, or
-    else one without cost, which reads every sink but inputs and `__getitem__`s (the artifact drops unread ones too).
-    `num_samples` is the size of the minibatches that were timed, which the file doesn't state.
+    Layers are in topological order, and otherwise in the file's. A node that reads nothing and whose description starts
+    with `Input` stands for a model input. The last row is the loss. It is the only sink that is described as `loss`; if
+    there is none, or several, a row without cost is added, which reads every sink except inputs and `__getitem__`s (the
+    artifact drops unread ones as well).
+
+    Args:
+        text: the file's content.
+        source: its name, for errors and the profile's note.
+        num_samples: the size of the minibatches that were timed, which the file doesn't state.
 
     Raises:
-        ProfileError: names file and line.
+        ProfileError: the text isn't in this format; names file and line.
     """
     nodes = _Lines(source).read(text)
     _order(nodes, source)
@@ -64,7 +69,7 @@ def read_graph_txt(text: str, source: str, num_samples: int = 1) -> Profile:
         source="file",
         note=(
             f"read from {PurePath(source).name}, which says neither device nor samples (taken as {num_samples}); "
-            "every output is taken to have a gradient of its size; what is kept for the backward is told from the "
+            "every output is taken to have a gradient of its size; what is saved for the backward is derived from the "
             "descriptions"
         ),
         layers={num_samples: rows if loss is None else (*rows, loss)},
@@ -76,13 +81,14 @@ def read_graph_txt(text: str, source: str, num_samples: int = 1) -> Profile:
 
 
 def write_graph_txt(profile: Profile, num_samples: int) -> str:
-    """Write the layers of one size in the artifact's format; what was read from such a file is read back exactly.
+    """Write the layers of one size in the artifact's format.
 
-    Of other profiles the file has names, kinds, order, edges, times to the last bit, output sizes, the bytes of each
-    layer's parameters, and the loading time, as the forward of the first input. It can't hold the rest: model, device,
-    note, other sizes, names of parameters (and so ties), buffers, what is saved for the backward, which outputs have
-    no gradient, the optimizer's and the whole step's times. Inputs become nodes. A kind with ` -- ` in it gets a single
-    dash; a layer that reads nothing and is called `Input...` gets parentheses.
+    A profile that was read from such a file is read back exactly. Of other profiles the file has names, kinds, order,
+    edges, times to the last bit, output sizes, the bytes of each layer's parameters, and the loading time, as the
+    forward of the first input. It can't hold the rest: model, device, note, other sizes, names of parameters (and so
+    ties), buffers, what is saved for the backward, which outputs have no gradient, the optimizer's and the whole step's
+    times. Inputs become nodes. In a kind, ` -- ` becomes a single dash; the kind `Input...` of a layer that reads
+    nothing gets parentheses.
 
     Raises:
         ProfileError: the profile isn't valid, or a layer's name can't be a node's.
@@ -102,7 +108,7 @@ def write_graph_txt(profile: Profile, num_samples: int) -> str:
     load_s = profile.load_s[num_samples] if not any(row.is_input for row in rows) else 0.0
     inputs = (LayerProfile(each, f"{_INPUT}{i}", 0.0 if i else load_s, 0.0, 0, 0) for i, each in enumerate(made))
     losses = _losses(rows)
-    ordered = sorted(rows, key=lambda row: losses == [row.name])  # a single one comes last, as when it is read
+    ordered = sorted(rows, key=lambda row: losses == [row.name])  # a single loss comes last, as in `_order`
     lines = [_node_line(row) for row in (*inputs, *ordered)]
     position = {name: index for index, name in enumerate((*made, *(row.name for row in ordered)))}
     for row in ordered:
@@ -122,7 +128,7 @@ class _Node:
     sizes: tuple[int, ...]
     parameter_bytes: int
     line: int
-    sources: dict[str, int] = field(default_factory=dict)  # node it reads to the line that says so
+    sources: dict[str, int] = field(default_factory=dict)  # name of each node that it reads to the line of the edge
     is_read: bool = False
     index: int = -1
 
@@ -133,14 +139,14 @@ class _Node:
 
 
 class _Lines:
-    """Parses the lines of a file; every error names the file and the line."""
+    """Parses the lines of a file; every error names the file and the line that is read."""
 
     def __init__(self, source: str) -> None:
         self._source = source
         self._line = 0
 
     def read(self, text: str) -> dict[str, _Node]:
-        """Return the nodes of a file by name, joined by its edges.
+        """Return the nodes of a file by name, with its edges in their `sources`.
 
         Raises:
             ProfileError: a line has the wrong form, or a node is defined twice or not at all.
@@ -176,6 +182,7 @@ class _Lines:
         return ends[0], ends[1]
 
     def _join(self, nodes: dict[str, _Node], first: str, second: str) -> None:
+        """Add an edge to the nodes."""
         for name in (first, second):
             if name not in nodes:
                 raise self._fault(f"there is no node {_shown(name)}")
@@ -203,7 +210,7 @@ class _Lines:
         )
 
     def _seconds(self, what: str, text: str) -> float:
-        """Return milliseconds as seconds, rounded once: 18.335 becomes 0.018335, not 18.335 / 1000."""
+        """Return a text of milliseconds as seconds, rounded once: 18.335 becomes 0.018335, not 18.335 / 1000."""
         match = _NUMBER.fullmatch(text.strip())
         value_s = float(f"{match[1]}e{int(match[2] or 0) - 3}") if match else -1.0
         if not 0 <= value_s <= MAX_SECONDS:
@@ -211,6 +218,7 @@ class _Lines:
         return value_s + 0.0  # not -0.0
 
     def _sizes(self, text: str) -> tuple[int, ...]:
+        """Return the bytes of every tensor of an output."""
         inner = text.strip()
         if inner.startswith("[") and inner.endswith("]"):
             sizes = tuple(self._bytes("activation_size", part) for part in inner[1:-1].split(";"))
@@ -227,7 +235,7 @@ class _Lines:
 
 
 def _order(nodes: dict[str, _Node], source: str) -> None:
-    """Set every node's index: topological, ties in the order of the file, the loss last."""
+    """Set every node's index, in topological order and otherwise in the file's, with a single loss last."""
     losses = [
         name
         for name, node in nodes.items()
@@ -257,6 +265,7 @@ def _cycle(nodes: dict[str, _Node], around: list[str], source: str) -> ProfileEr
 
 
 def _row(node: _Node, nodes: dict[str, _Node]) -> LayerProfile:
+    """Return a node's row, in which parameters have the node's name."""
     sources = sorted((nodes[name] for name in node.sources), key=lambda each: each.index)
     output_bytes = sum(node.sizes)
     row = LayerProfile(
@@ -272,7 +281,7 @@ def _row(node: _Node, nodes: dict[str, _Node]) -> LayerProfile:
         output_parts=node.sizes if len(node.sizes) > 1 else (),
         is_input=node.is_input,
     )
-    return row.with_usual_part()
+    return row.with_estimated_split()
 
 
 def _sinks(rows: Sequence[LayerProfile]) -> list[int]:
@@ -281,12 +290,12 @@ def _sinks(rows: Sequence[LayerProfile]) -> list[int]:
 
 
 def _losses(rows: Sequence[LayerProfile]) -> list[str]:
-    """Return the names of the sinks that qualify as the loss; they do so only if there is one."""
+    """Return the names of the sinks that may be the loss; if there are several, none of them is."""
     return [rows[index].name for index in _sinks(rows) if rows[index].kind == _LOSS and rows[index].reads]
 
 
 def _missing_loss(rows: Sequence[LayerProfile]) -> LayerProfile | None:
-    """Return the loss row for a file that has none, or None if one of the layers is the loss."""
+    """Return a row for the loss, which has no cost; None if one of the layers is the loss."""
     if len(_losses(rows)) == 1:
         return None
     reads = tuple(index for index in _sinks(rows) if not rows[index].kind.startswith(_GETITEM))
@@ -300,7 +309,7 @@ def _free_name(taken: Container[str]) -> str:
 
 
 def _writable_kind(row: LayerProfile) -> str:
-    """Return a kind which the reader takes for an input or a layer, whichever the row is."""
+    """Return a row's kind, changed where the reader would take an input for a layer or a layer for an input."""
     kind = _description(row.kind)
     if row.is_input and not kind.startswith(_INPUT):
         return f"{_INPUT} {kind}".strip()

@@ -11,12 +11,12 @@ from pipebench.profile.stored import read_profile
 
 
 def load_profile(path: str | Path, num_samples: int = 1) -> Profile:
-    """Read a profile file, pipebench's JSON or a `graph.txt`, whichever its content is.
+    """Read a profile file: pipebench's JSON if its content begins with `{`, else a `graph.txt`.
 
     `num_samples` is the minibatch size of a `graph.txt`, which doesn't state it.
 
     Raises:
-        ProfileError: it isn't there or isn't a valid profile; names the file and where in it.
+        ProfileError: the file is missing or isn't a valid profile; names the file and the place in it.
     """
     try:
         text = read_text(path)
@@ -31,7 +31,7 @@ def load_profile(path: str | Path, num_samples: int = 1) -> Profile:
 
 
 def plain_name(path: Path) -> str:
-    """Return a profile file's name without what says that it is one.
+    """Return a profile file's name without the endings that mark it as a profile.
 
     >>> plain_name(Path("a/vgg.profile.json")), plain_name(Path("gnmt8.graph.txt")), plain_name(Path("graph.txt"))
     ('vgg', 'gnmt8', 'graph')

@@ -1,9 +1,9 @@
 """The measured profile: every layer's forward, then its backward alone, timed on this machine.
 
-A pass runs the layers in the order of training, so that caches and the allocator are in the state training leaves them
-in; each layer gets the median over several passes, each with a minibatch of its own, as many as it takes to know the
-medians well enough. All sizes take turns, so that the drift of a machine's speed is that of none. A model that the
-device can't hold as a whole, which is what pipelines are for, is measured in pieces.
+A pass runs the layers in the order of training, so that caches and the allocator are in the state in which training
+leaves them. Each layer gets the median over several passes, each with another minibatch; passes go on until the medians
+are known well enough. The sizes take turns, so that drift of the machine's speed doesn't favour one of them. A model
+that the device can't hold as a whole, which is what pipelines are for, is measured in pieces.
 """
 
 import math
@@ -42,15 +42,14 @@ from pipebench.profile.walk import idle_backward_s, walk
 from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe
 from pipebench.zoo.registry import Dataset
 
-_FAR = 2.0  # times larger or smaller than a whole step: a sum over layers that says little
-# The first passes meet cold caches, CUDA's start-up and cuDNN's search for algorithms, which are little of a long one.
-_WARM_UPS = 2
+_FAR = 2.0  # a sum over layers that is as many times larger or smaller than a whole step is doubtful
+_WARM_UPS = 2  # the first passes meet cold caches, CUDA's start-up and cuDNN's search for algorithms
 _RULE = StopRule()
-# The first parameters, that an optimizer's step is timed on: more than caches hold. A byte takes as long in the rest of
-# a large model, whose gradients and state would need a multiple of it.
+# An optimizer's step is timed on the first parameters, of so many bytes: more than caches hold. In the rest of a large
+# model a byte takes as long, and its gradients and state would need a multiple of its memory.
 _STEPPED_BYTES = 1 << 28
-_TELL_EVERY_S = 0.1  # so that telling takes no time from small layers
-OnProgress = Callable[[str], None]  # takes what is at work
+_REPORT_EVERY_S = 0.1  # so seldom that reports don't slow small layers down
+OnProgress = Callable[[str], None]  # takes what is being done, in words
 _Samples = Mapping[str, torch.Tensor]
 
 
@@ -63,13 +62,17 @@ def measured_profile(
     engine: EngineRecipe,
     whole_steps: bool = True,
 ) -> Profile:
-    """Time every layer on a device of this machine, with the settings (threads, TF32, determinism) of `engine`.
+    """Time every layer of a copy of the model on a device of this machine; the random state is restored.
 
-    The model is copied: its parameters, buffers and gradients stay as they are, and so does the random state. The
-    copy's memory is released afterwards. Passes at each size go on until `rule` is met there; the note says
-    how many there were and how well a pass is known. `on_progress` gets what is measured, in words.
-    `whole_steps`: time whole steps as well, to compare the sum over the layers with; not of a model that the device
-    can't hold as a whole, which is measured in as few pieces as it can, by powers of 2.
+    If the device can't hold the whole model, it is measured in 2 pieces, or 4, and so on.
+
+    Args:
+        request: the model, its data and the sizes.
+        device: where to measure.
+        rule: says for each size when passes are enough.
+        on_progress: gets what is measured, in words.
+        engine: the settings (threads, TF32, determinism) to measure with.
+        whole_steps: whether to time whole steps, too, to compare the sum over the layers with; not of pieces.
 
     Raises:
         ProfileError: a layer fails, or the device can't hold it; names it.
@@ -78,14 +81,11 @@ def measured_profile(
     report = on_progress or (lambda work: None)
     with torch_settings(engine):
         for num_pieces in (1 << k for k in count()):
-            whole = num_pieces == 1 and whole_steps
-            passes = _Passes(
-                request.graph, request.dataset, device, rule, report, whole, engine.channels_last, num_pieces
-            )
+            passes = _Passes(request, device, rule, report, engine, whole_steps, num_pieces)
             try:
-                return _measured(passes, request)
+                return _measured(passes)
             except Exception as error:
-                # No name may outlive this block: the error's frames hold what has filled the device.
+                # Keep no reference to the error: its frames hold the tensors that have filled the device.
                 if num_pieces > len(request.graph.layers) or not _has_filled_device(error.__cause__ or error):
                     raise
             finally:
@@ -96,12 +96,13 @@ def measured_profile(
 
 
 def _has_filled_device(error: BaseException) -> bool:
-    """Return whether torch says so: what else a host has no memory for isn't smaller in pieces."""
+    """Return whether torch has run out of memory; anything else that has wouldn't need less in smaller pieces."""
     return isinstance(error, RuntimeError) and is_out_of_memory(error)
 
 
-def _measured(passes: "_Passes", request: ProfileRequest) -> Profile:
-    device, (_, _, sizes, optimizer, model) = passes.device, request
+def _measured(passes: "_Passes") -> Profile:
+    """Return the profile of one number of pieces; the passes come first, so that the allocator has memory to reuse."""
+    device, (_, dataset, sizes, optimizer, model) = passes.device, passes.request
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         found = passes.at(sizes)
         load_s = {size: passes.load_s(size) for size in sizes}
@@ -113,14 +114,14 @@ def _measured(passes: "_Passes", request: ProfileRequest) -> Profile:
         model=model,
         device=local_device_name(device),
         source="measured",
-        # When: the cache gives the same profile again.
+        # With the date, since the cache may return the profile much later.
         note=f"medians of {_counted(found)} after warm-up, {pieces}torch {torch.__version__}, "
         f"on {datetime.now(UTC):%Y-%m-%d at %H:%M} UTC",
         layers={size: each.layers(entry_s) for size, each in found.items()},
         update_s_per_byte=update_s_per_byte,
         update_floor_s=update_floor_s,
         load_s=load_s,
-        loaders=request.dataset.loader_processes,
+        loaders=dataset.loader_processes,
         device_bytes=0 if allocator is None else allocator.total_bytes,
         whole_step_s={size: statistics.median(each.steps_s) for size, each in found.items() if each.steps_s},
         state_bytes_per_byte=state_bytes_per_byte(optimizer),
@@ -130,7 +131,7 @@ def _measured(passes: "_Passes", request: ProfileRequest) -> Profile:
 
 
 def note_on_sums(sum_over_whole: Mapping[int, float]) -> str:
-    """Return a profile's sums over layers beside whole steps, by number of samples; which are far from 1, and why.
+    """Return a note on the ratios of `Profile.sum_over_whole`: the ratios, which are far from 1, and likely causes.
 
     >>> note_on_sums({8: 1.02, 64: 1.466})
     'sum over layers / whole step: 1.020 at 8 samples, 1.466 at 64 samples'
@@ -143,18 +144,21 @@ def note_on_sums(sum_over_whole: Mapping[int, float]) -> str:
 
 
 def mean_profile(profiles: Sequence[Profile]) -> Profile:
-    """Return the mean of profiles that processes measured at the same time, each slowed down by the others.
+    """Return the mean of profiles that several processes measured at the same time, slowing each other down.
 
-    They are of one model, at the same sizes, on devices of one kind; at least one.
+    `profiles`, at least one, are of one model, at the same sizes, on devices of one kind.
     """
     first = profiles[0]
-    # Steps of the whole model are timed where the device holds it, which may be with other memory in use elsewhere.
+    # A device whose memory other programs use may not hold the whole model; it has timed no whole steps then.
     whole_sizes = [size for size in first.whole_step_s if all(size in each.whole_step_s for each in profiles)]
     return replace(
         first,
         note=f"{first.note}; mean of {len(profiles)} processes that measured at the same time",
         layers={
-            size: tuple(map(_mean_row, zip(*(each.layers[size] for each in profiles), strict=True)))
+            size: tuple(
+                rows[0].with_times_over(rows, fmean)
+                for rows in zip(*(each.layers[size] for each in profiles), strict=True)
+            )
             for size in first.layers
         },
         update_s_per_byte=fmean(each.update_s_per_byte for each in profiles),
@@ -165,25 +169,15 @@ def mean_profile(profiles: Sequence[Profile]) -> Profile:
     )
 
 
-def _mean_row(rows: Sequence[LayerProfile]) -> LayerProfile:
-    """Return a layer's row with mean seconds; nothing else differs between processes."""
-    return replace(
-        rows[0],
-        forward_s=fmean(row.forward_s for row in rows),
-        backward_s=fmean(row.backward_s for row in rows),
-        weight_s=fmean(row.weight_s for row in rows),
-    )
-
-
 @dataclass
 class _AtSize:
     """What is measured at one number of samples."""
 
-    counted: tuple[LayerProfile, ...] = ()  # bytes, of the first pass
-    passes: list[tuple[LayerProfile, ...]] = field(default_factory=list)
-    steps_s: list[float] = field(default_factory=list)  # of whole steps
-    warm_up_s: float = 0.0  # spent on warm-up
-    spent_s: float = 0.0  # spent after it
+    counted: tuple[LayerProfile, ...] = ()  # the rows of the first pass, for their bytes
+    passes: list[tuple[LayerProfile, ...]] = field(default_factory=list)  # the rows of the timed passes
+    steps_s: list[float] = field(default_factory=list)  # seconds of whole steps
+    warm_up_s: float = 0.0  # seconds spent on warm-up
+    spent_s: float = 0.0  # seconds spent after it
 
     @property
     def series(self) -> list[list[float]]:
@@ -196,13 +190,14 @@ class _AtSize:
         return bool(self.passes) and rule.is_met(self.series, self.spent_s)
 
     def layers(self, entry_s: float) -> tuple[LayerProfile, ...]:
-        """Return the layers with their medians; `entry_s` is taken off backwards, see `idle_backward_s`."""
-        medians = (_median(rows, entry_s) for rows in zip(*self.passes, strict=True))
-        return tuple(first.with_times_of(row) for first, row in zip(self.counted, medians, strict=True))
+        """Return the layers with their median times; `entry_s` is subtracted from backwards, see `idle_backward_s`."""
+        pairs = zip(self.counted, zip(*self.passes, strict=True), strict=True)
+        medians = (counted.with_times_over(rows, statistics.median) for counted, rows in pairs)
+        return tuple(_without_entry(row, entry_s) for row in medians)
 
 
 def _counted(found: Mapping[int, _AtSize]) -> str:
-    """Return the number of passes at every size, and how well their sum over the layers is known."""
+    """Return, in words, the number of passes at every size and how precisely the sum over the layers is known."""
     parts = []
     for size, each in found.items():
         share = uncertainty(each.series)
@@ -214,27 +209,36 @@ def _counted(found: Mapping[int, _AtSize]) -> str:
 
 @dataclass(frozen=True)
 class _Passes:
-    """Timed passes through a copy of a model on a device, as many for each size as `rule` wants."""
+    """Timed passes through a copy of a model on a device, as many at each size as `rule` requires."""
 
-    graph: LayerGraph
-    dataset: Dataset
+    request: ProfileRequest
     device: torch.device
     rule: StopRule
     on_progress: OnProgress
-    whole_steps: bool
-    channels_last: bool
+    engine: EngineRecipe
+    whole_steps: bool  # whether whole steps are timed as well, if there is one piece
     num_pieces: int
+
+    @property
+    def graph(self) -> LayerGraph:
+        """The model."""
+        return self.request.graph
+
+    @property
+    def dataset(self) -> Dataset:
+        """The model's data."""
+        return self.request.dataset
 
     @cached_property
     def root(self) -> nn.Module:
-        """The copy, in the precision of training; on the device, unless pieces of it take turns there."""
+        """The copy, in the precision of training; on the device, unless the model is in pieces."""
         root = copied(self.graph.root).train()
         lower([root if self.num_pieces > 1 else root.to(self.device)], self.graph.rounding)
-        return lay_out(root) if self.channels_last else root
+        return lay_out(root) if self.engine.channels_last else root
 
     @cached_property
     def pieces(self) -> Pieces | None:
-        """The pieces that take turns on the device, if they do."""
+        """The pieces that take turns on the device; None if it holds the whole model."""
         return Pieces(self.graph, self.root, self.device, self.num_pieces) if self.num_pieces > 1 else None
 
     @property
@@ -258,17 +262,17 @@ class _Passes:
 
     def _once(self, k: int, size: int, found: _AtSize) -> None:
         """Make the k-th pass at a size; the first ones warm up."""
-        tell = self._reporter(size)
+        report = self._reporter(size)
         samples = self._fetch(size, k, [*self.dataset.inputs, *self.dataset.targets])
         start_s, allocator = time.perf_counter(), allocator_of(self.device)
-        # Counting saved bytes takes time: only the first pass, which isn't timed, does.
-        timed = self._walk(samples, self.clock, tell if k > 0 else None)
+        # Counting saved bytes takes time: only the first pass does, whose times aren't used.
+        timed = self._walk(samples, self.clock, report if k > 0 else None)
         if k == 0:
             found.counted = timed
-        if k == 1 and allocator is not None:  # the first pass may try algorithms
-            beside = self._walk(samples, allocator.beside, tell)
+        if k == 1 and allocator is not None:  # not the first pass, in which cuDNN may try algorithms
+            beside = self._walk(samples, allocator.beside, report)
             found.counted = tuple(map(_with_workspace, found.counted, beside))
-        step_s = [self._whole_step(samples)()] if self.whole_steps else []
+        step_s = [self._whole_step(samples)()] if self.whole_steps and self.num_pieces == 1 else []
         spent_s = time.perf_counter() - start_s
         if k == 0 or (k < _WARM_UPS and found.warm_up_s < self.rule.most_s):
             found.warm_up_s += spent_s
@@ -277,28 +281,30 @@ class _Passes:
             found.steps_s += step_s
             found.spent_s += spent_s
 
-    def _walk(self, samples: _Samples, clock: Clock, tell: Callable[[int], None] | None) -> tuple[LayerProfile, ...]:
-        return walk(self.graph, self.pieces or self.root, self.dataset, samples, clock, tell)
+    def _walk(
+        self, samples: _Samples, clock: Clock, on_layer: Callable[[int], None] | None
+    ) -> tuple[LayerProfile, ...]:
+        return walk(self.graph, self.pieces or self.root, self.dataset, samples, clock, on_layer)
 
     def _reporter(self, size: int) -> Callable[[int], None]:
-        """Return a function that reports which layer is measured, by its index, now and then."""
+        """Return a function that takes a layer's index and reports that it is measured, if the last report is old."""
         due_s, num_layers = 0.0, len(self.graph.layers) + 1
 
-        def tell(index: int) -> None:
+        def report(index: int) -> None:
             nonlocal due_s
             now_s = time.perf_counter()
             if now_s >= due_s:
-                due_s = now_s + _TELL_EVERY_S
+                due_s = now_s + _REPORT_EVERY_S
                 self.on_progress(f"measuring layer {index + 1} of {num_layers} at {formats.num_samples(size)}")
 
-        tell(0)
-        return tell
+        report(0)
+        return report
 
     def load_s(self, size: int) -> float:
         """Return the seconds per minibatch at which inputs reach the device, by the path that training takes.
 
-        After the passes, so that the allocator has the memory that it reuses; those fetched ahead aren't counted.
-        Loader processes aren't started: all of them, working for one worker, are taken to share the work evenly.
+        It is measured after the passes, when the allocator has memory to reuse. The first minibatches, which are
+        fetched ahead, aren't counted. No loader processes are started: they are assumed to share the work evenly.
         """
         source = Source(self.dataset, "train", self.dataset.inputs, self.device)
         tasks = ((self._indices(size, k), 0) for k in count())
@@ -322,13 +328,13 @@ class _Passes:
     def _fetch(self, size: int, k: int, fields: Sequence[str]) -> _Samples:
         """Return the k-th minibatch of the training samples, on the device."""
         fetched = Source(self.dataset, "train", fields, self.device).fetch((self._indices(size, k), 0))
-        there = {name: onto_device(value, self.device) for name, value in fetched.items()}
-        if self.channels_last:
-            there |= {name: channels_last(there[name]) for name in self.dataset.inputs if name in there}
-        return there
+        samples = {name: onto_device(value, self.device) for name, value in fetched.items()}
+        if self.engine.channels_last:
+            samples |= {name: channels_last(samples[name]) for name in self.dataset.inputs if name in samples}
+        return samples
 
     def _whole_step(self, samples: _Samples) -> Reading:
-        """Run one forward and backward of the whole model, as a user would write it."""
+        """Time one forward and backward of the whole model, written as a user would."""
         parameters = [parameter for parameter in self.root.parameters() if parameter.requires_grad]
 
         def step() -> Any:
@@ -340,25 +346,19 @@ class _Passes:
 
 
 def _with_workspace(row: LayerProfile, beside: LayerProfile) -> LayerProfile:
-    """Return a row with its workspace, from one whose clock measured bytes."""
+    """Return a row with its workspace; `beside` is the layer's row of a pass whose clock measured bytes."""
     return replace(row, workspace_bytes=round(max(beside.forward_s, beside.backward_s)))
 
 
-def _median(rows: Sequence[LayerProfile], entry_s: float) -> LayerProfile:
-    backward_s = max(0.0, statistics.median(row.backward_s for row in rows) - entry_s)
-    weight_s = max(0.0, statistics.median(row.weight_s for row in rows) - entry_s)
-    return replace(
-        rows[0],
-        forward_s=statistics.median(row.forward_s for row in rows),
-        backward_s=backward_s,
-        weight_s=min(weight_s, backward_s),
-    )
+def _without_entry(row: LayerProfile, entry_s: float) -> LayerProfile:
+    backward_s = max(0.0, row.backward_s - entry_s)
+    return replace(row, backward_s=backward_s, weight_s=min(backward_s, max(0.0, row.weight_s - entry_s)))
 
 
 def _median_s(measure: Callable[[], Reading], rule: StopRule) -> float:
-    """Return the median of readings after some of warm-up, as many as `rule` wants.
+    """Return the median of a measurement's readings, as many as `rule` requires, after a warm-up.
 
-    A few are begun before they are read: on a GPU, reading waits.
+    Several measurements are begun before they are read, since reading waits for a GPU.
     """
     for _ in range(_WARM_UPS):
         measure()()
@@ -371,7 +371,10 @@ def _median_s(measure: Callable[[], Reading], rule: StopRule) -> float:
 
 
 def _stepped(passes: _Passes) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return parameters on the device to time an optimizer's step on, and what it steps on: their masters, if any."""
+    """Return parameters on the device to time an optimizer's step on, and their masters in mixed precision.
+
+    Without masters both are the same list.
+    """
     trained: list[torch.Tensor] = [each for each in passes.root.parameters() if each.requires_grad]
     first_bytes = [*accumulate(each.nbytes for each in trained)]
     stepped_bytes = min(_STEPPED_BYTES, first_bytes[-1] // passes.num_pieces) if trained else 0
@@ -386,14 +389,14 @@ def _stepped(passes: _Passes) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 def _update_s(
     trained: list[torch.Tensor], masters: list[torch.Tensor], recipe: OptimizerRecipe, passes: _Passes
 ) -> tuple[float, float]:
-    """Return the seconds of one optimizer step per byte of parameters, and those of a step on almost none.
+    """Return the seconds of one optimizer step per byte of parameters, and the seconds of a step on a single number.
 
-    The optimizer steps on `trained`, which is no longer needed, or, in mixed precision, on copies of `masters`, which
-    are fp32, on any device; the step then includes the conversion of gradients and parameters.
+    The optimizer steps on `trained`, whose values change, or in mixed precision on copies of `masters`, which are fp32
+    and on any device. Then the step includes the conversions of gradients and parameters.
     """
     if not trained:
         return 0.0, 0.0
-    # Of as many dimensions as a parameter: not every optimizer takes one.
+    # With as many dimensions as a parameter, since some optimizers refuse tensors of one dimension.
     one = [torch.zeros([1] * trained[0].dim(), dtype=trained[0].dtype, device=trained[0].device).requires_grad_()]
     floor_s = _step_s(one, one if masters is trained else [one[0].to(masters[0].dtype)], recipe, passes)
     whole_s = _step_s(trained, masters, recipe, passes)
@@ -403,6 +406,7 @@ def _update_s(
 def _step_s(
     trained: list[torch.Tensor], masters: list[torch.Tensor], recipe: OptimizerRecipe, passes: _Passes
 ) -> float:
+    """Return the seconds of one optimizer step, in mixed precision with the conversions before and after it."""
     is_mixed, device = masters is not trained, trained[0].device
     stepped = [torch.zeros_like(each, device=device).requires_grad_() for each in masters] if is_mixed else trained
     given = [torch.full_like(parameter, 1e-3) for parameter in trained]

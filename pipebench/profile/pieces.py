@@ -1,4 +1,4 @@
-"""A model's layers in pieces that take turns on a device which can't hold the whole model; the rest is on the host."""
+"""A model's layers in pieces that take turns on a device which can't hold all of them; the others wait on the host."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,15 +15,15 @@ from pipebench.recipe.users_code import message_of
 
 
 class Pieces:
-    """The layers of a graph, then the loss, in pieces of about as many each.
+    """The layers of a graph and the loss, cut into pieces of about equally many.
 
     Attributes:
-        root: the model that layers are run of, on the host but for what is on the device for a while.
-        ranges: the indices of every piece's layers; the loss has the one after the last layer's.
+        root: the model, on the host except for the tensors of the piece that is on the device.
+        ranges: the indices of every piece's layers; the loss has the index after the last layer's.
     """
 
     def __init__(self, graph: LayerGraph, root: nn.Module, device: torch.device, count: int) -> None:
-        """Cut a graph into `count` pieces, no more than it has layers."""
+        """Cut a graph into `count` pieces, or into as many as there are layers and the loss, if these are fewer."""
         self._graph, self.root, self._device = graph, root, device
         num_steps = len(graph.layers) + 1
         count = min(count, num_steps)
@@ -31,9 +31,9 @@ class Pieces:
 
     @contextmanager
     def on_device(self, piece: range) -> Iterator[list[torch.Tensor]]:
-        """Let a piece's parameters and buffers be on the device meanwhile; yield them.
+        """Hold a piece's parameters and buffers on the device within the context; yield them.
 
-        They are copies: what layers change in them is lost.
+        They are copies: changes that layers make to them are lost.
 
         Raises:
             ProfileError: the device can't hold them; names the first layer.
@@ -54,14 +54,15 @@ class Pieces:
                 tensor.data = data
 
     def _place(self, tensors: list[torch.Tensor], modules: list[nn.Module]) -> None:
+        """Copy tensors to the device, and repack the weights of recurrent layers there."""
         for tensor in tensors:
             tensor.data = tensor.data.to(self._device, copy=True)
         for part in (part for module in modules for part in module.modules()):
             if isinstance(part, nn.RNNBase):
-                part.flatten_parameters()  # as moving the module would: cuDNN wants the weights side by side
+                part.flatten_parameters()  # as `Module.to` does: cuDNN needs the weights in one piece of memory
 
     def to_host(self, value: Any) -> Any:
-        """Return a layer's value with copies of its tensors on the host, cut off from what computed them."""
+        """Return a layer's value with copies of its tensors on the host, without their autograd graph."""
         return _moved(value, torch.device("cpu"))
 
     def to_device(self, value: Any) -> Any:

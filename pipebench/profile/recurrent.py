@@ -1,10 +1,10 @@
-"""Recurrent layers and dropout as the kernels that a GPU runs, which the meta device would decompose.
+"""Recurrent layers and dropout as the kernels that a GPU runs; torch would decompose them on the meta device.
 
 On the meta device an LSTM becomes a dozen small operations per step, slow to trace and unlike what cuDNN runs.
-`GpuKernels` replaces these calls by the operations that CUDA tensors get; `forward` and `backward` return the kernels
+`GpuKernels` replaces these calls by the operations that CUDA tensors get. `forward` and `backward` return the kernels
 that cuDNN's standard algorithm launches for them: Appleyard, Kocisky and Blunsom, "Optimizing performance of recurrent
-neural networks on GPUs" (2016), without the overlap of neighbouring layers. Persistent kernels are left out: cuDNN has
-them for small batches and weights that fit the registers only.
+neural networks on GPUs" (2016), without the overlap of neighbouring layers. Persistent kernels are left out, since
+cuDNN has them only for small batches and for weights that fit into registers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,18 +14,17 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-# cuDNN's numbers of the kinds, and the gates of each.
-_CUDNN_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
-_GATES = (1, 1, 4, 3)
-_LSTM = 2
+_CUDNN_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # cuDNN's numbers
+_LSTM = _CUDNN_MODES["lstm"]
+_GATES = (1, 1, 4, 3)  # by that number
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Equal kernels that a library launches one after the other, without Python between them."""
+    """Equal kernels that a library launches one after the other, without Python in between."""
 
-    product: tuple[float, float, float] | None  # rows, inner size and columns of the matrix product in each, or None
-    num_bytes: float  # bytes that each reads and writes
+    product: tuple[float, float, float] | None  # rows, inner size and columns of each one's matrix product, if any
+    num_bytes: float  # bytes that each one reads and writes
     count: int = 1
 
 
@@ -51,7 +50,7 @@ class _Shape:
 
     @property
     def per_layer(self) -> Iterator[int]:
-        """Width of every layer's input, once per direction."""
+        """The width of every layer's input, once per direction."""
         for layer in range(self.num_layers):
             yield from [self.input_size if layer == 0 else self.output_size * self.directions] * self.directions
 
@@ -133,8 +132,8 @@ def _steps(shape: _Shape, *, backward: bool) -> Iterator[Kernels]:
     yield _product(samples, shape.output_size, width, shape.itemsize, count=shape.steps)
     if shape.projected_size:
         yield _product(samples, shape.hidden_size, shape.projected_size, shape.itemsize, count=shape.steps)
-    # Forward reads the two products and keeps the gates; backward reads the gates and their gradient's two parts.
-    # The cell and the output are read or written once or twice besides.
+    # Per sample, the elementwise kernel of a forward reads the two products and saves the gates. That of a backward
+    # reads the gates and the two parts of their gradient. Besides, cell and output are read or written once or twice.
     per_sample = 3 * width + (4 if shape.is_lstm else 2) * shape.hidden_size + backward * shape.hidden_size
     yield Kernels(None, samples * per_sample * shape.itemsize, shape.steps)
 
@@ -145,6 +144,7 @@ def _product(rows: float, inner: float, columns: float, itemsize: int, count: in
 
 
 def _shape(x: torch.Tensor, mode: int, *args: Any) -> _Shape:
+    """Return the sizes of a call; `args` are those of `aten._cudnn_rnn` after `mode`."""
     hidden_size, projected_size, num_layers, batch_first, _, _, bidirectional, batch_sizes, *_ = args
     return _Shape(
         gates=_GATES[mode],
@@ -163,7 +163,7 @@ def _shape(x: torch.Tensor, mode: int, *args: Any) -> _Shape:
 def _cudnn_rnn(mode: int, x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
     """Call cuDNN's operation with the arguments of `torch.lstm`, `torch.gru`, `torch.rnn_tanh` or `torch.rnn_relu`."""
     batch_sizes: list[int] = []
-    if isinstance(args[2], (list, tuple)):  # packed: batch sizes come before the hidden state, batch_first is missing
+    if isinstance(args[2], (list, tuple)):  # packed: batch sizes precede the hidden state, and there is no batch_first
         sizes, hidden, weights, has_biases, num_layers, dropout, train, bidirectional = args
         batch_sizes, batch_first = sizes.tolist(), False
     else:
@@ -180,7 +180,7 @@ def _cudnn_rnn(mode: int, x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ..
 
 
 def _dropout(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """Apply dropout as one kernel that saves a mask of bytes, as CUDA does unless it works in place."""
+    """Apply dropout as one kernel that saves a mask of bytes, as on CUDA except in place."""
     given: dict[str, Any] = {**dict(zip(("input", "p", "training", "inplace"), args, strict=False)), **kwargs}
     rate, training = given.get("p", 0.5), given.get("training", True)
     if given.get("inplace", False) or not training or rate in (0, 1):

@@ -1,4 +1,7 @@
-"""Operations that repeat themselves on tensors of the meta device: what they put out follows from types and shapes."""
+"""Repeated operations on tensors of the meta device: keys and stored outputs, for a cache of their costs.
+
+The outputs and costs of an operation there follow from the types and shapes of its arguments.
+"""
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,12 +21,12 @@ class Shape(NamedTuple):
     dtype: torch.dtype
 
     def made(self) -> torch.Tensor:
-        """Return a new one."""
+        """Return a new tensor of this shape on the meta device."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 
 class Outputs(NamedTuple):
-    """What an operation puts out: a tensor, or a list or tuple of tensors and None."""
+    """What an operation returns: a tensor, or a list or tuple of tensors and None."""
 
     container: type | None
     shapes: Sequence[Shape | None]
@@ -35,11 +38,11 @@ class Outputs(NamedTuple):
 
 
 class _UnknownError(Exception):
-    """An argument is no number, name or tensor of the meta device."""
+    """An argument is something else than a plain value or a strided tensor on the meta device."""
 
 
 def call_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
-    """Return what an operation's shapes and costs depend on; None if it changes arguments or reads numbers."""
+    """Return the key of an operation's outputs and costs; None if it writes into arguments or may read their values."""
 
     def known(value: Any) -> Hashable:
         if isinstance(value, torch.Tensor):
@@ -63,7 +66,7 @@ def call_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashab
 
 
 def outputs_of(out: Any, given: Any) -> Outputs | None:
-    """Return what an operation has put out as shapes; None unless all tensors have memory of their own."""
+    """Return the shapes of an operation's outputs; None unless every output has a storage of its own."""
     container = type(out) if isinstance(out, list | tuple) else None
     taken = {tensor.untyped_storage()._cdata for tensor in tensors_in(given)}
     shapes = list[Shape | None]()

@@ -1,4 +1,4 @@
-"""What a profile is made of: a model, its data and the sizes to profile."""
+"""The request for a profile: a model, its data and the sizes to profile."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,6 +13,6 @@ class ProfileRequest(NamedTuple):
 
     graph: LayerGraph
     dataset: Dataset
-    sizes: Sequence[int]  # in samples
+    sizes: Sequence[int]  # numbers of samples
     optimizer: OptimizerRecipe
-    model: str  # the model in words, for the profile's head
+    model: str  # the model in words, for `Profile.model`

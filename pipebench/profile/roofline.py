@@ -1,8 +1,8 @@
 """A roofline over kernels: the seconds of every operation on a device that isn't here, without running it.
 
-Williams, Waterman and Patterson, "Roofline" (2009), applied to each ATen operation: arithmetic at the peak rate, bytes
-at the peak bandwidth, each times an efficiency of `efficiencies.py`, and at least the time to launch the kernel. A
-cluster's pause after every kernel is added.
+Williams, Waterman and Patterson, "Roofline" (2009), applied to each ATen operation. It takes the longest of three
+times: its arithmetic at the peak rate and its bytes at the peak bandwidth, each times an efficiency of
+`efficiencies.py`, and the time to launch the kernel. A cluster's pause after every kernel is added.
 """
 
 import functools
@@ -35,12 +35,13 @@ from pipebench.profile.efficiencies import (
 from pipebench.profile.repeated import Outputs, call_of, outputs_of
 
 aten = torch.ops.aten
-# Allocate, or say something about a tensor: no kernel. (Views, which ATen's schemas mark, are free too.)
+# Operations without a kernel: they allocate, or answer a question about a tensor. Views, which ATen's schemas mark, are
+# free as well.
 _FREE = {
     *("empty", "empty_like", "empty_strided", "new_empty", "detach", "lift_fresh", "_unsafe_view", "resize_"),
     *("alias", "is_same_size", "sym_size", "sym_numel", "sym_stride", "_reshape_alias"),
 }
-# Kernels that read their first tensors more than once: batch statistics come before what is made with them.
+# Kernels that read so many of their first tensors twice: once for the batch's statistics, once to apply them.
 _READ_AGAIN = {
     **dict.fromkeys(
         ("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "cudnn_batch_norm"), 1
@@ -48,11 +49,11 @@ _READ_AGAIN = {
     **dict.fromkeys(("native_batch_norm_backward", "batch_norm_backward", "cudnn_batch_norm_backward"), 2),
 }
 _NORMALISATIONS = frozenset(_READ_AGAIN)
-# Kernels that read of their first tensor no more than they write.
+# Kernels that read no more bytes of their first tensor than they write.
 _GATHERS = frozenset(("embedding", "gather", "index", "index_select"))
 _PRODUCTS = frozenset((aten.mm, aten.addmm, aten.bmm, aten.baddbmm))
 _FORWARD, _INPUT, _WEIGHT = range(3)  # the three products of a convolution: the result and two gradients
-_MOST_KNOWN = 1 << 16  # operations; a model has some thousands, at every size of its minibatches others
+_MOST_KNOWN = 1 << 16  # cached operations; a model has some thousands, different ones at every minibatch size
 _RECURRENT = {aten._cudnn_rnn: recurrent.forward, aten._cudnn_rnn_backward: recurrent.backward}
 
 
@@ -65,9 +66,9 @@ class _Cost(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def _known_operations(device: DeviceSpec, efficiencies: Efficiencies) -> dict[Hashable, tuple[Outputs, _Cost]]:
-    """Return what operations on tensors of the meta device put out and cost, by their arguments' types and shapes.
+    """Return the cache of a device: an operation and its arguments' types and shapes to its outputs and cost.
 
-    Networks repeat themselves, and torch computes shapes in Python: a BatchNorm's take it 10 ms.
+    Networks repeat operations, and torch computes shapes in Python: those of a BatchNorm take it 10 ms.
     """
     return {}
 
@@ -113,12 +114,12 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _cost(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> _Cost:
-        """Return what an operation costs that has put out `out`."""
+        """Return the cost of an operation that has returned `out`."""
         num_bytes = _bytes_of(name, args, kwargs, out)
         count = _flop_counters().get(func.overloadpacket)
         flops = int(count(*args, **kwargs, out_val=out)) if count else 0
         self._dtype = _type_of(out)
-        launches, seconds = 1, self._product_s(flops / self._used_by(func.overloadpacket, args), num_bytes, name)
+        launches, seconds = 1, self._operation_s(flops / self._occupied_by(func.overloadpacket, args), num_bytes, name)
         if func.overloadpacket is aten.convolution:
             seconds = self._convolution_s(flops, num_bytes, out, args)
         elif func.overloadpacket is aten.convolution_backward:
@@ -135,27 +136,30 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _add_library_kernels(self, kernels: recurrent.Kernels) -> None:
         """Add kernels that a library launches one after the other, without Python and a pause between them."""
         flops = 2 * math.prod(kernels.product) if kernels.product else 0
-        used = self._used(kernels.product[0], kernels.product[2]) if kernels.product else 1.0
-        each_s = max(self._product_s(flops / used, kernels.num_bytes), self._efficiencies.library_launch_s)
+        used = self._occupied(kernels.product[0], kernels.product[2]) if kernels.product else 1.0
+        each_s = max(self._operation_s(flops / used, kernels.num_bytes), self._efficiencies.library_launch_s)
         count = kernels.count
         self._add(flops * count, kernels.num_bytes * count, count, each_s * count)
 
-    def _product_s(self, flops: float, num_bytes: float, name: str = "") -> float:
+    def _operation_s(self, flops: float, num_bytes: float, name: str = "") -> float:
+        """Return the seconds of an operation's arithmetic, at the rate of products, or of its bytes, if longer."""
         known = self._efficiencies
         efficiency = known.tensor_product if self._device.tensor_flops_per_s(self._dtype) else known.product
-        streamed = known.normalisation if name in _NORMALISATIONS else known.pooling_backward
-        of_kind = name in _NORMALISATIONS or ("pool" in name and "backward" in name)
-        return max(self._arithmetic_s(flops, efficiency), self._memory_s(num_bytes, streamed if of_kind else None))
+        fraction = known.normalisation if name in _NORMALISATIONS else None
+        if "pool" in name and "backward" in name:
+            fraction = known.pooling_backward
+        return max(self._arithmetic_s(flops, efficiency), self._memory_s(num_bytes, fraction))
 
-    def _used_by(self, packet: Any, args: Sequence[Any]) -> float:
+    def _occupied_by(self, packet: Any, args: Sequence[Any]) -> float:
+        """Return the fraction of the device that an operation's matrix products use; 1 of other operations."""
         if packet not in _PRODUCTS:
             return 1.0
         first, second = args[-2:]
-        return self._used(first.shape[-2], second.shape[-1], math.prod(first.shape[:-2]))
+        return self._occupied(first.shape[-2], second.shape[-1], math.prod(first.shape[:-2]))
 
-    def _used(self, rows: float, columns: float, num_products: int = 1) -> float:
-        """Return the fraction of the device that a matrix product uses with the best tiling."""
-        width = self._device.num_multiprocessors
+    def _occupied(self, rows: float, columns: float, num_products: int = 1) -> float:
+        """Return the fraction of the device that matrix products use with the best tiling."""
+        width = self._device.num_multiprocessors  # tiles that it computes at a time
         best = 0.0
         for (tile_rows, tile_columns), split in itertools.product(TILES, SPLITS):
             num_tiles = math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns) * num_products * split
@@ -175,25 +179,29 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> float:
         """Return the seconds of one of a convolution's products. `args` are `aten.convolution`'s.
 
-        Without fractions that were measured per product it is the faster algorithm, which cuDNN finds by trying.
+        Without tensor cores a convolution by Winograd's algorithm may be faster than the direct one. Where fractions of
+        the peaks are known per product, they say which algorithm cuDNN takes; else it is the faster one, which cuDNN
+        finds by trying.
         """
         x, weight, _, stride, _, dilation, transposed, _, groups = args
         known = self._efficiencies
-        on_tensor_cores = bool(self._device.tensor_flops_per_s(self._dtype))  # they multiply directly
-        square = tuple(weight.shape[2:]) == (WINOGRAD_KERNEL, WINOGRAD_KERNEL) and not on_tensor_cores
-        square &= {*stride, *dilation} == {1} and not transposed and groups == 1
-        if known.convolutions and not on_tensor_cores:
+        if self._device.tensor_flops_per_s(self._dtype):  # tensor cores multiply directly
+            in_tf32 = self._dtype is torch.float32
+            fraction = known.tf32_convolution if in_tf32 else known.tensor_convolution
+            return max(self._arithmetic_s(flops, fraction or known.convolution), self._memory_s(num_bytes))
+        has_winograd = tuple(weight.shape[2:]) == (WINOGRAD_KERNEL, WINOGRAD_KERNEL)
+        has_winograd &= {*stride, *dilation} == {1} and not transposed and groups == 1
+        if known.convolutions:
             moved = x.nbytes + weight.nbytes + out.nbytes
             few_rows = product == _INPUT and min(out.shape[2:]) < WINOGRAD_ROWS
-            square &= x.shape[1] >= MIN_CHANNELS and not few_rows
+            has_winograd &= x.shape[1] >= MIN_CHANNELS and not few_rows
             used = min(1.0, weight.shape[1] / MIN_CHANNELS)
-            arithmetic = self._arithmetic_s(flops / used, _arithmetic_fraction(known.convolutions, product, square))
-            streamed = self._memory_s(moved, _memory_fraction(known.convolutions, product, {*stride} != {1}))
-            return max(arithmetic, streamed) * (1.0 if product == _FORWARD else known.convolutions.gradients)
-        in_tf32 = on_tensor_cores and self._dtype is torch.float32
-        fraction = known.tf32_convolution if in_tf32 else known.tensor_convolution if on_tensor_cores else None
-        direct = max(self._arithmetic_s(flops, fraction or known.convolution), self._memory_s(num_bytes))
-        return min(direct, self._winograd_s(flops, x, out)) if square else direct
+            fraction = _arithmetic_fraction(known.convolutions, product, has_winograd)
+            streamed_s = self._memory_s(moved, _memory_fraction(known.convolutions, product, {*stride} != {1}))
+            factor = 1.0 if product == _FORWARD else known.convolutions.gradients
+            return max(self._arithmetic_s(flops / used, fraction), streamed_s) * factor
+        direct_s = max(self._arithmetic_s(flops, known.convolution), self._memory_s(num_bytes))
+        return min(direct_s, self._winograd_s(flops, x, out)) if has_winograd else direct_s
 
     def _convolution_backward_s(self, flops: int, num_bytes: int, args: Sequence[Any]) -> tuple[int, float]:
         """Return number of kernels and seconds; the gradients of input, weight and bias are a kernel each."""
@@ -207,7 +215,7 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return num_products + bias, seconds + (self._memory_s(gradient.nbytes) if bias else 0.0)
 
     def _winograd_s(self, flops: float, x: torch.Tensor, out: torch.Tensor) -> float:
-        """Return the seconds of transforming the input, multiplying and transforming back."""
+        """Return the seconds of Winograd's passes: transform the input, multiply, transform the result back."""
         pixels = math.prod(out.shape[2:])
         tiles = math.prod(math.ceil(side / WINOGRAD_TILE) for side in out.shape[2:])
         grown = tiles * WINOGRAD_PATCH**2 / pixels  # transformed points per pixel: 2.25, more at ragged edges
@@ -217,7 +225,7 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 without_compiler((Roofline.__torch_dispatch__,))
-# What torch computes shapes with, of operations that have no formula of their own for them.
+# Modules by which torch computes the shapes of operations that have no formula of their own.
 for _name in ("torch._refs", "torch._refs.linalg", "torch._refs.nn.functional", "torch._refs.special"):
     without_compiler(vars(importlib.import_module(_name)).values())
 
@@ -235,7 +243,7 @@ def _memory_fraction(known: Convolutions, product: int, strided: bool) -> float:
 
 @functools.cache
 def _flop_counters() -> Mapping[Any, Callable[..., Any]]:
-    """Return torch's flop formulas. Imported late: the module imports triton where that is installed."""
+    """Return torch's flop formulas. The import is late because the module imports triton if that is installed."""
     from torch.utils.flop_counter import flop_registry
 
     return flop_registry
@@ -247,18 +255,18 @@ def _bytes_of(name: str, args: Any, kwargs: Any, out: Any) -> int:
     written = sum(map(_num_bytes, tensors_in(out)))
     if name in _GATHERS:
         read[0] = min(read[0], written)
-    if name == "embedding_dense_backward":  # zeros everywhere, then adds the rows of its first tensor
+    if name == "embedding_dense_backward":  # writes zeros, then reads and writes the rows of its first tensor
         written += 2 * read[0]
     return sum(read) + written + sum(read[: _READ_AGAIN.get(name, 0)])
 
 
 def _type_of(out: Any) -> torch.dtype | None:
-    """Return the dtype of an operation's first result, which is that of its arithmetic."""
+    """Return the dtype of an operation's first result, which is taken to be that of its arithmetic."""
     return next((tensor.dtype for tensor in tensors_in(out)), None)
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes behind a tensor; expanded dimensions count once, repeated reads come from the cache."""
+    """Return the bytes behind a tensor; expanded dimensions count once, since repeated reads hit the cache."""
     if 0 in tensor.shape:
         return 0
     return (
@@ -271,8 +279,8 @@ def priced(
 ) -> tuple[Any, Callable[[], float]]:
     """Run `work` on meta tensors; return its result and its seconds on the device: a clock for `walk`.
 
-    With data, the operations of this machine's device are priced instead. They differ little but for recurrent layers,
-    which run as many operations here and as few cuDNN kernels there.
+    `with_data`: `work` runs on tensors of this machine's device, whose operations are priced. They are nearly those of
+    the device, except in recurrent layers: many operations here, few cuDNN kernels there.
     """
     with nullcontext() if with_data else recurrent.GpuKernels(), Roofline(device, efficiencies) as roofline:
         value = work()

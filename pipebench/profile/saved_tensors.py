@@ -1,8 +1,8 @@
-"""What layers save for their backward, derived from the descriptions of a `graph.txt`, which doesn't state it.
+"""Bytes that layers save for their backwards, derived from the descriptions in a `graph.txt`, which doesn't state them.
 
-As in torch's kernels a layer saves its input, its output or a buffer of its own. A tensor that several layers save
-counts once; in-place layers and views have no output of their own. Numbers are taken to be of 4 bytes. A layer of
-unknown description is taken to save its output.
+As torch's kernels do, a layer saves its input, its output or a buffer of its own. A tensor that several layers save
+counts once. In-place layers and views have no output of their own. Numbers are assumed to have 4 bytes. A layer with an
+unknown description is assumed to save its output.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pipebench.profile.model import LayerProfile
 
 _NUMBER_BYTES, _MASK_BYTES, _INDEX_BYTES = 4, 1, 8
-_LOSS = "loss"  # keeps the logarithms of probabilities, as many as it reads
+_LOSS = "loss"  # saves the logarithms of probabilities, as many as the numbers that it reads
 
 
 class _Rule(NamedTuple):
@@ -23,7 +23,7 @@ class _Rule(NamedTuple):
     reads: bool = False  # whether it saves its inputs
     output: bool = False  # whether it saves its output, the first tensor of several
     own: float = 0.0  # bytes of other saved tensors per byte of its first output tensor
-    own_in_place: float = 0.0  # likewise where it overwrites its input
+    own_in_place: float = 0.0  # the same if it overwrites its input
     is_view: bool = False  # whether its output is a view of its input
 
 
@@ -39,9 +39,9 @@ _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("add", "sub", "concat", "cat", "stack", "pad", "hidden", "size"), _NOTHING),
     **dict.fromkeys(("view", "flatten", "reshape", "transpose", "permute", "squeeze", "unsqueeze", "identity"), _VIEW),
     **dict.fromkeys(("expand", "contiguous", "chunk", "split", "unbind", "getitem"), _VIEW),
-    # A mask of bytes; in place, factors of the tensor's own type.
+    # It saves a mask of bytes; in place, factors of the tensor's type.
     "dropout": _Rule(own=_MASK_BYTES / _NUMBER_BYTES, own_in_place=1.0),
-    # Every gate, and an LSTM's cell: what cuDNN reserves.
+    # cuDNN reserves memory for every gate, and for an LSTM's cell.
     "lstm": _Rule(reads=True, output=True, own=5.0),
     "gru": _Rule(reads=True, output=True, own=3.0),
     "rnn": _Rule(reads=True, output=True, own=1.0),
@@ -55,11 +55,11 @@ _Tensor = tuple[int, int]  # the row that made it, and which of its tensors it i
 
 
 def with_saved_bytes(rows: Sequence[LayerProfile]) -> tuple[LayerProfile, ...]:
-    """Return the rows with the bytes that each saves for its backward, beyond what earlier rows save."""
+    """Return the rows with the bytes that each saves for its backward, beyond those that earlier rows save."""
     index_of = {row.name: index for index, row in enumerate(rows)}
-    tensors: list[list[_Tensor]] = []  # that every row puts out
-    sizes: dict[_Tensor, int] = {}
-    holders: dict[_Tensor, int] = {}
+    tensors: list[list[_Tensor]] = []  # the output of every row
+    sizes: dict[_Tensor, int] = {}  # bytes
+    holders: dict[_Tensor, int] = {}  # the last row that saves a tensor
     found = []
     for index, row in enumerate(rows):
         read = [tensor for each in sorted({*row.reads, *(index_of[n] for n in row.inputs)}) for tensor in tensors[each]]
@@ -84,7 +84,7 @@ def with_saved_bytes(rows: Sequence[LayerProfile]) -> tuple[LayerProfile, ...]:
 
 
 def rule_of(kind: str) -> _Rule:
-    """Return the rule for a description; for a module that lists others inside it, their rules combined."""
+    """Return the rule for a description; of a module whose description lists other modules, their rules combined."""
     inner = _INNER.findall(kind)
     rules = [_RULES.get(_plain(name)) for name in inner or [kind]]
     known = [rule for rule in rules if rule is not None]
@@ -105,6 +105,6 @@ def _plain(kind: str) -> str:
 
 
 def _viewed(row: LayerProfile, read: Sequence[_Tensor]) -> list[_Tensor]:
-    """Return the output of a row that allocates none: one of the tensors that it reads."""
+    """Return the output of a view or an in-place layer: one of the tensors that it reads."""
     part = _PART.match(row.kind)
     return [read[int(part[1])] if part and int(part[1]) < len(read) else read[0]]

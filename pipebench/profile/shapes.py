@@ -1,4 +1,4 @@
-"""Runs models without data, on tensors of torch's meta device, which have shapes and types only."""
+"""Shapes and bytes of layers' outputs, by running a model on torch's meta device, whose tensors have no values."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch import fx, nn
 
 from pipebench.errors import ProfileError
-from pipebench.model.graph import LayerGraph, copied, forget_states, run_node
+from pipebench.model.graph import LayerGraph, copied_to, forget_states, run_node
 from pipebench.model.precision import lower
 from pipebench.model.values import bytes_in, tensors_in
 from pipebench.zoo.registry import Dataset
@@ -14,12 +14,7 @@ from pipebench.zoo.registry import Dataset
 
 def without_data(root: nn.Module) -> nn.Module:
     """Return a copy of a module on the meta device; shared tensors stay shared."""
-    memo: dict[int, object] = {}
-    for parameter in root.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-    for buffer in root.buffers():
-        memo[id(buffer)] = buffer.detach().to("meta")
-    return copied(root, memo)
+    return copied_to(root, torch.device("meta"))
 
 
 def output_bytes(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[int, int]:
@@ -29,8 +24,7 @@ def output_bytes(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[
         ProfileError: a layer can't be run without data; names it.
     """
     values = _values(graph, dataset, num_samples)
-    there = (layer for layer in graph.layers if not layer.idle)
-    return {layer.index: bytes_in(values[layer.node]) for layer in there}
+    return {layer.index: bytes_in(values[layer.node]) for layer in graph.layers if not layer.idle}
 
 
 def output_forms(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[str, tuple[str, ...]]:

@@ -16,7 +16,7 @@ LOSS = "loss"
 
 @dataclass
 class WalkStep:
-    """A layer, or the loss, during the pass. Times are read when the pass is over."""
+    """A layer, or the loss, during the pass. Clocks are read when the pass is over."""
 
     name: str
     kind: str
@@ -35,13 +35,14 @@ class WalkStep:
     output_parts: tuple[int, ...] = ()  # bytes of each tensor of its output
     gradient_bytes: int = 0  # bytes of its output's tensors that have a gradient
     arrived: Counter[int] = field(default_factory=Counter)  # index of an output tensor to its gradients so far
-    saved_bytes: int = 0  # this and the next four: see `LayerProfile`, storages as number to bytes
+    # The next five are as in `LayerProfile`, storages as number to bytes.
+    saved_bytes: int = 0
     saved_with: Counter[int] = field(default_factory=Counter)
     keeps: dict[int, int] = field(default_factory=dict)
     puts_out: dict[int, int] = field(default_factory=dict)
     takes: dict[int, int] = field(default_factory=dict)
-    masters: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of the optimizer in fp32, by qualified name
-    untrained: Mapping[str, torch.Tensor] = field(default_factory=dict)  # parameters that aren't, and buffers
+    masters: Mapping[str, torch.Tensor] = field(default_factory=dict)  # the optimizer's in fp32, by parameter's name
+    untrained: Mapping[str, torch.Tensor] = field(default_factory=dict)  # untrained parameters, and buffers, by name
     runs_once: bool = False
     reads_samples: bool = False
 
@@ -79,12 +80,12 @@ class WalkStep:
 
 @dataclass
 class StepOutput:
-    """An output tensor that has a gradient: its edge, shape (a meta tensor) and device."""
+    """What a backward needs of an output tensor that has a gradient, without keeping the tensor alive."""
 
     edge: GradientEdge
-    like: torch.Tensor
+    like: torch.Tensor  # a meta tensor of the same shape and type
     device: torch.device
 
     def gradient(self) -> torch.Tensor:
-        """Return a gradient to run backward with; its values don't matter."""
+        """Return a gradient to start a backward from: all ones, since the values don't change the time."""
         return torch.ones_like(self.like, device=self.device)

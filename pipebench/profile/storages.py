@@ -9,32 +9,44 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pipebench.model.values import tensors_in
 from pipebench.profile.step import WalkStep
 
+_NOT_COUNTED = -1  # the number of all storages of parameters and buffers
+
 
 class SavedStorages:
-    """Numbers storages and notes the last step that saves each; None for those of parameters and buffers, `there`."""
+    """Numbers the storages of a pass, but those of parameters and buffers, and notes the last step that saves each."""
 
-    def __init__(self, there: Iterable[torch.Tensor]) -> None:
-        self._holders: dict[int, int | None] = {}
-        self._numbers: dict[int, int] = {}
-        self._known: list[StorageWeakRef] = []  # while these are here nothing else has their addresses
-        self.note_there(there)
+    def __init__(self, parameters_and_buffers: Iterable[torch.Tensor]) -> None:
+        self._numbers: dict[int, int] = {}  # by address
+        self._known: list[StorageWeakRef] = []  # while these exist no other storage gets their addresses
+        self._bytes: list[int] = []  # by number
+        self._holders: dict[int, int] = {}  # number to the index of the last step that saves it
+        self.leave_out(parameters_and_buffers)
 
-    def note_there(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take the storages of parameters and buffers."""
-        found = [tensor.untyped_storage() for tensor in tensors]
-        self._holders |= {storage._cdata: None for storage in found}
-        self._known += map(StorageWeakRef, found)
+    def leave_out(self, parameters_and_buffers: Iterable[torch.Tensor]) -> None:
+        """Don't count the storages of these tensors."""
+        for tensor in parameters_and_buffers:
+            self._set_number(tensor.untyped_storage(), _NOT_COUNTED)
+
+    def note_copies(self, value: Any, copies: Any) -> None:
+        """Count the storages of a value's copies as those of the value."""
+        for tensor, made in zip(tensors_in(value), tensors_in(copies), strict=True):
+            self._set_number(made.untyped_storage(), self._number(tensor))
 
     def storages(self, values: Iterable[Any]) -> dict[int, int]:
         """Return number to bytes of the storages of the values' tensors, but parameters and buffers."""
-        found = (tensor.untyped_storage() for tensor in tensors_in([*values]))
-        return {self._number(each): each.nbytes() for each in found if self._holders.get(each._cdata, -1) is not None}
+        numbers = map(self._number, tensors_in([*values]))
+        return {number: self._bytes[number] for number in numbers if number != _NOT_COUNTED}
 
-    def _number(self, storage: torch.UntypedStorage) -> int:
+    def _number(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
         if storage._cdata not in self._numbers:
-            self._numbers[storage._cdata] = len(self._numbers)
-            self._known.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+            self._set_number(storage, len(self._bytes))
+            self._bytes.append(storage.nbytes())
         return self._numbers[storage._cdata]
+
+    def _set_number(self, storage: torch.UntypedStorage, number: int) -> None:
+        self._numbers[storage._cdata] = number
+        self._known.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
 
     def counted(self, step: WalkStep, index: int) -> torch.autograd.graph.saved_tensors_hooks:
         """Return a context that counts what the forward of the step with this index saves.
@@ -44,16 +56,17 @@ class SavedStorages:
         """
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            holder = self._holders.setdefault(storage._cdata, -1)
-            if holder is None or holder == index:
+            number = self._number(tensor)
+            holder = self._holders.get(number)
+            if number == _NOT_COUNTED or holder == index:
                 return tensor.detach()
-            step.keeps[self._number(storage)] = storage.nbytes()
-            if holder < 0:
-                step.saved_bytes += storage.nbytes()
+            num_bytes = self._bytes[number]
+            step.keeps[number] = num_bytes
+            if holder is None:
+                step.saved_bytes += num_bytes
             else:
-                step.saved_with[holder] += storage.nbytes()
-            self._holders[storage._cdata] = index
+                step.saved_with[holder] += num_bytes
+            self._holders[number] = index
             return tensor.detach()
 
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)

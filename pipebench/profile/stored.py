@@ -1,4 +1,4 @@
-"""Profiles as versioned JSON: read back exactly, or refused in one sentence before anything is planned with them."""
+"""Profiles as versioned JSON, which is read back exactly, and checked before anything is planned with it."""
 
 import json
 import math
@@ -11,8 +11,8 @@ from pipebench.profile.model import LayerProfile, LengthProfile, Profile
 from pipebench.typed_json import JsonError, read, shown
 
 VERSION = 7
-# Left out where they say nothing: of the profile, of a row.
-_OPTIONAL = {"slices": 1, "loaders": 0, "device_bytes": 0}
+# Fields of the profile, and of a row, that are left out if they have these values.
+_OPTIONAL = {"slices": 1, "loaders": 0, "device_bytes": 0, "num_devices": 0}
 _OPTIONAL_IN_ROWS: Mapping[str, object] = {"workspace_bytes": 0, "reads_samples": False, "untrained_sizes": {}}
 _KEY = "pipebench_profile"
 
@@ -46,7 +46,7 @@ def read_profile(text: str) -> Profile:
 
 
 def _check_complete(data: Mapping[str, Any]) -> None:
-    """Refuse a missing field, even one with a default: a layer without `reads` is another graph."""
+    """Refuse a missing field, even one with a default: a layer that lacks `reads` would make another graph."""
     parts = [("", data), *((f"lengths[{i}].", each) for i, each in enumerate(data.get("lengths", ())))]
     rows = [
         (f"{part}layers[{size}][{i}]: ", row)
@@ -62,7 +62,7 @@ def _check_complete(data: Mapping[str, Any]) -> None:
 
 
 def check_profile(profile: Profile) -> None:
-    """Check a profile's fields against each other; raises a ProfileError that says where, given and allowed."""
+    """Check a profile's fields against each other; raises a ProfileError that says where, what is given and allowed."""
     if not profile.layers:
         raise ProfileError("has no layers: at least one number of samples is needed")
     _layers(profile.layers, profile.load_s, "")
@@ -85,6 +85,7 @@ def check_profile(profile: Profile) -> None:
 
 
 def _by_columns(profile: Profile) -> dict[int, LengthProfile]:
+    """Return the lengths by `columns`, after checking that each is there once and that shares add up to 1."""
     found = {each.columns: each for each in profile.lengths}
     if len(found) < len(profile.lengths):
         raise ProfileError(f"has lengths {[each.columns for each in profile.lengths]}, allowed is each once")
@@ -102,6 +103,7 @@ def _layers(layers: Mapping[int, Sequence[LayerProfile]], load_s: Mapping[int, f
 
 
 def _rows(rows: Sequence[LayerProfile], where: str) -> None:
+    """Check the rows of one size; `where` says which, for errors."""
     if all(row.is_input for row in rows):
         raise ProfileError(f"has no layer that computes: {where}")
     if not any(row.forward_s or row.backward_s for row in rows if not row.is_input):
@@ -123,6 +125,7 @@ def _rows(rows: Sequence[LayerProfile], where: str) -> None:
 
 
 def _problem(row: LayerProfile, index: int, rows: Sequence[LayerProfile], index_of: Mapping[str, int]) -> str | None:
+    """Return what is wrong with one row, given the rows before it by name, or None."""
     if not row.name or not row.name.isprintable() or not row.kind.isprintable():
         return "name and kind must be printable, and the name not empty"
     if row.name in index_of:

@@ -1,7 +1,7 @@
 """Tensor slices in a profile: the bytes that a worker's devices sum and gather, and the seconds.
 
-A worker stands for k neighbouring devices, its profile for one of them. What they exchange keeps all of them, so its
-seconds are part of the layers'.
+A worker stands for k neighbouring devices; its profile has the costs of one of them. All k wait for their exchanges,
+whose seconds are therefore part of the layers'.
 """
 
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from dataclasses import replace
 from pipebench.cluster import Level
 from pipebench.profile.model import LayerProfile, Profile
 
-# Kinds of layers, classes of `model/slice_modules.py`, by what they exchange.
+# Kinds of layers by what they exchange; they are classes of `model/slice_modules.py`.
 _SUMMED, _GATHERED, _COPIED = ("SummedSlices", "EmbeddingSlices"), ("GatheredSlices",), ("CopiedToSlices",)
 
 
 def exchanged_bytes(row: LayerProfile, num_slices: int) -> tuple[int, int]:
     """Return the bytes that a worker's devices send each other in a layer's forward, and in its backward.
 
-    A sum over k devices of n bytes each takes 2 (k-1) n, gathering n bytes in all (k-1) n.
+    In rings over k devices, a sum of n bytes on each takes 2 (k - 1) n, and a gather of n bytes in total (k - 1) n.
     """
     others = num_slices - 1
     if row.kind in _SUMMED:
@@ -28,13 +28,13 @@ def exchanged_bytes(row: LayerProfile, num_slices: int) -> tuple[int, int]:
 
 
 def unit_bytes(rows: Sequence[LayerProfile], num_slices: int, again: Sequence[int] = ()) -> int:
-    """Return the bytes of a unit's forward and backward; forwards of layers `again` run twice."""
+    """Return the bytes that a unit's forward and backward exchange; forwards of the layers `again` run twice."""
     found = [exchanged_bytes(row, num_slices) for row in rows]
     return sum(map(sum, found)) + sum(found[index][0] for index in again)
 
 
 def with_exchanges(profile: Profile, level: Level, num_slices: int) -> Profile:
-    """Return the profile of a slice with the seconds of what its devices exchange over a level, in rings."""
+    """Return the profile of a slice with the seconds of the devices' exchanges over a level's links, in rings."""
 
     def seconds(num_bytes: int, kind: str) -> float:
         if not num_bytes:

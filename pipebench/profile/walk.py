@@ -1,9 +1,10 @@
 """One pass through the layer graph, node by node: every forward alone, then every backward alone, last layer first.
 
-The measured and the analytic profile make the same pass with another clock, on tensors with data or without. It holds
-no more memory than training does: with more memory in use the same additions take up to eight times as long. Where a
-device can't hold even that, pieces of the model take turns on it, as in activation checkpointing: one pass of forwards
-puts what pieces read of each other on the host, then every piece does its forwards again and its backwards.
+The measured and the analytic profile make the same pass with different clocks, on tensors with or without data. A pass
+holds no more memory than training does, since with more memory in use the same additions take up to eight times as
+long. Where a device can't hold even that, pieces of the model take turns on it, as in activation checkpointing: a first
+pass of forwards copies the values that pieces read of each other to the host; then every piece, last one first, repeats
+its forwards and runs its backwards.
 """
 
 import itertools
@@ -41,7 +42,10 @@ from pipebench.zoo.registry import Dataset
 
 
 class _Cut(torch.autograd.Function):
-    """Cuts a value off from the operations that computed it; unlike a leaf tensor it doesn't keep the value alive."""
+    """Cuts a value off from the operations that computed it.
+
+    A detached leaf tensor would do so as well, but the graph would keep it, and so the value, alive until the backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -70,18 +74,18 @@ def walk(
             turns on a device that can't hold the whole.
         dataset: gives the loss.
         samples: every input and target of the dataset, on the device.
-        clock: times each piece of work.
-        on_layer: called with a layer's index before its forward and its backward. The bytes saved for backwards aren't
-            counted then, which slows small layers down: a pass that is timed has it.
+        clock: times each forward and each backward.
+        on_layer: called with a layer's index before its forward and before its backward; for passes that are timed.
+            Without it the pass also counts the bytes saved for backwards, which slows small layers down.
 
     Returns:
-        One profile per layer, then the loss. Idle layers cost nothing.
+        One profile per layer, then the loss. Idle layers have neither time nor bytes.
 
     Raises:
         ProfileError: a layer fails; names it.
     """
     module = root.root if isinstance(root, Pieces) else root
-    forget_states(module)  # of another number of samples
+    forget_states(module)  # carried states may be of another number of samples
     walked = _Walk(graph, module, dataset, samples, on_layer)
     whole = range(len(walked.steps))
     try:
@@ -90,7 +94,7 @@ def walk(
         else:
             walked.forwards(whole, whole.stop, clock)
             walked.backwards(whole, clock)
-    finally:  # a pass that ran out of memory leaves none of it to graphs, which Python's collector can't see into
+    finally:  # after an error, too: autograd's graphs would keep memory that Python's collector can't free
         walked.forget(whole)
     return tuple(step.row() for step in walked.steps)
 
@@ -98,31 +102,34 @@ def walk(
 def _in_turn(walked: "_Walk", pieces: Pieces, clock: Clock) -> None:
     """Let pieces take turns: forwards alone from the first to the last, then both, timed, from the last to the first.
 
-    What pieces read of earlier ones waits on the host. The first forwards count what is saved, since storages of values
-    that have been on the host are others.
+    Values that other pieces read, and sums of tied gradients, wait on the host, so that the device holds those of one
+    piece only. The first forwards, in order of execution, count what is saved: of several layers that save a storage,
+    `saved_with` of each but the first names the one before.
     """
     on_host: dict[fx.Node, Any] = {}
     for piece in pieces.ranges:
         with pieces.on_device(piece) as tensors:
-            walked.note_there(tensors)
+            walked.leave_out(tensors)
+            walked.begin_with(on_host, piece, pieces.to_device)
             walked.forwards(piece, len(walked.steps), _untimed)
-            walked.forget(piece)
-            on_host |= {node: pieces.to_host(value) for node, value in walked.read_later(piece).items()}
+            on_host |= walked.leave(piece, pieces.to_host)
     walked.stop_counting()
     for piece in reversed(pieces.ranges):
         with pieces.on_device(piece):
-            walked.begin_with({node: pieces.to_device(on_host[node]) for node in walked.reads(piece)})
+            walked.begin_with(on_host, piece, pieces.to_device)
             walked.forwards(piece, piece.stop, clock)
+            walked.move_sums(piece, pieces.to_device)
             walked.backwards(piece, clock)
+            walked.move_sums(piece, pieces.to_host)
 
 
 def _untimed(work: Callable[[], Any]) -> tuple[Any, Reading]:
-    """Do some work that isn't timed: a clock for forwards that come again."""
+    """Do some work without timing it: the clock of forwards that are repeated."""
     return work(), float
 
 
 def idle_backward_s(device: torch.device, clock: Clock) -> Reading:
-    """Time the backward of a layer that computes nothing: entering and leaving autograd."""
+    """Time the backward of a layer that computes nothing: the cost of entering and leaving autograd."""
     value = torch.ones(1, device=device, requires_grad=True)
     owner, step = (WalkStep("idle", "idle", {}, {}, (), ()) for _ in range(2))
     read = _cut(value, step, owner)
@@ -134,7 +141,7 @@ def idle_backward_s(device: torch.device, clock: Clock) -> Reading:
 
 
 class _Walk:
-    """One pass, of all layers at once or of a piece after the other; the loss is the last step."""
+    """One pass, through all layers at once or through one piece after another; the loss is the last step."""
 
     def __init__(
         self,
@@ -151,20 +158,22 @@ class _Walk:
         placeholders = graph.graph.find_nodes(op="placeholder")
         self._inputs = {node: samples[name] for node, name in zip(placeholders, dataset.inputs, strict=True)}
         self._env: dict[fx.Node, Any] = {**self._inputs}
-        # What steps run, by index; idle layers nothing, the loss what puts the model's output together.
+        # The node that each step runs: None for idle layers; for the loss the output node, which assembles the
+        # model's output.
         self._nodes = [None if layer.idle else layer.node for layer in graph.layers]
         self._nodes += graph.graph.find_nodes(op="output")
         self._owners = {node: step for node, step in zip(self._nodes, self.steps, strict=True) if node is not None}
-        self._readers: dict[fx.Node, list[int]] = {node: [] for node in graph.graph.nodes}  # indices, ascending
+        # The indices of the steps that read each node's value, ascending.
+        self._readers: dict[fx.Node, list[int]] = {node: [] for node in graph.graph.nodes}
         for index, node in enumerate(self._nodes):
             for read in node.all_input_nodes if node is not None else ():
                 self._readers[read].append(index)
         uses = Counter(name for step in self.steps for name in step.parameters)
         self._tied = frozenset(name for name, count in uses.items() if count > 1)
-        self._sums: dict[str, torch.Tensor] = {}  # of the gradients of tied parameters that have one
+        self._sums: dict[str, torch.Tensor] = {}  # by name, the summed gradient of a tied parameter that has one so far
 
     def forwards(self, piece: range, stop: int, clock: Clock) -> None:
-        """Run the forwards of a piece; what nothing reads before the step with index `stop` is freed."""
+        """Run the forwards of a piece; free each value once no step before the one with index `stop` reads it."""
         for index in piece:
             step, node = self.steps[index], self._nodes[index]
             if node is None:
@@ -172,7 +181,7 @@ class _Walk:
             self._tell(index)
             value = _forward(step, self._call(step, node), clock, self._storages, index)
             if self._storages is not None and node.op != "output":
-                # A stage hands on a copy of a buffer that the next minibatch changes: a storage of its own.
+                # Of a buffer that the next minibatch changes a stage sends a copy, which has its own storage.
                 step.puts_out = self._storages.storages([cloned(value) if step.runs_once else value])
                 step.takes = self._storages.storages(
                     self._env[each] for each in node.all_input_nodes if each.op == "placeholder"
@@ -183,12 +192,12 @@ class _Walk:
                     self._env.pop(each, None)
 
     def backwards(self, piece: range, clock: Clock) -> None:
-        """Run the backwards of a piece, whose forwards ran last, last layer first."""
+        """Run the backwards of the piece whose forwards have just run, last layer first."""
         for index in reversed(piece):
             step = self.steps[index]
             self._tell(index)
             if step.name == LOSS:
-                step.arrived = Counter([*step.outputs])
+                step.arrived = Counter([*step.outputs])  # a gradient of 1, which no step computes
             _backward(step, clock, self._sums, self._tied)
 
     def forget(self, piece: range) -> None:
@@ -198,31 +207,42 @@ class _Walk:
         for node in self._made(piece):
             self._env[node] = tree_map_only(torch.Tensor, _without_graph, self._env[node])
 
-    def note_there(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take storages of parameters and buffers, which are no part of what is saved."""
+    def leave_out(self, parameters_and_buffers: Iterable[torch.Tensor]) -> None:
+        """Don't count the storages of these tensors as saved."""
         if self._storages is not None:
-            self._storages.note_there(tensors)
+            self._storages.leave_out(parameters_and_buffers)
 
     def stop_counting(self) -> None:
-        """Count no more of what is saved, and let carried states begin anew."""
+        """Stop counting saved bytes, and reset carried states for the forwards that follow."""
         self._storages = None
         forget_states(self._root)
 
-    def read_later(self, piece: range) -> dict[fx.Node, Any]:
-        """Return the values of a piece that later ones read."""
-        return {node: self._env[node] for node in self._made(piece)}
+    def begin_with(self, earlier: Mapping[fx.Node, Any], piece: range, copy: Callable[[Any], Any]) -> None:
+        """Begin a piece with copies of the values that it reads of `earlier` pieces."""
+        read = {n: value for n, value in earlier.items() if any(reader in piece for reader in self._readers[n])}
+        self._env = {**self._inputs, **self._copies(read, copy)}
 
-    def reads(self, piece: range) -> list[fx.Node]:
-        """Return the nodes whose values a piece reads of earlier ones."""
-        earlier = [node for node in self._nodes[: piece.start] if node is not None]
-        return [node for node in earlier if any(reader in piece for reader in self._readers[node])]
+    def leave(self, piece: range, copy: Callable[[Any], Any]) -> dict[fx.Node, Any]:
+        """End a piece without its backwards; return copies of the values that later ones read, and hold no others."""
+        self.forget(piece)
+        copies = self._copies({node: self._env[node] for node in self._made(piece)}, copy)
+        self._env = {}
+        return copies
 
-    def begin_with(self, values: Mapping[fx.Node, Any]) -> None:
-        """Begin a piece with the values that it reads of others."""
-        self._env = {**self._inputs, **values}
+    def move_sums(self, piece: range, copy: Callable[[Any], Any]) -> None:
+        """Replace the sums of tied gradients to which a piece adds by copies."""
+        names = {name for index in piece for name in self.steps[index].parameters}
+        self._sums |= {name: copy(total) for name, total in self._sums.items() if name in names}
+
+    def _copies(self, values: Mapping[fx.Node, Any], copy: Callable[[Any], Any]) -> dict[fx.Node, Any]:
+        """Return copies of some nodes' values, whose storages count as those of the values."""
+        made = {node: copy(value) for node, value in values.items()}
+        if self._storages is not None:
+            self._storages.note_copies([*values.values()], [*made.values()])
+        return made
 
     def _made(self, piece: range) -> list[fx.Node]:
-        """Return a piece's nodes whose values are there."""
+        """Return the nodes of a piece whose values are still held."""
         return [node for node in self._nodes[piece.start : piece.stop] if node is not None and node in self._env]
 
     def _tell(self, index: int) -> None:
@@ -239,12 +259,13 @@ class _Walk:
             return lambda: self._dataset.loss(prediction, targets)
         first = node.args[0] if node.args else None
         if is_inplace(self._root, node) and isinstance(first, fx.Node) and first in own:
-            # autograd refuses to overwrite a view like this; a clone isn't one, and is made outside the clock.
+            # autograd refuses to overwrite the view that _Cut returns. A clone is no view; it is made untimed.
             own[first] = cloned(own[first])
         return bind_node(self._root, node, own)
 
 
 def _steps(graph: LayerGraph, root: nn.Module) -> list[WalkStep]:
+    """Return a step per layer, with the tensors of `root` that it uses."""
     parameters = dict(root.named_parameters())
     exact = dict(graph.root.named_parameters()) if graph.rounding else {}
     can_be_split, averaged = {*splittable(root, graph.graph)}, averaged_buffers(graph)
@@ -264,7 +285,10 @@ def _steps(graph: LayerGraph, root: nn.Module) -> list[WalkStep]:
 
 
 def _buffers(layer: Layer, root: nn.Module, averaged: Collection[str]) -> dict[str, torch.Tensor]:
-    """Return a layer's averaged buffers by qualified name; of others empty tensors, of a module's integers nothing."""
+    """Return a layer's buffers by qualified name: tensors of 0 bytes for those that replicas don't average.
+
+    The integer buffers of modules are left out.
+    """
     named = {name: attribute(root, name) for name in layer.buffers}
     if layer.node.op == "call_module":
         named = {name: buffer for name, buffer in named.items() if buffer.is_floating_point()}
@@ -274,7 +298,7 @@ def _buffers(layer: Layer, root: nn.Module, averaged: Collection[str]) -> dict[s
 def _cut(value: Any, step: WalkStep, owner: WalkStep | None) -> Any:
     """Return a value cut off from `owner`, the step that computed it, or None for a model input.
 
-    Its tensors that have a gradient become wanted by `step`, the reader.
+    `step` reads the value: its backward will compute the gradients of those of the value's tensors that have one.
     """
     position = itertools.count()
 
@@ -291,7 +315,7 @@ def _cut(value: Any, step: WalkStep, owner: WalkStep | None) -> Any:
 
 
 def _forward(step: WalkStep, call: Callable[[], Any], clock: Clock, saved: "SavedStorages | None", index: int) -> Any:
-    """Time the step's forward; count the bytes it saves for its backward in `saved`, unless that is None."""
+    """Time a step's forward and return its value; count the bytes it saves in `saved`, unless that is None."""
     try:
         with saved.counted(step, index) if saved is not None else nullcontext():
             value, step.forward_s = clock(call)
@@ -312,46 +336,62 @@ def _forward(step: WalkStep, call: Callable[[], Any], clock: Clock, saved: "Save
 def _backward(step: WalkStep, clock: Clock, sums: dict[str, torch.Tensor], tied: Collection[str]) -> None:
     """Time the step's backward, then release what it saved.
 
-    Gradients that meet are added, as in training: those of a value by the layer that made it, those of a parameter that
-    several layers use (`tied`) by all of them but the last, whose backward is the first and begins the sum in `sums`.
+    The additions of gradients are timed as in training: the layer that made a value adds the gradients of all its
+    readers. Of the layers that use a `tied` parameter, the last one's backward comes first and begins the sum in
+    `sums`; every other layer adds to it.
     """
-    there = [(output, step.arrived[index]) for index, output in step.outputs.items() if step.arrived[index]]
-    gradients = [output.gradient() for output, _ in there]
-    others = [output.gradient() if count > 1 else None for output, count in there]
-    met = [sums.get(name) for name in step.parameters]
-    edges = [output.edge for output, _ in there]
-
-    def call() -> Sequence[torch.Tensor | None]:
-        for (_, count), gradient, other in zip(there, gradients, others, strict=True):
-            for _ in range(count - 1):
-                assert other is not None
-                gradient.add_(other)
-        found = torch.autograd.grad(edges, step.wanted, gradients, allow_unused=True)
-        for total, gradient in zip(met, found[len(step.origins) :], strict=True):
-            if total is not None and gradient is not None:
-                total.add_(gradient)
-        return found
-
-    if there and step.wanted:
+    arrived = [(output, step.arrived[index]) for index, output in step.outputs.items() if step.arrived[index]]
+    if arrived and step.wanted:
         try:
-            if step.splits and step.origins:
-                wanted = step.wanted[len(step.origins) :]
-                _, step.weight_s = clock(lambda: torch.autograd.grad(edges, wanted, gradients, retain_graph=True))
-            found, step.backward_s = clock(call)
+            found = _timed_gradients(step, arrived, [sums.get(name) for name in step.parameters], clock)
         except Exception as error:
             raise ProfileError(_failed(step, "backward", error), step.name) from error
         for (owner, index), gradient in zip(step.origins, found, strict=False):
             if gradient is not None:
                 owner.arrived[index] += 1
-        if step.splits and not step.origins:  # it computes nothing else
-            step.weight_s = step.backward_s
         for name in [name for name in step.parameters if name in tied and name not in sums]:
             sums[name] = torch.zeros_like(step.parameters[name])
     step.forget()
 
 
+def _timed_gradients(
+    step: WalkStep, arrived: Sequence[tuple[StepOutput, int]], totals: Sequence[torch.Tensor | None], clock: Clock
+) -> Sequence[torch.Tensor | None]:
+    """Time a step's backward; return the gradients of its inputs, then of its parameters.
+
+    Args:
+        step: its forward has run.
+        arrived: its outputs that have gradients, and how many each has, which are added first.
+        totals: per parameter, the sum of gradients that its own is added to, if any.
+        clock: times the backward and, if it can be split, its weight part alone.
+    """
+    edges, gradients = [output.edge for output, _ in arrived], [output.gradient() for output, _ in arrived]
+    others = [output.gradient() if count > 1 else None for output, count in arrived]
+
+    def backward() -> Sequence[torch.Tensor | None]:
+        for gradient, other, (_, count) in zip(gradients, others, arrived, strict=True):
+            for _ in range(count - 1):
+                assert other is not None
+                gradient.add_(other)
+        found = torch.autograd.grad(edges, step.wanted, gradients, allow_unused=True)
+        for total, gradient in zip(totals, found[len(step.origins) :], strict=True):
+            if total is not None and gradient is not None:
+                total.add_(gradient)
+        return found
+
+    if step.splits and step.origins:
+        weights = step.wanted[len(step.origins) :]
+        # No name for the gradients: it would keep them beside those of the whole backward.
+        step.weight_s = clock(lambda: torch.autograd.grad(edges, weights, gradients, retain_graph=True))[1]
+    found: Sequence[torch.Tensor | None]
+    found, step.backward_s = clock(backward)
+    if step.splits and not step.origins:  # its backward computes weight gradients only
+        step.weight_s = step.backward_s
+    return found
+
+
 def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor cut off from what computed it, which still has a gradient if it had one."""
+    """Return a tensor cut off from what computed it, which requires a gradient if it did before."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 

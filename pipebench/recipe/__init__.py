@@ -1,1 +1,1 @@
-"""Recipes: the YAML that asks a question, from its file to a validated `Recipe`."""
+"""Recipes: finds, reads, merges and validates YAML files, and returns each as a `Recipe`."""

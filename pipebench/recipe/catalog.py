@@ -42,20 +42,24 @@ def find_recipes(reference: str) -> list[Path]:
 
 
 def find(reference: str, names: Callable[[], Iterable[str]], beside: Path | None = None) -> Path:
-    """Return the existing file or folder for `reference`, a short name or a path relative to `beside` or here.
+    """Return the existing file or folder that a reference names.
 
-    `names` gives the short names from which to suggest one, if no file of the same folder is closer.
+    Args:
+        reference: a short name, or a path relative to `beside` or to the working directory.
+        names: returns the short names that an error may suggest, besides the files of the same folder.
+        beside: a folder that is searched first.
 
     Raises:
-        RecipeError: nothing is there.
+        RecipeError: there is no such file or folder.
     """
     for candidate in _candidates(reference, beside):
         if os.path.isfile(candidate) or os.path.isdir(candidate):
             return Path(candidate)
     exists = os.path.exists(reference)
-    known, own = [*names(), *map(str, Path(os.path.dirname(reference)).glob("*.yaml"))], Path(reference).stem
-    # `.yaml` alone makes no two names alike.
-    near = [name for name in known if not name.endswith(".yaml") or nearest(own, [Path(name).stem])]
+    known = [*names(), *map(str, Path(os.path.dirname(reference)).glob("*.yaml"))]
+    # Two file names aren't similar only because both end in `.yaml`.
+    stem = Path(reference).stem
+    near = [name for name in known if not name.endswith(".yaml") or nearest(stem, [Path(name).stem])]
     problem = "is not a file" if exists else f"no such file, folder or short name{nearest(reference, near)}"
     raise RecipeError([Fault(_short(reference), "", problem)])
 
@@ -73,7 +77,7 @@ def _candidates(reference: str, beside: Path | None) -> list[str]:
 
 
 def find_cluster(name: str, beside: Path | None = None) -> Path:
-    """Return a cluster's file by its short name or a YAML file's path; raises a RecipeError if nothing is there."""
+    """Return a cluster's file by its short name or a YAML file's path; raises a RecipeError if there is none."""
     if name.endswith((".yaml", ".yml")):
         return find(name, lambda: [path.name for path in beside.glob("*.yaml")] if beside else [], beside)
     names = cluster_names()
@@ -85,7 +89,7 @@ def find_cluster(name: str, beside: Path | None = None) -> Path:
 
 
 def is_recipe(path: Path) -> bool:
-    """Return whether a file can be run: not a base for others (`base.yaml`, `_*`), not a cluster."""
+    """Return whether a file is a recipe that can be run, by its name: not a base for others (`base.yaml`, `_*`)."""
     return path.suffix == ".yaml" and path.name != "base.yaml" and not path.name.startswith("_")
 
 
@@ -112,7 +116,7 @@ def summary(path: Path) -> str:
 def display(path: Path) -> FileName:
     """Return a path for messages: relative to the shipped recipes or reports, or to the working directory.
 
-    Faults in the file of that name include the line of their key.
+    Faults with this name of a file print the line of their key.
     """
     absolute = os.path.abspath(path)
     return LinedFile(_displayed(absolute, os.getcwd()), absolute)

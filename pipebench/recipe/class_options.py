@@ -1,6 +1,6 @@
-"""The options of torch's optimizers and learning-rate schedulers, as data: no torch import.
+"""The options of torch's optimizers and learning-rate schedulers as data, so that torch isn't imported.
 
-Importing torch takes ten times as long as all that `pipebench ls` and `pipebench show` do. A test compares every class,
+Its import takes ten times as long as all that `pipebench ls` and `pipebench show` do. A test compares every class,
 option, type and default with `inspect.signature` of the installed torch (2.11 or later).
 """
 
@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple
 
 
 class Option(NamedTuple):
-    """An option whose type is more than that of its default."""
+    """An option with another type than that of its default, or without a default."""
 
-    type: Any  # of the values that a recipe may give
-    default: Any = inspect.Parameter.empty  # `inspect.Parameter.empty` if required
+    type: Any  # the allowed values' type
+    default: Any = inspect.Parameter.empty  # `inspect.Parameter.empty` if the option is required
 
 
 _WHOLE, _NUMBER, _NUMBERS, _ANY = Option(int), Option(float), Option(float | list[float]), Option(Any)
@@ -21,8 +21,8 @@ _ZERO = Option(float, 0)  # some of torch's defaults of floats are ints
 _WHOLE_OR_NONE, _FLAG_OR_NONE = Option(int | None, None), Option(bool | None, None)
 _STEP = {"foreach": _FLAG_OR_NONE, "maximize": False}
 
-# Module to class to options, in the order of the class's parameters; a bare value is a default and implies its type.
-# Without the arguments that pipebench passes: parameters and rate, or optimizer and last epoch.
+# Module to class to options, in the order of the class's parameters. A value that is no `Option` is a default, whose
+# type the option has. Arguments that pipebench passes are left out: parameters and rate, or optimizer and last epoch.
 OPTIMIZERS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "torch.optim": {
         "ASGD": {
@@ -115,7 +115,7 @@ SCHEDULERS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 }  # fmt: skip
 
 _PLAIN = "and a recipe holds plain values: a function can be a target"
-# Why a class is not supported, whatever its arguments, as the end of a sentence.
+# Why a class isn't supported with any arguments, as the end of a sentence.
 REFUSED: Mapping[str, str] = {
     "LBFGS": "whose step asks for the loss again (a closure): a stage has each gradient once",
     "SparseAdam": "which takes sparse gradients only, and those of a stage are dense",
@@ -128,7 +128,7 @@ REFUSED: Mapping[str, str] = {
 
 
 def refusal(options: Mapping[str, inspect.Parameter], given: Mapping[str, Any]) -> str | None:
-    """Return why these arguments of a class are not supported, as the end of a sentence; None if they are."""
+    """Return why a class with these options isn't supported with these arguments, as the end of a sentence, or None."""
     if "scale_fn" in options and "scale_fn" in given:
         return f"which takes a function (scale_fn), {_PLAIN}"
     if given.get("cycle_momentum", "cycle_momentum" in options):

@@ -1,4 +1,4 @@
-"""Reads clusters from YAML; each number states its source: published, assumed, measured or calibrated."""
+"""Makes clusters of their files, in which each number states its source: published, assumed, measured or calibrated."""
 
 import json
 import math
@@ -12,17 +12,17 @@ from typing import Any
 import yaml
 
 from pipebench.cluster import ALL_REDUCES, CONNECTIONS, LOCAL, Cluster, Level
-from pipebench.errors import Fault, RecipeError, nearest
+from pipebench.errors import Fault, RecipeError, nearest, shown
 from pipebench.recipe.catalog import display, find_cluster, summary
 from pipebench.recipe.cluster_files import KEYS, LEVEL_KEYS, Given, Keys, cluster_files
-from pipebench.recipe.typecheck import problem_with, shown
+from pipebench.recipe.typecheck import problem_with
 from pipebench.recipe.yaml_file import parse
 from pipebench.units import UnitError, parse_bandwidth, parse_bytes, parse_duration
 
 MAX_WORKERS = 4096  # a straight plan lists every worker; the papers' largest cluster has 256
-CHANGED = "cluster."  # begins the keys of faults of a recipe's own numbers
-SERVERS = "servers"  # the key of the fault when only the number of servers is wrong
-# Of a number, and what its text says
+CHANGED = "cluster."  # begins the key of a fault in a number that the recipe gives instead of the file
+SERVERS = "servers"  # the key of the fault if only the number of servers is wrong
+# Kinds of sources, and what the text of each says.
 SOURCES = {"published": "where", "assumed": "why", "measured": "how", "calibrated": "on what"}
 _FORM = " or ".join(f"{{value: ..., {source}: {word}}}" for source, word in SOURCES.items())
 
@@ -31,7 +31,7 @@ _Parse = Callable[[Any], Any]
 
 
 def _typed(kind: type, allowed: str, low: float = -math.inf, high: float = math.inf) -> _Parse:
-    """Return a parser of values of a type from `low` to `high`; of a text, the range is of its length."""
+    """Return a parser of values of a type from `low` to `high`; for texts, these limit the length."""
 
     def read(value: Any) -> Any:
         if problem_with(value, kind) or not low <= (len(value) if kind is str else value) <= high:
@@ -53,7 +53,7 @@ def _one_of(allowed: Sequence[str]) -> _Parse:
     return read
 
 
-# Key in a cluster's file, or in one of its levels, to attribute and parser.
+# Key of a cluster's file, or of one of its levels, to the attribute of `Cluster` or `Level` and its parser.
 _CLUSTER: Mapping[str, tuple[str, _Parse]] = {
     "device": ("device", _typed(str, "a name", low=1)),
     "memory": ("memory_bytes", lambda value: None if value is None else parse_bytes(value)),
@@ -72,28 +72,32 @@ _LEVEL: Mapping[str, tuple[str, _Parse]] = {
     "connections": ("connections", _one_of(CONNECTIONS)),
     "over_pcie": ("over_pcie", _typed(bool, "true or false")),
 }
-# Keys that a cluster and its levels must have, besides names
+# Required keys of a cluster and its levels, besides names.
 NEEDED = {"device", "memory", "count", "bandwidth", "latency"}
 
 
 def load_cluster(
     name: str, servers: int, beside: Path | None = None, changes: Mapping[str, Any] = MappingProxyType({})
 ) -> Cluster:
-    """Return a cluster whose outermost level's count is multiplied by `servers`, at least 1.
+    """Return a cluster by its name.
 
-    `name` is a short name such as `cluster-a` or the path of a YAML file, relative to `beside` first; `changes` are a
-    recipe's `ClusterRecipe.changes`.
+    Args:
+        name: a short name such as `cluster-a`, or the path of a YAML file.
+        servers: the count of the outermost level is multiplied by this; at least 1.
+        beside: the folder where a path is searched first.
+        changes: numbers instead of the file's, as in `ClusterRecipe.changes`.
 
     Raises:
-        RecipeError: the file isn't there or isn't a cluster, it can't have so many servers, or a change is none (keys
-            of these faults begin with CHANGED).
+        RecipeError: there is no such file, it isn't a cluster, it can't have so many servers, or a change can't be read
+            (the keys of such faults begin with CHANGED).
     """
     path = find_cluster(name, beside)
-    files, faults = cluster_files(path), list[Fault]()
+    files = cluster_files(path)
+    faults: list[Fault] = []
     made = _values(files.keys, _CLUSTER, faults)
     for given in (files.keys.at("launch"), files.keys.at("pause")):
         if given.value is not None and made["device"] == LOCAL:
-            problem = "what this machine takes is measured, so a cluster whose device is local can't say it"
+            problem = "is measured where the device is local, this machine's: leave it out"
             faults.append(Fault(given.file, given.key, problem))
     found = [(str(each.at("name").value), _values(each, _LEVEL, faults)) for each in files.levels]
     most, file, key = files.keys.at("max_servers")
@@ -106,16 +110,25 @@ def load_cluster(
         found[0][1]["count"] = own["count"]
     levels = tuple(Level(name, **values) for name, values in found)
     _check_servers(servers, most if isinstance(most, int) else None, levels, display(path))
+    if "memory" in own:
+        made["memory_bytes"] = own["memory"]
+    return Cluster(path.stem, levels=_grown(levels, servers, own), **made)
+
+
+def _grown(levels: Sequence[Level], servers: int, own: Mapping[str, Any]) -> tuple[Level, ...]:
+    """Return levels with `servers` times the count of the outermost one, and with a recipe's own rates.
+
+    These are the rates of the outermost level that joins several components.
+    """
     grown = [*levels[:-1], replace(levels[-1], count=levels[-1].count * servers)]
     joining = max((index for index, level in enumerate(grown) if level.count > 1), default=0)
     rates = {_LEVEL[key][0]: own[key] for key in ("bandwidth", "latency") if key in own}
     grown[joining] = replace(grown[joining], **rates)
-    made |= {_CLUSTER[key][0]: own[key] for key in ("memory",) if key in own}
-    return Cluster(path.stem, levels=tuple(grown), **made)
+    return tuple(grown)
 
 
 def _parsed(key: str, value: Any, faults: list[Fault]) -> Any:
-    """Return the value of a recipe's key in place of the file's."""
+    """Return the parsed value of a recipe's key that replaces the file's; None, and a fault, if it can't be read."""
     try:
         return {**_LEVEL, **_CLUSTER}[key][1](value)
     except UnitError as error:
@@ -124,7 +137,7 @@ def _parsed(key: str, value: Any, faults: list[Fault]) -> Any:
 
 
 def as_text(path: Path) -> str:
-    """Return a cluster as the text of one file: extended files merged in, each number with its source.
+    """Return a cluster as the text of one file, with the files that it extends, and every number's source.
 
     Raises:
         RecipeError: the files aren't those of a cluster.
@@ -150,7 +163,7 @@ def _lines(keys: Keys, names: Sequence[str]) -> Iterator[str]:
 
 
 def _scalar(value: object) -> str:
-    """Return a value as YAML, quoted where plain text would be read as something else."""
+    """Return a value as YAML, with quotes if it would be read as something else without."""
     if not isinstance(value, str):
         return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else json.dumps(value)
     try:
@@ -162,7 +175,7 @@ def _scalar(value: object) -> str:
 
 
 def sources(path: Path) -> str:
-    """Return how many of a cluster's numbers have which source: `numbers: 7 published, 5 assumed`."""
+    """Return how many of a cluster's numbers have each kind of source: `numbers: 7 published, 5 assumed`."""
     files = cluster_files(path)
     given = [each.value for keys in (files.keys, *files.levels) for each in keys.given.values()]
     found = Counter(source for value in given if isinstance(value, dict) for source in SOURCES if source in value)
@@ -170,7 +183,7 @@ def sources(path: Path) -> str:
 
 
 def _values(keys: Keys, table: Mapping[str, tuple[str, _Parse]], faults: list[Fault]) -> dict[str, Any]:
-    """Return the values of keys by attribute: required keys and those given."""
+    """Return the values of required and given keys by attribute."""
     return {
         attribute: _value(keys.at(key), parse, faults)
         for key, (attribute, parse) in table.items()
@@ -179,7 +192,7 @@ def _values(keys: Keys, table: Mapping[str, tuple[str, _Parse]], faults: list[Fa
 
 
 def _value(given: Given, parse: _Parse, faults: list[Fault]) -> Any:
-    """Return the value of a key, which must name its source."""
+    """Return the parsed value of a key; None, and a fault, if it has no source or can't be read."""
     value, file, key = given
     sources = [name for name in SOURCES if name in value] if isinstance(value, dict) else []
     if not isinstance(value, dict) or "value" not in value or len(value) != 2 or len(sources) != 1:

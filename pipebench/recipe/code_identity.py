@@ -1,7 +1,7 @@
-"""Hashes the user's own modules that a recipe runs: those of its targets and all that these import.
+"""Hashes the user's own modules that a recipe runs: those of its targets, and all that they import.
 
-Compared to decide whether a recorded result is still valid and whether a checkpoint was written by the same code.
-Imports are read, not executed, so hashes are the same before anything has run.
+The hashes show whether a recorded result is still valid, and whether a checkpoint was written by the same code. Imports
+are found in the source and not executed, so hashes don't depend on what has run before.
 """
 
 import ast
@@ -28,8 +28,8 @@ _IMPORTERS = ("import_module", "__import__")
 def code_hashes(loaded: LoadedRecipe) -> dict[str, str]:
     """Return the SHA-256 of each of the user's own modules that a recipe's targets import, by module name.
 
-    Includes imports inside functions. Where a module imports a computed name, all modules beside it count. Excludes
-    data files and installed code: the standard library, packages, pipebench.
+    Imports inside functions count. If a module imports a computed name, all modules beside it count. Data files and
+    installed code (the standard library, packages, pipebench) don't.
     """
     find_new_files()
     targets = (target.partition(":")[0] for _, target in targets_of(asdict(loaded.recipe)))
@@ -42,12 +42,12 @@ def code_hashes(loaded: LoadedRecipe) -> dict[str, str]:
 class _Place(NamedTuple):
     """Location of a module."""
 
-    file: Path | None  # None for a package without one
-    folders: Sequence[str]  # of a package: the folders of its modules
+    file: Path | None  # None for a package without `__init__.py`
+    folders: Sequence[str]  # where a package's modules are; empty for other modules
 
 
 class _Modules:
-    """The user's modules reachable from names; `search` are the folders to look in, in this order."""
+    """The user's modules that some modules import, directly or not; `search` are the folders to look in, in order."""
 
     def __init__(self, search: Sequence[str]) -> None:
         self.hashes: dict[str, str] = {}  # by module name
@@ -55,7 +55,7 @@ class _Modules:
         self._places: dict[str, _Place | None] = {}
 
     def add(self, name: str) -> None:
-        """Add a module, its packages and all they import, where they are the user's."""
+        """Add a module, its packages and all modules that these import, as far as they are the user's."""
         waiting = [name]
         while waiting:
             name = waiting.pop()
@@ -63,7 +63,7 @@ class _Modules:
                 continue
             package = name.rpartition(".")[0]
             if package and package not in self._places:
-                waiting += [name, package]
+                waiting += [name, package]  # the package first, whose folders say where the module is
                 continue
             self._places[name] = place = self._found(name, package)
             if place is not None and place.file is not None:
@@ -75,12 +75,12 @@ class _Modules:
     def _found(self, name: str, package: str) -> _Place | None:
         """Return a module's location; None if not found or in a library."""
         above = self._places.get(package)
-        if package and (above is None or not above.folders):  # what a module without modules has is no module
+        if package and (above is None or not above.folders):  # the name of a function or class in a module
             return None
         folders = self._search if above is None else above.folders
         try:
             spec = PathFinder.find_spec(name, folders)
-        except KeyError:  # a package without a file in one that isn't imported
+        except KeyError:  # a package without `__init__.py`, in a package that isn't imported
             inner = [os.path.join(folder, name.rpartition(".")[2]) for folder in folders]
             return _Place(None, [folder for folder in inner if os.path.isdir(folder)])
         if spec is None and not package:  # editable installs may have finders of their own
@@ -95,7 +95,7 @@ class _Modules:
 
 
 def _imported(folder: Path, source: bytes, package: str) -> Iterator[str]:
-    """Yield the full names of what a module in a folder may import, functions of other modules among them."""
+    """Yield the full names of all that a module in a folder may import, including functions of other modules."""
     names, is_computed = _imports(source, package)
     yield from names
     if is_computed:
@@ -104,7 +104,7 @@ def _imported(folder: Path, source: bytes, package: str) -> Iterator[str]:
 
 @lru_cache(maxsize=1024)  # runs of one comparison have the same code
 def _imports(source: bytes, package: str) -> tuple[Sequence[str], bool]:
-    """Return the full names of what a module of a package imports, and whether it imports a computed name, too."""
+    """Return the full names that a module of a package imports, and whether it also imports a computed name."""
     names: dict[str, None] = {}
     is_computed = False
     try:

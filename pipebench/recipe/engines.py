@@ -1,4 +1,4 @@
-"""The table of engines, which execute schedules; `pipebench.run.runner` makes runs of each."""
+"""The table of engines, which execute schedules; `pipebench.run.runner` has the function that runs each."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,9 +14,9 @@ class EngineKind:
     """Properties of an engine."""
 
     name: str  # in recipes
-    clock: str  # `virtual` (durations come from the profile) or `wall` (they are measured)
-    trains: bool = True  # whether it computes, and so needs weights and data
-    in_processes: bool = False  # whether each worker is a process, on the cluster itself
+    clock: str  # `virtual` (durations come from the profile) or `wall` (durations are measured)
+    trains: bool = True  # whether it computes, for which it needs weights and data
+    in_processes: bool = False  # whether each worker is a process on the cluster itself
 
     @property
     def measures(self) -> bool:

@@ -1,4 +1,4 @@
-"""Values from environment variables: recorded and shown as their expressions, since they may be secret tokens."""
+"""Values from environment variables, which are recorded and printed as their expressions: they may be secrets."""
 
 import os
 import re
@@ -12,9 +12,9 @@ _VARIABLE = re.compile(r"oc\.env:\s*([^\s,}]+)")
 
 
 def of_environment(found: Mapping[Key, Leaf]) -> set[Key]:
-    """Return the keys whose values may come from the environment.
+    """Return the keys whose values may come from the environment, directly or through other keys.
 
-    Conservative: an expression that mentions any part of such a key counts.
+    An expression that has any part of such a key in it counts, so there may be too many, but none is missed.
     """
     expressions = {key: str(leaf.value) for key, leaf in found.items() if is_expression(leaf.value)}
     keys = {key for key, text in expressions.items() if "oc.env" in text}

@@ -1,6 +1,6 @@
-"""A recipe as leaves: every value by its full key, with the file it came from.
+"""A recipe as leaves: every value by its full key, with the file that gave it.
 
-Files and the command line are merged leaf by leaf, so that each fault names its file and key and all are reported.
+Files and the command line are merged leaf by leaf, so that all faults are found, each with its file and key.
 """
 
 import functools
@@ -16,20 +16,20 @@ from typing import Any, get_args, get_origin, get_type_hints
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pipebench.errors import Fault, nearest
+from pipebench.errors import Fault, nearest, shown
 from pipebench.hooks import hooks, with_section
 from pipebench.recipe.schema import Recipe
-from pipebench.recipe.sweep import Several, elements, problem_with_elements, several
-from pipebench.recipe.typecheck import cut, in_words, problem_with, shown
+from pipebench.recipe.sweep import SweptList, as_sweep, elements, problem_with_elements
+from pipebench.recipe.typecheck import in_words, problem_with
 from pipebench.recipe.yaml_file import MAX_DEPTH, parse
 
 COMMAND_LINE = "command line"
-# Keys that exclude each other: a source that gives one of them replaces them all.
+# Sections whose keys exclude each other: a file that gives one of the keys replaces all of them.
 TOGETHER = (("train", "evaluate_every"), ("train", "checkpoint_every"), ("train", "schedule", "step_every"))
-# Sections that hold the arguments of a class or target beside their own keys.
+# Sections in which the arguments of a class or target are written beside the section's own keys.
 TARGETED = (("train", "optimizer"), ("train", "schedule"))
 ARGUMENTS = "arguments"
-LISTED = (("parallelism", "vpipe", "moves"),)  # lists that aren't sweeps
+LISTED = (("parallelism", "vpipe", "moves"),)  # keys of type Any whose lists are values, not sweeps
 _OPTION = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 Key = tuple[str, ...]
@@ -45,7 +45,7 @@ class Leaf:
 
 
 def dotted(key: Key) -> str:
-    """Return a key as one printable word."""
+    """Return a key as text, with dots between its parts, printable and cut to a readable length."""
     return ".".join(part if part.isprintable() and len(part) <= 60 else repr(part)[:60] for part in key)
 
 
@@ -58,12 +58,12 @@ def is_expression(value: object) -> bool:
 
 @functools.cache
 def types_of(section: type) -> Mapping[str, Any]:
-    """Return the declared types of a section's keys; cached, since every key of every recipe needs them."""
+    """Return the declared types of a section's keys by name."""
     return (_WithExtensions if section is Recipe else dict)(get_type_hints(section))
 
 
 class _WithExtensions(dict[str, Any]):
-    """The top-level keys of a recipe, with sections of extensions, which a lookup imports."""
+    """The types of a recipe's top-level keys; looking up the section of an extension imports the extension."""
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or name in with_section()
@@ -79,10 +79,13 @@ class _WithExtensions(dict[str, Any]):
 
 @functools.cache
 def recipe_with(sections: tuple[tuple[str, bool], ...]) -> type[Recipe]:
-    """Return the recipe class with extensions' sections, each with whether it may be anything but null."""
+    """Return the class of recipes with sections of extensions; `sections` are pairs of a name and whether it is used.
+
+    A section that isn't used is always null, and its extension isn't imported.
+    """
     made = [(name, types_of(Recipe)[name] if on else None, None) for name, on in sections]
 
-    def reduced(recipe: Recipe) -> tuple[Any, ...]:  # pickle looks classes up by name, and this one has none
+    def reduced(recipe: Recipe) -> tuple[Any, ...]:  # pickle finds classes by name, and this one is in no module
         return _with_sections, (sections, {each.name: getattr(recipe, each.name) for each in fields(recipe)})
 
     own = {"__doc__": Recipe.__doc__, "__reduce__": reduced}
@@ -103,7 +106,7 @@ def expected_type(key: Key) -> Any:
 
 
 def full_keys(section: type = Recipe, prefix: Key = ()) -> Iterator[str]:
-    """Yield the schema's full keys in order, sections too; without the options of models, data sets and targets."""
+    """Yield the schema's full keys in order, sections included, without options of models, data sets and targets."""
     for name, expected in types_of(section).items():
         if name != ARGUMENTS:
             yield dotted((*prefix, name))
@@ -120,23 +123,28 @@ class Leaves:
         self.faulty: set[Key] = set()
 
     def add(self, data: Mapping[Any, Any], file: str, folder: Path) -> None:
-        """Merge a source over the leaves so far."""
+        """Merge the data of a file over the leaves so far."""
         new = {key: Leaf(value, file, folder) for key, value in self._flatten(data, Recipe, (), file)}
         self._drop_replaced(new)
         self.found.update(new)
 
     def add_overrides(self, overrides: Sequence[str]) -> None:
-        """Merge `key=value` texts of the command line over the leaves; the last value of a key wins."""
+        """Merge `key=value` words of the command line over the leaves; the last value of a key wins."""
         for text in overrides:
-            data = self._override(text)
-            if data is not None:
+            name, _, written = text.partition("=")
+            key: Key = tuple(name.strip().split("."))
+            try:
+                data = self._nested(key, _override(text, key, written))
+            except ValueError as error:
+                self.fault(key if len(key) <= MAX_DEPTH else key[:2], str(error), COMMAND_LINE)
+            else:
                 self.add(data, COMMAND_LINE, Path.cwd())
 
     def chosen(self, values: Mapping[str, Any]) -> "Leaves":
-        """Return the leaves of one run of a sweep: its elements in place of the lists."""
+        """Return the leaves of one run of a sweep, with the run's elements in place of lists."""
         leaves = Leaves()
         leaves.found = {
-            key: replace(leaf, value=values[dotted(key)]) if isinstance(leaf.value, Several) else leaf
+            key: replace(leaf, value=values[dotted(key)]) if isinstance(leaf.value, SweptList) else leaf
             for key, leaf in self.found.items()
         }
         leaves.faults, leaves.faulty = [*self.faults], {*self.faulty}
@@ -159,14 +167,16 @@ class Leaves:
         return any(key[: len(bad)] == bad or bad[: len(key)] == key for bad in self.faulty)
 
     def _drop_replaced(self, new: Mapping[Key, Leaf]) -> None:
-        given = [key for key, leaf in new.items() if leaf.value is not None]  # null takes nothing's place
+        """Remove the leaves that new ones replace: sections they are in, keys inside them, and excluded keys."""
+        given = [key for key, leaf in new.items() if leaf.value is not None]  # null replaces no other key
         groups = {group for group in TOGETHER for key in given if key[: len(group)] == group}
-        for old in list(self.found):
+        for old in list(self.found):  # a section replaces its keys, and a key the section that was given as a whole
             replaced = any(old[: len(key)] == key or key[: len(old)] == old for key in new)
             if (replaced and old not in new) or any(old[: len(group)] == group for group in groups):
                 del self.found[old]
 
     def _flatten(self, data: Mapping[Any, Any], section: type, prefix: Key, file: str) -> Iterator[tuple[Key, Any]]:
+        """Yield the leaves in the data of a section; add a fault for each key that isn't allowed there."""
         expected = types_of(section)
         for name, value in data.items():
             if value is None and not prefix and name in with_section():
@@ -179,21 +189,22 @@ class Leaves:
                 self.unknown((*prefix, str(name)), list(expected), file)
 
     def _value(self, key: Key, value: Any, expected: Any, file: str) -> Iterator[tuple[Key, Any]]:
+        """Yield the leaves of a key's value, or add a fault if it isn't of the expected type."""
         section = section_in(expected)
         is_option = key[0] in ("model", "dataset") or ARGUMENTS in key or key in LISTED
         if isinstance(value, dict) and section is not None and (value or expected is section):
             yield from self._flatten(value, section, key, file)
         elif isinstance(value, dict) and get_origin(expected) is dict:
             yield from self._options(key, value, file)
-        elif section is None and (swept := several(value, expected, is_option=is_option)) is not None:
-            yield from self._each(key, swept, expected, file)
+        elif section is None and (swept := as_sweep(value, expected, is_option=is_option)) is not None:
+            yield from self._sweep(key, swept, expected, file)
         elif value != MISSING and (problem := _problem(value, expected)) is not None:
-            self.fault(key, problem + _key_of_word(key, value, expected), file)
+            self.fault(key, problem + _hint(key, value, expected), file)
         else:
             yield key, value
 
-    def _each(self, key: Key, swept: Several, expected: Any, file: str) -> Iterator[tuple[Key, Any]]:
-        """Yield the leaf of a sweep's list if no element has a fault."""
+    def _sweep(self, key: Key, swept: SweptList, expected: Any, file: str) -> Iterator[tuple[Key, Any]]:
+        """Yield the leaf of a sweep's list, or add the faults of its elements."""
         count = len(swept.values)
         problems = [
             (index, problem)
@@ -202,7 +213,7 @@ class Leaves:
         ]
         if problems and _problem([*swept.values], expected) is None:
             listed = ",".join(map(str, swept.values))
-            self.fault(key, f"got {cut(listed)!r}, allowed is {in_words(expected)}{_as_list(key, listed)}", file)
+            self.fault(key, f"got {shown(listed)}, allowed is {in_words(expected)}{_as_list(key, listed)}", file)
             return
         for index, problem in problems:
             self.fault(key, f"{problem} (element {index} of {count})" if count > 1 else problem, file)
@@ -223,39 +234,38 @@ class Leaves:
             else:
                 self.fault((*key, str(name)), "is not a name an option can have (letters, digits and _)", file)
 
-    def _override(self, text: str) -> dict[str, Any] | None:
-        name, _, written = text.partition("=")
-        key: Key = tuple(name.strip().split("."))
-        if len(key) > MAX_DEPTH:
-            self.fault(key[:2], f"got {text[:60]!r}, keys are nested at most {MAX_DEPTH} deep", COMMAND_LINE)
-            return None
-        listed = elements(written)
-        parts = [written] if listed is None else listed
-        try:
-            values = [_as_text(part, parse(part), key) for part in parts]
-        except ValueError as error:
-            self.fault(key, str(error), COMMAND_LINE)
-            return None
-        if not all(key):
-            self.fault(key, f"got {text[:60]!r}, allowed is key=value", COMMAND_LINE)
-            return None
-        if not all(part.strip() for part in parts):
-            given = "no value after =" if listed is None else f"{cut(written)!r}, a list with an empty element"
-            self.fault(key, f"got {given}; null takes a value away", COMMAND_LINE)
-            return None
-        if key == ("extends",):
-            self.fault(key, "is for files: name another recipe instead", COMMAND_LINE)
-            return None
+    def _nested(self, key: Key, value: Any) -> dict[str, Any]:
+        """Return a key's value as nested data.
+
+        A leaf may be a mapping, such as an option's value. If the key is inside one, the data has its other keys, too.
+        """
         found = next((key[:count] for count in range(1, len(key)) if key[:count] in self.found), ())
         before = self.found[found].value if found else None
-        nested = _with(before, key[len(found) :], values[0] if listed is None else Several(tuple(values)))
+        nested = _with(before, key[len(found) :], value)
         for part in reversed(found):
             nested = {part: nested}
         return dict(nested)
 
 
+def _override(text: str, key: Key, written: str) -> Any:
+    """Return the value of a word `key=value`; raises a ValueError, the end of a sentence, if it isn't one."""
+    if len(key) > MAX_DEPTH:
+        raise ValueError(f"got {text[:60]!r}, keys are nested at most {MAX_DEPTH} deep")
+    listed = elements(written)
+    parts = [written] if listed is None else listed
+    values = [_as_text(part, parse(part), key) for part in parts]
+    if not all(key):
+        raise ValueError(f"got {text[:60]!r}, allowed is key=value")
+    if not all(part.strip() for part in parts):
+        given = "no value after =" if listed is None else f"{shown(written)}, a list with an empty element"
+        raise ValueError(f"got {given}; null takes a value away")
+    if key == ("extends",):
+        raise ValueError("is for files: name another recipe instead")
+    return values[0] if listed is None else SweptList(tuple(values))
+
+
 def _with(mapping: object, key: Key, value: Any) -> Any:
-    """Return a mapping, if it is one, with a new value of a key inside it, whose other keys stay as they are."""
+    """Return a copy of a nested mapping with a new value for one key; anything but a mapping counts as an empty one."""
     if not key:
         return value
     others = mapping if isinstance(mapping, dict) else {}
@@ -263,7 +273,7 @@ def _with(mapping: object, key: Key, value: Any) -> Any:
 
 
 def section_in(expected: Any) -> type | None:
-    """Return the dataclass in a type such as `TargetRecipe | None`."""
+    """Return the dataclass in a type such as `TargetRecipe | None`; None for other types."""
     for part in (expected, *get_args(expected)):
         if isinstance(part, type) and is_dataclass(part):
             return part
@@ -271,12 +281,13 @@ def section_in(expected: Any) -> type | None:
 
 
 def _needs_nothing(section: type | None) -> bool:
-    """Return whether a section can be given without keys: all have defaults, and not all of them null."""
+    """Return whether a section may be given as `{}`: all its keys have defaults, and not all of these are null."""
     values = [] if section is None else defaults(section).values()
     return MISSING not in values and any(value is not None for value in values)
 
 
 def _problem(value: object, expected: Any) -> str | None:
+    """Return what is wrong with a value that isn't resolved yet, as the end of a sentence, or None."""
     holds_keys = section_in(expected) is not None or get_origin(expected) is dict
     if value == {} and _needs_nothing(section_in(expected)):
         return None
@@ -296,8 +307,8 @@ def _problem(value: object, expected: Any) -> str | None:
     return None
 
 
-def _key_of_word(key: Key, value: object, expected: Any) -> str:
-    """Return a hint for a word or number where a list or a section is expected: in a list, or the key that takes it."""
+def _hint(key: Key, value: object, expected: Any) -> str:
+    """Return a hint where a list or a section is expected: the word in a list, or the section's key that takes it."""
     if isinstance(value, str) and _problem([value], expected) is None:
         return _as_list(key, value)
     section = section_in(expected)
@@ -306,11 +317,11 @@ def _key_of_word(key: Key, value: object, expected: Any) -> str:
     types = types_of(section) if section is not None else {"name": str}
     takes = (name for name in ("name", "kind", "mode", "epochs") if name in types)
     found = next((name for name in takes if problem_with(value, types[name]) is None), None)
-    return "" if found is None else f"; did you mean '{dotted((*key, found))}={cut(value)}'?"
+    return "" if found is None else f"; did you mean '{dotted((*key, found))}={str(value)[:60]}'?"
 
 
 def _as_list(key: Key, given: str) -> str:
-    return f"; did you mean '{dotted(key)}=[{cut(given)}]'?"
+    return f"; did you mean '{dotted(key)}=[{given[:60]}]'?"
 
 
 def _nesting(text: str) -> int:
@@ -319,7 +330,7 @@ def _nesting(text: str) -> int:
 
 
 def _without_expressions(value: object) -> object:
-    """Return what can be checked of a value before interpolations are resolved."""
+    """Return the part of a value that can be checked before interpolations are resolved."""
     if isinstance(value, list):
         return [item if not is_expression(item) else [] for item in value if not _is_text_expression(item)]
     return value
@@ -330,7 +341,7 @@ def _is_text_expression(value: object) -> bool:
 
 
 def _as_text(written: str, value: Any, key: Key) -> Any:
-    """Return a command-line value as text where its key is of text: the shell strips the quotes of `name="2019"`."""
+    """Return a command line's number as text if its key takes text: the shell removes the quotes of `name="2019"`."""
     try:
         expected = expected_type(key)
     except KeyError:
@@ -341,7 +352,7 @@ def _as_text(written: str, value: Any, key: Key) -> Any:
 
 def defaults(section: type = Recipe) -> dict[str, Any]:
     """Return the schema's defaults as nested plain data; `???` where a value is required."""
-    found: dict[str, Any] = pickle.loads(_pickled_defaults(section))  # a copy in a tenth of the time of `deepcopy`
+    found: dict[str, Any] = pickle.loads(_pickled_defaults(section))  # a copy, ten times as fast as `deepcopy`
     return found | dict.fromkeys(with_section() if section is Recipe else ())
 
 

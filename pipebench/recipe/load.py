@@ -1,9 +1,10 @@
-"""From a reference to a validated recipe: find, merge the `extends` chain and overrides, resolve, check.
+"""Loads recipes: finds the file, merges its `extends` chain and overrides, resolves interpolations, and validates.
 
-Everything wrong with a recipe comes out together, each fault with its own file and full key.
+All faults of a recipe are reported together, each with its file and full key.
 """
 
 import copy
+import itertools
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipebench.cluster import Cluster
-from pipebench.errors import Fault, GraphError, PlanError, ProfileError, RecipeError, UserCodeError
+from pipebench.errors import DeviceError, Fault, GraphError, PlanError, ProfileError, RecipeError, UserCodeError, shown
 from pipebench.hooks import hooks, with_section
 from pipebench.recipe import (  # noqa: F401 # for the rules that they register
     rules_cluster,  # first: it makes @cluster
@@ -26,7 +27,8 @@ from pipebench.recipe import (  # noqa: F401 # for the rules that they register
     rules_training,
     rules_zoo,
 )
-from pipebench.recipe.catalog import display, find, find_recipes, recipe_names
+from pipebench.recipe.catalog import display, find, find_cluster, find_recipes, recipe_names
+from pipebench.recipe.cluster_files import cluster_files
 from pipebench.recipe.draft import UNUSABLE, Draft, check
 from pipebench.recipe.environment import hide_value, hide_variables, of_environment
 from pipebench.recipe.leaves import (
@@ -48,33 +50,34 @@ from pipebench.recipe.named import fill
 from pipebench.recipe.options import option_type
 from pipebench.recipe.plain import flattened, typed
 from pipebench.recipe.schema import Recipe
-from pipebench.recipe.sweep import Several, Varied, combinations, problem_with_elements, several
+from pipebench.recipe.sweep import SweepRun, SweptList, as_sweep, combinations, problem_with_elements
 from pipebench.recipe.targets import targets_of
-from pipebench.recipe.typecheck import UNQUOTE, problem_with, shown
+from pipebench.recipe.typecheck import UNQUOTE, problem_with
 from pipebench.recipe.yaml_file import EXTENDS, chain
 
-IN_MEMORY = "<recipe>"  # the file's name of a recipe that is no file
+IN_MEMORY = "<recipe>"  # in place of a file's name, for a recipe that was given as a mapping
 
 
 @dataclass(frozen=True)
 class LoadedRecipe:
     """A recipe that has passed validation."""
 
-    recipe: Recipe  # typed values, interpolations resolved
-    # The resolved recipe as YAML data, a recipe of its own; `${oc.env:...}` and what depends on it stay expressions
+    recipe: Recipe  # typed values, with interpolations resolved
+    # The resolved recipe as YAML data, which is a recipe of its own. `${oc.env:...}` and all that depends on it stay
+    # expressions.
     plain: Mapping[str, Any]
-    flat: Mapping[str, str]  # full key to text, for tracking parameters; expressions as in `plain`
+    flat: Mapping[str, str]  # full key to text, for tracking's parameters; expressions as in `plain`
     path: Path  # the recipe's file
     source: str  # the recipe's file, for messages
     origins: Mapping[str, str]  # full key to the file (or `command line`) that gave its value; without defaults
-    pending: tuple[Fault, ...]  # faults that matter only if the recipe runs here: unset environment variables
-    cluster: Cluster  # not to be used as long as faults are pending
-    # Searched first for modules of targets: folders of the files that name them, working directory, recipe's folder
+    pending: tuple[Fault, ...]  # environment variables that aren't set: faults only if the recipe runs here
+    cluster: Cluster  # undefined if faults are pending
+    # Searched first for modules of targets: folders of the files that name them, working directory, recipe's folder.
     folders: tuple[Path, ...] = ()
-    goes_on: bool = False  # whether a run that exists goes on with it
-    varied_name: str = ""  # in a sweep, what varies: `depth=4`; else empty
+    goes_on: bool = False  # whether it is the recipe of a resumed run
+    varied_name: str = ""  # in a sweep, what varies: `depth=4`
     varied: Mapping[str, str] = field(default_factory=dict)  # in a sweep, full key to the text of this run's element
-    words: tuple[str, ...] = ()  # in a sweep, the same as words of a command line
+    words: tuple[str, ...] = ()  # in a sweep, `varied` as words of a command line: lists of one element
 
     @cached_property
     def config(self) -> DictConfig:
@@ -87,11 +90,11 @@ class LoadedRecipe:
         return f"{self.recipe.name}-{self.varied_name}" if self.varied_name else self.recipe.name
 
     def words_with(self, overrides: Iterable[str]) -> list[str]:
-        """Return a command's overrides for this run alone: in a sweep its elements in place of their lists."""
+        """Return a command's overrides for this run alone: in a sweep with its elements instead of lists."""
         return [word.removesuffix(",") if word in self.words else word for word in self.listed_words_with(overrides)]
 
     def listed_words_with(self, overrides: Iterable[str]) -> list[str]:
-        """Return the same with lists of one element, whose run has its name in the sweep."""
+        """Return the same with lists of one element, so that the run has the same name as in the sweep."""
         return [*(word for word in overrides if word.partition("=")[0] not in self.varied), *self.words]
 
     @property
@@ -100,7 +103,7 @@ class LoadedRecipe:
         return any(targets_of(asdict(self.recipe)))
 
     def origin(self, key: str) -> str:
-        """Return the file that gave a key, a key inside it, or a value that it is in; the recipe's own for defaults."""
+        """Return the file that gave a key, a key inside it, or a section it is in; the recipe's own for a default."""
         section, _, name = key.rpartition(".")
         inside = (each for each in self.origins if each.startswith(f"{key}."))
         around = (key[:end] for end in reversed(range(len(key))) if key[end] in ".[")
@@ -120,15 +123,20 @@ def faults_of(loaded: LoadedRecipe) -> Iterator[None]:
         yield
     except UserCodeError as error:
         raise RecipeError([fault_of(loaded, error)]) from error
+    except DeviceError as error:
+        given = cluster_files(find_cluster(loaded.recipe.cluster.name, loaded.path.parent)).keys.at("device")
+        raise RecipeError([Fault(given.file, f"{given.key}.value", str(error))]) from error
     except (PlanError, GraphError, ProfileError) as error:
         raise RecipeError([Fault(loaded.source, "", str(error))]) from error
 
 
 def load(reference: str, overrides: Sequence[str] = (), *, builds: bool = True) -> LoadedRecipe:
-    """Load and validate one recipe from a file or by a short name such as `quickstart/dp`, as `load_each` does.
+    """Load and validate one recipe from a file or by a short name such as `quickstart/dp`.
+
+    Neither data nor device is needed to validate it. `builds` is as in `load_each`.
 
     Raises:
-        RecipeError: with every fault found; needs neither the data nor the device to find them.
+        RecipeError: names every fault.
     """
     path = find(reference, recipe_names)
     if path.is_dir():
@@ -146,7 +154,7 @@ _MAKES_RUNS = "`pipebench run` and `pipebench plan` make a run of each element, 
 
 
 def only_one(each: Sequence[LoadedRecipe], why: str = _MAKES_RUNS) -> LoadedRecipe:
-    """Return the one recipe that was loaded; raises a RecipeError, which says `why`, if it is a sweep."""
+    """Return the only recipe; raises a RecipeError that says `why` there must be one if it is a run of a sweep."""
     loaded = each[0]
     if loaded.varied:
         problem = f"got a list, one value is needed here: {why}"
@@ -157,13 +165,17 @@ def only_one(each: Sequence[LoadedRecipe], why: str = _MAKES_RUNS) -> LoadedReci
 def load_each(
     path: Path, overrides: Sequence[str] = (), *, zipped: bool = False, builds: bool = True
 ) -> list[LoadedRecipe]:
-    """Load and validate a recipe file: one recipe, or one per run of its sweep (see `sweep`).
+    """Load and validate a recipe file: return one recipe, or one per run of its sweep (see `sweep`).
 
-    `zipped` combines the elements of several lists pairwise. `builds` makes the zoo's model without weights, so that it
-    checks its options' values, which takes torch; names and types are checked in any case.
+    Args:
+        path: the file.
+        overrides: words `key=value`.
+        zipped: combine the elements of several lists by position, not in all ways.
+        builds: also build the zoo's model without weights, so that it checks the values of its options. This imports
+            torch; names and types of options are checked in any case.
 
     Raises:
-        RecipeError: with every fault found.
+        RecipeError: names every fault.
     """
     sources = [(data, display(file), file.parent) for file, data in chain(path, "recipe", _find_base)]
     return _load_each(sources, path, overrides, zipped=zipped, builds=builds)
@@ -172,9 +184,10 @@ def load_each(
 def load_mapping(
     recipe: Mapping[str, Any], overrides: Sequence[str] = (), without: Collection[str] = ()
 ) -> list[LoadedRecipe]:
-    """Load and validate a recipe that is no file, as `load_each` does; paths in it start at the working directory.
+    """Load and validate a recipe that is given as a mapping, as `load_each` does.
 
-    Of what it extends, and of itself, the sections `without` are left out: overrides replace them whole.
+    Paths in it are relative to the working directory. The sections `without` are left out of the recipe and of all that
+    it extends, since overrides replace them as a whole.
     """
     path, data = Path.cwd() / IN_MEMORY, dict(recipe)
     base = data.pop(EXTENDS, None)
@@ -192,23 +205,24 @@ def _load_each(
     zipped: bool,
     builds: bool,
 ) -> list[LoadedRecipe]:
-    """Load and validate what was read: content, name and folder of every source, the base first."""
+    """Load and validate recipes from the content, name and folder of every file, the base first."""
     leaves = Leaves()
     for data, name, folder in sources:
         leaves.add(data, name, folder)
     leaves.add_overrides(overrides)
     _sweep_options(leaves)
-    found = {dotted(key): leaf.value for key, leaf in leaves.found.items() if isinstance(leaf.value, Several)}
+    found = {dotted(key): leaf.value for key, leaf in leaves.found.items() if isinstance(leaf.value, SweptList)}
     if not found:
         return [_finish(leaves, path, builds=builds)]
-    given = [text.partition("=")[0].strip() for text in overrides]  # the last list of the command line varies fastest
+    # The last list of the command line varies fastest.
+    given = [text.partition("=")[0].strip() for text in overrides]
     lists = dict(sorted(found.items(), key=lambda item: given.index(item[0]) if item[0] in given else -1))
     try:
         runs = list(combinations(lists, zipped=zipped))
     except ValueError as error:
         raise RecipeError([*leaves.faults, Fault(display(path), "", str(error))]) from error
     loaded: list[LoadedRecipe] = []
-    faults: dict[Fault, list[Varied]] = {}
+    faults: dict[Fault, list[SweepRun]] = {}
     for run in runs:
         try:
             loaded.append(_varied(_finish(leaves.chosen(run.values), path, builds=builds), run))
@@ -221,12 +235,12 @@ def _load_each(
 
 
 def _sweep_options(leaves: Leaves) -> None:
-    """Make sweeps of lists given for options of the zoo's models and data sets that take no list."""
+    """Turn lists into sweeps where an option of the zoo's models and data sets takes no list."""
     for key, leaf in leaves.found.items():
         if isinstance(leaf.value, list) and len(key) == 2 and key[0] in ("model", "dataset"):
-            name = leaves.found.get((key[0], "name"))
-            hint = str if key[1] == "name" else option_type(key[0], name.value if name else None, key[1])
-            swept = None if hint is Any else several(leaf.value, hint, is_option=False)
+            name = leaves.found.get((key[0], "name"), leaf).value
+            hint = str if key[1] == "name" else option_type(key[0], name, key[1])
+            swept = None if hint is Any else as_sweep(leaf.value, hint, is_option=False)
             problem = problem_with_elements(swept.values) if swept else None
             if problem is not None:
                 leaves.fault(key, problem, leaf.file)
@@ -234,7 +248,8 @@ def _sweep_options(leaves: Leaves) -> None:
                 leaves.found[key] = replace(leaf, value=swept)
 
 
-def _varied(loaded: LoadedRecipe, run: Varied) -> LoadedRecipe:
+def _varied(loaded: LoadedRecipe, run: SweepRun) -> LoadedRecipe:
+    """Return a recipe with what varies in its run of a sweep, interpolations resolved."""
     lacking = {fault.key for fault in loaded.pending}  # values from the environment are shown as expressions
     config, given = loaded.config, run.values
     values = {key: given[key] if key in lacking else OmegaConf.select(config, key) for key in given}
@@ -248,8 +263,8 @@ def _varied(loaded: LoadedRecipe, run: Varied) -> LoadedRecipe:
     )
 
 
-def _blamed(fault: Fault, having: Sequence[Varied], num_runs: int, lists: Mapping[str, Several]) -> Fault:
-    """Return a fault of only some runs of a sweep with the name of the first of them."""
+def _blamed(fault: Fault, having: Sequence[SweepRun], num_runs: int, lists: Mapping[str, SweptList]) -> Fault:
+    """Return a fault; if only some runs of a sweep have it, with the name of the first of these."""
     if len(having) == num_runs or fault.key in lists:
         return fault
     return replace(fault, problem=f"{fault.problem} (with {having[0].name})")
@@ -266,6 +281,7 @@ _NEEDED: dict[Key, str] = {
 
 
 def _finish(leaves: Leaves, path: Path, *, builds: bool) -> LoadedRecipe:
+    """Return the recipe of merged leaves: fill in defaults, resolve, validate."""
     given = _nested(leaves.found)
     for key in _missing(given, ()):
         if not leaves.is_faulty(key):
@@ -343,8 +359,9 @@ def _missing(data: Mapping[str, Any], prefix: Key) -> Iterator[Key]:
 
 
 def _resolve(given: dict[str, Any], leaves: Leaves) -> tuple[dict[str, Any], list[Fault]]:
-    """Return the data with every expression resolved, and the faults of expressions that lack the environment."""
-    resolved, pending = copy.deepcopy(given), list[Fault]()
+    """Return the data with interpolations resolved, and the faults of those whose environment variable isn't set."""
+    resolved = copy.deepcopy(given)
+    pending: list[Fault] = []
     expressions = {key: leaf for key, leaf in leaves.found.items() if is_expression(leaf.value)}
     config = OmegaConf.create(given if expressions else {})
     secret = of_environment(expressions)
@@ -371,16 +388,22 @@ def _resolve(given: dict[str, Any], leaves: Leaves) -> tuple[dict[str, Any], lis
     return resolved, pending
 
 
+# Keys that may name a file beside the recipe.
+_PATHS: tuple[Key, ...] = (
+    ("cluster", "name"), ("engine", "timing"), ("model", "profile"), ("parallelism", "plan"), ("parallelism", "order"),
+    ("parallelism", "push_order"), ("parallelism", "vpipe", "moves"),
+)  # fmt: skip
+
+
 def _anchor_paths(resolved: dict[str, Any], found: Mapping[Key, Leaf]) -> None:
-    """Make paths relative to their recipe's folder absolute, so that they are valid in any working directory."""
-    named = [("parallelism", *name) for name in (("plan",), ("order",), ("push_order",), ("vpipe", "moves"))]
+    """Make paths absolute that are relative to the file that gave them, so that they hold in any working directory."""
     extended = hooks("paths", [name for name in with_section() if resolved[name] is not None])
-    named += (path for paths in extended.values() for path in paths)
-    for key in (("cluster", "name"), ("engine", "timing"), ("model", "profile"), *named):
-        leaf, section = found.get(key), resolved
+    for key in itertools.chain(_PATHS, *extended.values()):
+        leaf = found.get(key)
+        section = resolved
         for part in key[:-1]:
             inner = section.get(part)
-            section = inner if isinstance(inner, dict) else {}  # anything else is a fault already
+            section = inner if isinstance(inner, dict) else {}  # another type is a fault already
         given = section.get(key[-1])
         if leaf is not None and isinstance(given, str) and ("." in given or "/" in given):
             beside = os.path.join(leaf.folder, given)

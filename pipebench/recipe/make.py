@@ -35,7 +35,7 @@ def make_model(model: Mapping[str, Any]) -> Any:
 
 
 def _problem(module: Any) -> str | None:
-    """Return what a module is that can't be trained here, and what to do; None if it can."""
+    """Return why a module can't be trained here, and what to use instead; None if it can be trained."""
     kind = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
         return f"{kind} of TorchScript, which takes no weights but its own: use the torch.nn.Module it was made from"
@@ -59,7 +59,7 @@ def make_dataset(dataset: Mapping[str, Any]) -> Any:
 
 @lru_cache(maxsize=4)
 def _own_dataset(text: str) -> Any:
-    """Make a data set once per process; reading it may take long, and it depends on its options only."""
+    """Make a data set once per process: reading it may take long, and it depends on its options only."""
     from pipebench.recipe.own_data import own_dataset
 
     return own_dataset(json.loads(text))

@@ -1,4 +1,4 @@
-"""The number of microbatches of a recipe that doesn't give one."""
+"""Chooses the number of microbatches of a recipe that doesn't give one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,24 +14,25 @@ DECIDING = ("mode", "plan", "flush", "weights", "accumulate", "order")  # keys o
 
 
 def microbatches_by_default(value: Callable[[str], Any], cluster: Cluster, minibatch_size: int) -> int:
-    """Return the default number of microbatches of the recipe's mode, or of those that mode auto compares.
+    """Return the default number of microbatches of the recipe's mode, or of the modes that `auto` compares.
 
-    A plan left to the planner counts as straight, as in modes that flush. One where `accumulate` fills the pipeline
-    with whole minibatches or nothing is cut. With an order file, the number in it.
+    It is 1 if `accumulate` fills the pipeline with whole minibatches, or if the mode doesn't cut minibatches. An order
+    file has a number of its own. A plan that is left to the planner counts as a straight one.
 
     Args:
         value: returns a recipe's value by its full key.
-        cluster: the recipe's.
+        cluster: the recipe's cluster.
         minibatch_size: in samples.
     """
     mode, plan, flush, weights, accumulate, order = (value(f"parallelism.{key}") for key in DECIDING)
     if accumulate not in (None, 1):
         return 1
     if mode == AUTO:
-        in_file = value("model.profile") is not None or value("engine.timing") not in TIMINGS
-        return 1 if in_file else default_microbatches(cluster.num_workers, minibatch_size)  # a file has few sizes
+        if value("model.profile") is not None or value("engine.timing") not in TIMINGS:
+            return 1  # a profile file has times at few sizes
+        return default_microbatches(cluster.num_workers, minibatch_size)
     row = MODES[mode]
-    if not row.cuts(flush, weights):
+    if not row.takes_microbatches(flush, weights):
         return 1
     if order is not None and is_csv(order):
         return read_csv(order).num_microbatches

@@ -1,6 +1,6 @@
-"""Optimizers and learning-rate schedulers by name: short for a class, with the arguments of that class.
+"""Optimizers and learning-rate schedulers by name: a name stands for a class, and takes the arguments of that class.
 
-They are listed in `class_options.py`; torch is imported when a class is used.
+`class_options.py` lists them, so that torch is imported only when a class is used.
 """
 
 import importlib
@@ -18,22 +18,22 @@ from pipebench.recipe.typecheck import problem_with
 
 # Where a word begins in a class's name: StepLR is step_lr, ReduceLROnPlateau reduce_lr_on_plateau, AdamW adamw.
 _WORDS = re.compile(r"(?<=[a-z])(?=[A-Z][a-z]|LR)|(?<=LR)(?=[A-Z])")
-# Arguments that change how a step is computed but not its result: allowed in recipes, left out of defaults.
+# Arguments that change how a step is computed, but not its result. They are allowed, but not filled in as defaults.
 _HOW = ("foreach", "fused", "capturable", "differentiable", "maximize")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A section of the recipe in which a name is short for a class."""
+    """A section of the recipe in which a name stands for a class."""
 
     classes: Mapping[str, Mapping[str, Mapping[str, Any]]]  # module to class to options
-    passed: tuple[str, ...]  # arguments that pipebench passes itself, as in `options.target_problems`
-    keys: tuple[str, ...]  # keys of the schema that may be arguments of such a class, too
-    about: Mapping[str, str] = field(default_factory=dict)  # names that aren't classes, with their descriptions
+    passed: tuple[str, ...]  # arguments that pipebench passes, as in `options.target_problems`
+    keys: tuple[str, ...]  # keys of the schema that are also arguments of some of the classes
+    about: Mapping[str, str] = field(default_factory=dict)  # pipebench's own names, with their descriptions
 
     @property
     def ours(self) -> tuple[str, ...]:
-        """Names that aren't classes."""
+        """Pipebench's own names, which stand for no class."""
         return tuple(self.about)
 
     def targets(self) -> dict[str, str]:
@@ -42,13 +42,13 @@ class Kind:
         return dict(sorted(found.items()))
 
     def find(self, name: str) -> str | None:
-        """Return the listed spelling of a name given in any form: `RMSprop`, `step_lr`, `StepLR`; None if unknown."""
+        """Return the listed spelling of a name in any form (`RMSprop`, `step_lr`, `StepLR`); None if unknown."""
         if name in self.ours:
             return name
         return next((known for known in self.targets() if _letters(known) == _letters(name)), None)
 
     def names(self) -> list[str]:
-        """Return every name but those of classes that are always refused."""
+        """Return all names except those of classes that are always refused."""
         return [*self.ours, *(name for name, target in self.targets().items() if _class(target) not in REFUSED)]
 
     def make(self, name: str) -> Callable[..., Any]:
@@ -64,7 +64,7 @@ class Kind:
 
     @property
     def arguments(self) -> set[str]:
-        """Every argument that the class of some name takes."""
+        """All arguments that any of the classes takes."""
         return {option for classes in self.classes.values() for options in classes.values() for option in options}
 
     def refusal(self, name: str, given: Mapping[str, Any]) -> str | None:
@@ -72,7 +72,7 @@ class Kind:
         return REFUSED.get(_class(self.targets()[name])) or refusal(self.parameters(name), given)
 
     def defaults(self, name: str) -> dict[str, Any]:
-        """Return the defaults of a name's arguments as YAML has them, without those that YAML can't express."""
+        """Return the defaults of a name's arguments as YAML data, without those that YAML can't express."""
         plain = {key: _plain(each.default) for key, each in self.parameters(name).items() if key not in _HOW}
         return {key: value for key, value in plain.items() if value is not None}
 
@@ -96,7 +96,7 @@ KINDS: dict[Key, Kind] = {
 
 
 def given_arguments(section: OptimizerRecipe | ScheduleRecipe) -> dict[str, Any]:
-    """Return the arguments of a section's class or target: its own, and given keys of the schema."""
+    """Return the arguments for a section's class or target: its `arguments`, and given keys of the schema."""
     kind = KINDS[OPTIMIZER if isinstance(section, OptimizerRecipe) else SCHEDULE]
     return arguments_in({**{key: getattr(section, key) for key in kind.keys}, "arguments": section.arguments}, kind)
 
@@ -119,7 +119,7 @@ def fill(resolved: dict[str, Any]) -> None:
 
 
 def filled(section: Mapping[str, Any], key: Key) -> dict[str, Any]:
-    """Return a section's plain data with all arguments of its class, and without those that null takes away."""
+    """Return a section's plain data with the defaults of its class, and without arguments that null removes."""
     made, kind = dict(section), KINDS[key]
     name = kind.find(made["name"]) if is_class(made, kind) else None
     if made["target"] is None:

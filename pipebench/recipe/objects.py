@@ -1,6 +1,6 @@
-"""Models, data sets and functions that a script hands over: kept here under names, which recipes have as targets.
+"""Models, data sets and functions that a script passes to `pipebench.run`, under names that recipes have as targets.
 
-They live as long as this process. A recipe that names one runs in it, and nowhere else.
+They live as long as this process, so a recipe that names one runs only in it.
 """
 
 import copy
@@ -15,23 +15,23 @@ from pipebench.zoo.late import torch
 
 _SECTIONS = ("model", "dataset")
 _PLAIN = (str, int, float, bool, type(None))
-_objects: dict[str, tuple[Any, Callable[..., Any]]] = {}  # by name: what was given, and what makes it
+_objects: dict[str, tuple[Any, Callable[..., Any]]] = {}  # name to object, and to the function that returns it
 
 
 def __getattr__(name: str) -> Any:
-    """Return a function that makes what was given, as a module does."""
+    """Return the function that returns an object, so that `module:name` is a target like those of files."""
     if name in _objects:
         return _objects[name][1]
     if name.startswith("__"):
         raise AttributeError(name)
     raise UserError(
-        f"{__name__}:{name} was an object of a process that has ended; write it into a file, and in the recipe its "
-        "target, module:function"
+        f"{__name__}:{name} was an object of a process that has ended; write it in a file, and name its "
+        "module:function in the recipe"
     )
 
 
 def with_names(keys: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """Return a recipe, or some of its keys, as plain data with targets for objects; and the sections that are objects.
+    """Return a recipe, or some of its keys, as plain data with targets for objects, and the sections that are objects.
 
     Raises:
         UserError: a value is neither plain data nor something that can be a target.
@@ -53,19 +53,19 @@ def _plain(value: Any, key: tuple[str, ...]) -> Any:
         return [_plain(each, key) for each in value]
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         return value.item()  # NumPy's or torch's number
-    target = f"{__name__}:{_name(value, key)}"
+    target = f"{__name__}:{_stored(value, key)}"
     return {"target": target} if key in {(section,) for section in _SECTIONS} else target
 
 
 def _is_data(value: Sequence[Any], key: tuple[str, ...]) -> bool:
-    """Return whether a pair is of data sets; other lists are plain data, or values of a sweep."""
+    """Return whether a list is a pair of data sets; other lists are plain data, or values of a sweep."""
     return key in (("dataset",), ("dataset", "target")) and not all(
         isinstance(each, (*_PLAIN, Mapping)) for each in value
     )
 
 
-def _name(value: Any, key: tuple[str, ...]) -> str:
-    """Keep an object; return its name, the same as long as it is the same object."""
+def _stored(value: Any, key: tuple[str, ...]) -> str:
+    """Store an object, unless it is stored already; return its name."""
     for name, (known, _) in _objects.items():
         if known is value:
             return name
@@ -76,7 +76,7 @@ def _name(value: Any, key: tuple[str, ...]) -> str:
         make = value if isinstance(value, type) or hasattr(value, "__name__") else partial(value)
     else:
         allowed = "plain data, a function, a torch.nn.Module for model, or two torch data sets for dataset"
-        raise UserError(f"{'.'.join(key)}: got a {type(value).__name__}, allowed is {allowed}")
+        raise UserError(f"{'.'.join(key)}: got an object of type {type(value).__name__}, allowed is {allowed}")
     word = re.sub(r"\W", "_", getattr(value, "__name__", type(value).__name__), flags=re.ASCII)
     name = f"{word}_{sum(each.rpartition('_')[0] == word for each in _objects) + 1}"
     _objects[name] = (value, make)
@@ -84,5 +84,5 @@ def _name(value: Any, key: tuple[str, ...]) -> str:
 
 
 def _copied(given: Any) -> Any:
-    """Return a model's copy, so that every run starts with the weights it was given with; data as it is."""
+    """Return a copy of a model, so that every run begins with the given weights; return data sets as they are."""
     return copy.deepcopy(given) if isinstance(given, torch.nn.Module) else given

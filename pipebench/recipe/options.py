@@ -1,6 +1,6 @@
 """Options of models and data sets: the typed keyword arguments of the function that makes them.
 
-Options of classes and models that need torch are listed, so that recipes are checked without it.
+Options of classes and models that need torch are listed in tables, so that recipes are checked without importing it.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from pipebench.recipe.typecheck import checkable, in_words, problem_with
 from pipebench.zoo.registry import DATASETS, MODELS
 
 RESERVED = ("name", "target", "leaves")
-# Keys of `dataset` that are not arguments of its target.
+# Keys of `dataset`, with a target that returns a pair of data sets, that are no arguments of the target.
 OF_PAIRS = ("loss", "metrics", "inputs", "targets", "loader_processes")
 
 
@@ -46,7 +46,7 @@ def zoo_options(section: str, name: str) -> dict[str, inspect.Parameter]:
 
 
 def listed(options: Mapping[str, Any]) -> dict[str, inspect.Parameter]:
-    """Return listed options with their defaults as parameters; a tuple of numbers stands for a list of them."""
+    """Return listed options with their defaults as parameters; a default that is a tuple means a list of numbers."""
     known = {name: each if isinstance(each, Option) else Option(_type_of(each), each) for name, each in options.items()}
     return {
         name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
@@ -65,10 +65,15 @@ def _typed(parameters: Mapping[str, inspect.Parameter], hints: Mapping[str, Any]
 def target_problems(
     make: Callable[..., Any], given: Mapping[str, Any], passed: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, str]]:
-    """Yield option and problem for every argument that a target doesn't take, or not with this value.
+    """Yield option and problem for every argument that a target doesn't take, or whose value has a wrong type.
 
-    Only annotations that describe plain values are checked. Classes written in C have neither annotations nor a
-    signature. `passed` are names of the arguments that pipebench passes, in order of the parameters; `*` for any name.
+    Values are checked against annotations of plain types only. Classes written in C have neither annotations nor a
+    signature, and take anything.
+
+    Args:
+        make: the target, a function or class.
+        given: arguments by name.
+        passed: names of the arguments that pipebench passes, in order of the parameters; `*` for one of any name.
     """
     parameters = arguments_of(make, passed)
     if parameters is None:
@@ -83,7 +88,7 @@ def target_problems(
 
 
 def arguments_of(make: Callable[..., Any], passed: tuple[str, ...] = ()) -> dict[str, inspect.Parameter] | None:
-    """Return the parameters that a recipe may give to a target, without those passed; None without a signature."""
+    """Return a target's parameters without those that pipebench passes; None if it has no signature."""
     try:
         parameters = dict(inspect.signature(make).parameters)
     except (TypeError, ValueError):
@@ -95,7 +100,7 @@ def arguments_of(make: Callable[..., Any], passed: tuple[str, ...] = ()) -> dict
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the readable annotations of a user's function; some may name types that only exist for type checkers."""
+    """Return the annotations of a user's function, without those that name types for type checkers alone."""
     hints: dict[str, Any] = {}
     names = getattr(inspect.unwrap(function), "__globals__", {})
     for name, given in getattr(function, "__annotations__", {}).items():
@@ -105,7 +110,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def problems_of(parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield option and problem for every given option that isn't among the parameters or has the wrong type."""
+    """Yield option and problem for every unknown option, wrong type, and required parameter that isn't given."""
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     allowed = {
         name: each.annotation

@@ -15,7 +15,7 @@ from pipebench.zoo.registry import Dataset
 from pipebench.zoo.samples import Fields
 from pipebench.zoo.seeding import seeded
 
-# Randomly made data must be the same in every process and run, whatever the run's seed.
+# Data that is drawn at random must be the same in every process and run, whatever the run's seed is.
 _SEED = 0
 
 
@@ -70,6 +70,7 @@ def directions(metrics: Any) -> dict[str, str]:
 
 
 def _with_its_own(made: Dataset, dataset: Mapping[str, Any]) -> Dataset:
+    """Return a `zoo.Dataset` that a target made, which has a loss and metrics of its own, checked."""
     taken = [name for name in CURVES if name in made.metrics]
     if taken:
         raise UserCodeError(
@@ -91,7 +92,7 @@ def _with_its_own(made: Dataset, dataset: Mapping[str, Any]) -> Dataset:
 
 
 def _renew(made: Dataset, dataset: Mapping[str, Any]) -> None:
-    """Make a data set as if nothing had been read from it, where whoever has it finds it."""
+    """Make a data set again, as if nothing had been read from it, in the same object, which others refer to."""
     anew = vars(_made(dataset))
     given = {name: vars(made)[name] for name in ("renew", "loader_processes") if name in vars(made)}
     if anew is not vars(made):

@@ -1,10 +1,10 @@
-"""A checked recipe's plain data as typed values, and as texts by full key."""
+"""Converts a checked recipe's plain data to typed values, and to texts by full key."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args, get_origin
 
+from pipebench.errors import shown
 from pipebench.recipe.leaves import section_in, types_of
-from pipebench.recipe.typecheck import shown
 
 
 def flattened(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -17,7 +17,7 @@ def flattened(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def typed(expected: Any, value: Any) -> Any:
-    """Return checked data as values of a type: sections as dataclasses, whole numbers as floats."""
+    """Return checked data as values of a type: sections as dataclasses, and whole numbers as floats where expected."""
     parts = (expected, *get_args(expected))
     if isinstance(value, dict):
         section = section_in(expected)

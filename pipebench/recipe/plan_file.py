@@ -1,7 +1,7 @@
 """Plan files: JSON with one layer per line, so that moving a line moves a layer to another stage.
 
-Written by `pipebench plan --out` and with every run, edited by hand, read by `parallelism.plan`. Checked here as far as
-possible without the model; `model/plan_layers.py` compares the layers.
+`pipebench plan --out` and every run write them, users edit them, and `parallelism.plan` names them. This module checks
+all that can be checked without the model; `model/plan_layers.py` compares the layers with the model's.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipebench.errors import PlanError, RecipeError, choice
-from pipebench.files import read_text
+from pipebench.files import read_text, start_of
 from pipebench.recipe.schema import ParallelismRecipe
 from pipebench.schedule.csv_form import is_csv
 from pipebench.schedule.modes import AUTO, KEEP, MEMORY_POLICIES, MODES, RECOMPUTE, SWAP, Mode
@@ -23,7 +23,7 @@ from pipebench.typed_json import Count, JsonError, Ordinal, faults_in, read, sho
 
 VERSION = 1
 _KEY = "pipebench_plan"
-MOST_DEPTH = 2**31
+MOST_DEPTH = 2**31  # minibatches in flight
 Problems = Iterator[tuple[str, str]]  # place in the file, and the end of a sentence
 
 
@@ -32,7 +32,7 @@ class StageForm:
     """One stage."""
 
     replicas: Ordinal
-    devices: tuple[Count, ...]  # of every replica, numbered along the cluster's levels
+    devices: tuple[Count, ...]  # one per replica, numbered along the cluster's levels
     layers: dict[str, str]  # memory policy by layer name, in order of execution
 
 
@@ -42,17 +42,17 @@ class PlanForm:
 
     mode: str
     depth: Ordinal  # minibatches in flight per input-stage replica
-    chunks: Ordinal  # stages per worker: these share their devices
+    chunks: Ordinal  # stages per worker, which have the same devices
     stages: tuple[StageForm, ...]
     shard: str | None = None  # what replicas share out, if the planner chose that
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Replicas of every position in the pipeline."""
+        """Number of replicas at every position in the pipeline."""
         return tuple(stage.replicas for stage in self.stages[: max(1, len(self.stages) // self.chunks)])
 
     def data(self) -> dict[str, Any]:
-        """Return the file's data."""
+        """Return the file's content as plain data."""
         found = {_KEY: VERSION, **asdict(self)}
         return {key: value for key, value in found.items() if value is not None}
 
@@ -73,21 +73,17 @@ def is_plan_file(given: object) -> bool:
 
 
 def is_our_plan(path: Path) -> bool:
-    """Return whether a file looks like a plan file, valid or not."""
-    try:
-        with path.open("rb") as file:
-            return f'"{_KEY}"'.encode() in file.read(200)
-    except OSError:
-        return False
+    """Return whether a file is a plan file, valid or not, by its beginning."""
+    return f'"{_KEY}"'.encode() in start_of(path, 200)
 
 
 def load_plan(path: str) -> PlanForm:
-    """Read a plan file; raises a RecipeError if it can't be read, or isn't a plan of this version."""
+    """Read a plan file; raises a RecipeError if it can't be read or isn't a plan of this version."""
     return parse_plan_file(read_text(path), path)
 
 
 def parse_plan_file(text: bytes | str, source: str) -> PlanForm:
-    """Read the text of a plan file, `source`; raises a RecipeError that names where it isn't a plan of this version."""
+    """Read the text of a plan file named `source`; raises a RecipeError if it isn't a plan of this version."""
     with faults_in(source):
         data = read(dict[str, Any], text)
         if _KEY not in data:
@@ -102,7 +98,7 @@ def parse_plan_file(text: bytes | str, source: str) -> PlanForm:
 
 
 def asked_replicas(plan: object, mode: Mode, num_workers: int) -> tuple[int, ...] | None:
-    """Return the replicas per position of a recipe's plan, or None if it leaves them to the planner.
+    """Return the number of replicas per position of a recipe's plan, None if the planner chooses them.
 
     Raises:
         PlanError: not a valid plan, not of this mode, or it needs more workers than there are.
@@ -118,32 +114,33 @@ def asked_replicas(plan: object, mode: Mode, num_workers: int) -> tuple[int, ...
 
 
 def form_problems(form: PlanForm, asked: ParallelismRecipe, num_workers: int) -> Problems:
-    """Yield the problems of a plan for a recipe, its mode resolved, that can be found without the model."""
+    """Yield the problems of a plan file for a recipe, whose mode isn't `auto`, that can be found without the model."""
     name, mode, depth = asked.mode, asked.row, asked.depth
-    if form.mode != name:  # by which nothing else in the file can be judged
+    if form.mode != name:  # the rest of the file depends on the mode
         instead = f"; to run it, give parallelism.mode={form.mode}" if form.mode in MODES else ""
         yield "mode", f"got {shown(form.mode)}, allowed is {name}, the recipe's mode{instead}"
         return
     others_allowed = asked.chunks is None and mode.chunks > 1
-    others_allowed |= mode.shape == "one-stage" and form.chunks <= mode.chunks  # no more groups than there are places
+    # A plan of sharded data parallelism may have fewer groups of layers than the mode has places for.
+    others_allowed |= mode.shape == "one-stage" and form.chunks <= mode.chunks
     if form.chunks != mode.chunks and not (others_allowed and (form.chunks > 1 or mode.shape == "one-stage")):
         allowed = "2 or more stages per worker" if others_allowed else f"{mode.chunks}, the stages per worker"
         yield "chunks", f"got {form.chunks}, in mode {name} allowed is {allowed}"
         form = replace(form, chunks=1)  # checks the rest without chunks
     if form.shard not in (None, mode.shard) and (asked.shard is not None or form.shard != OPTIMIZER):
         open_to = () if asked.shard is not None else (OPTIMIZER,)
-        yield "shard", choice(form.shard[:60], dict.fromkeys((mode.shard, *open_to)))
+        yield "shard", choice(form.shard, dict.fromkeys((mode.shard, *open_to)))
     yield from _stage_problems(form, asked.recompute, mode.backward)
     if not form.stages or len(form.stages) % form.chunks:
-        given, allowed = len(form.stages), f"a multiple of {form.chunks}, the stages per worker"
-        yield "stages", f"got {given} stages, allowed is {allowed if form.chunks > 1 else 'at least one'}"
+        allowed = f"a multiple of {form.chunks}, the stages per worker" if form.chunks > 1 else "at least one"
+        yield "stages", f"got {len(form.stages)} stages, allowed is {allowed}"
         return
     try:
         parse_plan("-".join(map(str, form.replicas)), mode, num_workers)
     except PlanError as error:
         yield "stages", f"{error} (mode {name}, {num_workers} workers)"
     else:
-        # Files of orders read from CSV used to list devices as if stages took turns.
+        # Earlier versions wrote devices under an order from a CSV file as if stages took turns.
         others = ("",) if is_csv(mode.order) else ()
         found = [[*_device_problems(form, order, num_workers)] for order in (*others, mode.order)]
         yield from min(found, key=len)
@@ -163,7 +160,7 @@ def _stage_problems(form: PlanForm, recompute: bool | None, backward: str) -> Pr
             yield where, "got no layer, allowed is at least one in every stage"
         for layer, policy in stage.layers.items():
             if policy not in MEMORY_POLICIES:
-                yield f"{where}[{shown(layer)}]", choice(policy[:60], MEMORY_POLICIES)
+                yield f"{where}[{shown(layer)}]", choice(policy, MEMORY_POLICIES)
             elif policy == SWAP and backward == SPLIT:
                 why = "backwards are split, and their weight parts keep what layers read"
                 yield f"{where}[{shown(layer)}]", f"got {SWAP!r}, allowed are {KEEP} and {RECOMPUTE}: {why}"
@@ -205,7 +202,7 @@ def _short(values: list[int]) -> str:
 
 
 def _twice(text: bytes | str) -> list[str]:
-    """Return the keys that an object has twice; JSON readers silently take the last."""
+    """Return the keys that some object has twice; JSON readers silently take the last value."""
     found: list[str] = []
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:

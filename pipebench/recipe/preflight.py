@@ -1,4 +1,4 @@
-"""Preflight: checks that everything a validated run uses is present, before it starts."""
+"""Preflight: checks before a run that all it needs is there, such as data, devices and environment variables."""
 
 import os
 import sys
@@ -26,11 +26,13 @@ from pipebench.zoo.late import torch
 def preflight(loaded: LoadedRecipe, *, trains: bool = True) -> None:
     """Check environment variables, data, device and files that a run of this recipe needs.
 
-    `trains` is False to only plan or profile, which like simulation needs only the data's sizes unless times are
-    measured.
+    Args:
+        loaded: the recipe.
+        trains: False to plan or profile only. Like a simulation, these need only the sizes of the data unless times are
+            measured.
 
     Raises:
-        RecipeError: with everything that is missing.
+        RecipeError: names everything that is missing.
     """
     if loaded.pending:
         raise RecipeError(loaded.pending)
@@ -39,17 +41,17 @@ def preflight(loaded: LoadedRecipe, *, trains: bool = True) -> None:
     of_file = loaded.recipe.model.get("profile") is not None
     measured = not of_file and (engine.timing in MEASURED or (engine.timing == "auto" and local))
     needs_data = (trains and engine_kind(loaded.recipe).trains) or measured
-    _refuse(loaded, _targets(loaded))  # first, since everything else may call them
+    _refuse(loaded, _targets(loaded))  # first, since the other checks call targets
     own = [_own_dataset] if loaded.recipe.dataset.get("target") is not None else []
     checks = (*own, *([_dataset] if needs_data else []), _device, _timing, *([_tracking, _compiler] if trains else []))
     _refuse(loaded, (problem for check in checks for problem in check(loaded)))
 
 
 def check_model(loaded: LoadedRecipe) -> None:
-    """Check the values of options of the zoo's model, if `load` did not build it.
+    """Check the values of the options of the zoo's model, for a recipe that was loaded without `builds`.
 
     Raises:
-        RecipeError: the model refuses them; names the file that gave the last of them.
+        RecipeError: the model refuses them; names the file that gave the last option.
     """
     given = [file for key, file in loaded.origins.items() if key.startswith("model.")]
     faults = [Fault(given[-1], key, problem) for key, problem in model_problems(loaded.recipe.model)]
@@ -58,6 +60,7 @@ def check_model(loaded: LoadedRecipe) -> None:
 
 
 def _refuse(loaded: LoadedRecipe, problems: Iterator[tuple[str, str]]) -> None:
+    """Raise a RecipeError with all problems, if there are any, each in the file that gave its key."""
     faults: list[Fault] = []
     cause: UserCodeError | None = None
     try:
@@ -91,7 +94,7 @@ def _targets(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
 
 
 def _own_dataset(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
-    """Make the user's own data set and apply the rules that the zoo's data sets are checked with."""
+    """Make the user's own data set, and apply the rules that data sets of the zoo are checked by."""
     recipe = loaded.recipe
     yield from dataset_problems(recipe, loaded.cluster, make_dataset(recipe.dataset))
 
@@ -109,10 +112,8 @@ def _dataset(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
 
 
 def _device(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
-    if loaded.recipe.engine.device != "cuda":
-        return
-    if not torch.cuda.is_available():
-        yield "engine.device", "got cuda, and torch sees no CUDA device here; allowed are cpu and auto"
+    if loaded.recipe.engine.device == "cuda" and not torch.cuda.is_available():
+        yield "engine.device", "got cuda, but torch finds no CUDA device here; allowed are cpu and auto"
 
 
 def _compiler(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
@@ -137,7 +138,7 @@ def _compiler(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
 
 
 def _python_header() -> Path:
-    """Return the header that what torch compiles begins with, where torch and triton look for it."""
+    """Return the path of Python's header, which the code that torch compiles includes."""
     scheme = sysconfig.get_default_scheme()
     return Path(sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme), "Python.h")
 

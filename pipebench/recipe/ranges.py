@@ -28,7 +28,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "engine.device": ("auto", "cpu", "cuda"),
 }
 
-ANEW = "anew"  # measured, whatever the cache has
+ANEW = "anew"  # measured even if the cache has a profile
 MEASURED = ("measured", ANEW)
 TIMINGS = ("auto", *MEASURED, "analytic")  # or the path of a profile file
 COUNT = (_within(1, 2**31), "a whole number of at least 1, at most 2147483648")

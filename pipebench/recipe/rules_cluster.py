@@ -1,15 +1,14 @@
-"""Rules on cluster, order of work and engine. Everything else rests on `cluster` and `row`, which are made here."""
+"""Rules on the cluster, the order of work and the engine; they make `cluster` and `row`, which later rules read."""
 
 from typing import Any
 
 from pipebench.cluster import RING, coarser
-from pipebench.errors import PlanError, RecipeError, choice
+from pipebench.errors import PlanError, RecipeError, choice, shown
 from pipebench.recipe.clusters import CHANGED, SERVERS, load_cluster
-from pipebench.recipe.draft import UNUSABLE, Draft, Problems, rule
+from pipebench.recipe.draft import UNUSABLE, Draft, Problems, either, rule
 from pipebench.recipe.engines import ENGINES
 from pipebench.recipe.ranges import MEASURED, TIMINGS
 from pipebench.recipe.schema import COLUMNS, ClusterRecipe, ParallelismRecipe
-from pipebench.recipe.typecheck import shown
 from pipebench.schedule.csv_form import CsvError, is_csv
 from pipebench.schedule.modes import MODES, Mode
 from pipebench.schedule.orders import ORDERS, order_of
@@ -39,7 +38,7 @@ def _order(order: str | None) -> Problems:
     if order is None:
         return
     if not is_csv(order) and order not in ORDERS:
-        yield "parallelism.order", f"{choice(order[:60], ORDERS)}, or a file in torch's CSV form such as schedule.csv"
+        yield "parallelism.order", f"{choice(order, ORDERS)}, or a file in torch's CSV form such as schedule.csv"
         return
     try:
         order_of(order)
@@ -47,13 +46,13 @@ def _order(order: str | None) -> Problems:
         yield "parallelism.order", str(error)
 
 
-# Columns that others are to be read with; a row that lacks one of them would only be blamed for what it isn't.
+# Columns that rules on other columns read; without one of them, a row would have faults that follow from that alone.
 _OF_ROWS = ("order", "flush", "weights", "sync", "chunks", "backward", "shard")
 
 
 @rule
 def _row(draft: Draft, mode: str) -> Problems:
-    """Make the mode's row with the recipe's columns; none of `auto`, nor where one of these columns is faulty."""
+    """Make the mode's row with the recipe's columns, unless the mode is `auto` or one of `_OF_ROWS` is faulty."""
     if mode in MODES and not any(draft.get(f"parallelism.{name}") is UNUSABLE for name in _OF_ROWS):
         draft.made["@row"] = ParallelismRecipe(mode, **draft.given("parallelism", "cuts", *COLUMNS)).row
     yield from ()
@@ -63,14 +62,14 @@ def _row(draft: Draft, mode: str) -> Problems:
 def _all_reduce(kind: str, cluster: Any) -> Problems:
     if ENGINES[kind].in_processes and cluster.all_reduce != RING:
         why = f"whose all_reduce is {cluster.all_reduce}: in processes torch's process groups choose their own way"
-        others = " or ".join(name for name, each in ENGINES.items() if not each.in_processes)
+        others = either(ENGINES, lambda engine: not engine.in_processes)
         yield "engine.kind", f"got {kind} with cluster {cluster.name}, {why}: allowed is {others}"
 
 
 @rule
 def _relay(kind: str, relay: bool) -> Problems:
     if relay and ENGINES[kind].trains:
-        others = " or ".join(name for name, each in ENGINES.items() if not each.trains)
+        others = either(ENGINES, lambda engine: not engine.trains)
         why = f"got true with engine {kind}, which hands values to the stages that read them"
         yield "parallelism.relay", f"{why}: allowed is false, or engine.kind: {others}"
 
@@ -84,17 +83,17 @@ def _timing(timing: str, cluster: Any) -> Problems:
     elif timing == "analytic" and is_local:
         yield (
             "engine.timing",
-            f"got analytic with cluster {cluster.name}, whose device is no named one: allowed is measured",
+            f"got analytic with cluster {cluster.name}, whose device isn't in the catalogue: allowed is measured",
         )
     elif timing not in TIMINGS and "/" not in timing and "." not in timing:
-        yield "engine.timing", f"{choice(timing[:60], TIMINGS)}, or the path of a profile file"
+        yield "engine.timing", f"{choice(timing, TIMINGS)}, or the path of a profile file"
 
 
-# What moves or tears apart a stage's layers; compiled ones are one piece.
+# Keys that treat a stage's layers one by one, which compiled stages can't, and why.
 _WITHOUT = {
-    "recompute_layers": "whose backward keeps what is worth keeping, and computes the rest again",
-    "swap_layers": "whose saved tensors aren't those of its layers",
-    "vpipe": "whose layers can't be told apart any longer",
+    "recompute_layers": "which chooses itself what a backward computes again",
+    "swap_layers": "whose saved tensors aren't those of single layers",
+    "vpipe": "which makes one piece of a stage's layers",
 }
 
 
@@ -116,13 +115,13 @@ def _compiled(
         yield "parallelism.recompute", f"{problem}: allowed is false, or engine.compile: false"
     if row.backward == SPLIT:
         key, value = ("backward", SPLIT) if "backward" in given else ("mode", mode)
-        problem = f"got {value} with engine.compile, whose backward is one piece"
+        problem = f"got {value} with engine.compile, which compiles a backward as one piece"
         yield f"parallelism.{key}", f"{problem}: allowed is backward: {WHOLE}, or engine.compile: false"
     if tensor != 1:
-        problem = f"got {shown(tensor)} with engine.compile, and slices send each other sums inside of layers"
+        problem = f"got {shown(tensor)} with engine.compile, and slices exchange sums inside layers"
         yield "parallelism.tensor", f"{problem}: allowed is 1, or engine.compile: false"
     if draft.get("search") is not None:
-        why = "got a search with engine.compile, whose cells come and go: every other model would be compiled anew"
+        why = "got a search with engine.compile, which would compile every new model of the search"
         yield "search", f"{why}; allowed is engine.compile: false"
 
 

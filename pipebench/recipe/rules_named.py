@@ -1,17 +1,16 @@
-"""Rules on optimizer and schedule: each has a name or a target, with arguments that its class takes."""
+"""Rules on optimizer and schedule: each has a name or a target, and arguments that its class takes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from pipebench.errors import choice, nearest
+from pipebench.errors import choice, nearest, shown
 from pipebench.recipe.draft import UNUSABLE, Draft, Problems, rule
 from pipebench.recipe.leaves import ARGUMENTS, Key
 from pipebench.recipe.named import KINDS, OPTIMIZER, SCHEDULE, Kind, arguments_in, is_class
 from pipebench.recipe.options import problems_of
 from pipebench.recipe.schema import OptimizerRecipe, ScheduleRecipe
 from pipebench.recipe.targets import ALLOWED, is_target
-from pipebench.recipe.typecheck import shown
 
 
 @rule
@@ -36,7 +35,7 @@ def _section_problems(draft: Draft, section: Key, kind: Kind, given: Mapping[str
         names = ", ".join(kind.names())
         yield key, f"got {said} of name and target, allowed is one of the names {names} or a target, {ALLOWED}"
     elif name is not None and kind.find(name) is None:
-        yield f"{key}.name", f"{choice(name[:60], kind.names())}; or a target, {ALLOWED}"
+        yield f"{key}.name", f"{choice(name, kind.names())}; or a target, {ALLOWED}"
     elif is_class(given, kind):
         yield from _argument_problems(draft, section, kind, given)
     elif target is None:
@@ -61,15 +60,15 @@ def _argument_problems(draft: Draft, section: Key, kind: Kind, given: Mapping[st
 
 
 def _not_taken(name: str, argument: str, value: object, taken: Sequence[str]) -> str:
-    """Return what is wrong with an argument that other classes take."""
+    """Return what is wrong with an argument that only other classes take."""
     allowed = f", allowed are {', '.join(taken)}{nearest(argument, taken)}" if taken else ""
     return f"got {shown(value)}, which {name} doesn't take (null takes it away){allowed}"
 
 
 def _refuse_arguments(draft: Draft, section: Key, name: str, taken: Sequence[str]) -> None:
-    """Report arguments that nothing takes as unknown keys, except keys of the schema, which have their own fault.
+    """Add faults for arguments that a class doesn't take, except keys of the schema, which have faults of their own.
 
-    Null is no argument: it takes one away that another class had.
+    An argument that no class takes is an unknown key. Null is no argument: it removes one that a base file gives.
     """
     recipe = OptimizerRecipe if section == OPTIMIZER else ScheduleRecipe
     keys = [field.name for field in fields(recipe)]
@@ -86,7 +85,7 @@ def _refuse_arguments(draft: Draft, section: Key, name: str, taken: Sequence[str
 
 @rule
 def _schedule(schedule: Mapping[str, Any]) -> Problems:
-    """Keys that only some schedules take."""
+    """Check the keys that only some schedules take."""
     name = schedule["name"]
     if schedule["step_every"] is not None and (name is None or name in KINDS[SCHEDULE].ours):
         yield "train.schedule.step_every", "is for torch's schedulers, whose steps it counts; others need null"

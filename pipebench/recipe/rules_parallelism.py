@@ -1,19 +1,13 @@
-"""Rules on parallelism beyond the mode's row.
-
-Sharded replicas and sliced layers: the columns, optimizers, engines and extensions that they go with; what travels
-between two flushes, and a schedule's file; vPipe's modes.
-"""
+"""Rules on sharded replicas, sliced layers, order files and vPipe: what each of them goes with."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from pipebench.errors import PlanError
-from pipebench.recipe.draft import Draft, Problems, rule
-from pipebench.recipe.engines import ENGINES
+from pipebench.errors import PlanError, shown
+from pipebench.recipe.draft import Draft, Problems, either, rule
 from pipebench.recipe.plan_file import asked_replicas, is_plan_file
 from pipebench.recipe.ranges import TIMINGS
 from pipebench.recipe.schema import LARGEST, VpipeRecipe
-from pipebench.recipe.typecheck import shown
 from pipebench.schedule.csv_form import is_csv, read_csv
 from pipebench.schedule.modes import AUTO, MODES, Mode
 from pipebench.schedule.orders import ORDERS, order_of
@@ -24,7 +18,7 @@ from pipebench.schedule.weights import WEIGHT_POLICIES
 
 @rule
 def _shards(mode: str, row: Mode, shard: str | None, sync: str | None) -> Problems:
-    """Shards need replicas that wait for each other, and one version of the weights; some modes are what they shard."""
+    """Check that shards go with the mode, the weights and the sync."""
     if not row.is_sharded:
         if mode in MODES and MODES[mode].is_sharded:
             yield (
@@ -32,19 +26,19 @@ def _shards(mode: str, row: Mode, shard: str | None, sync: str | None) -> Proble
                 f"got {row.shard} with mode {mode}, which is dp with shards: allowed is null, or mode: dp",
             )
         return
-    key, given_shard = "parallelism.shard" if shard is not None else "parallelism.mode", f"got shard {row.shard}"
+    key = "parallelism.mode" if shard is None else "parallelism.shard"
+    given_shard = f"got shard {row.shard}"
     if row.shard != OPTIMIZER and row.shape != "one-stage":
         why = f"{given_shard} with mode {mode}, and only data parallelism of one stage shares out more than state"
         yield key, f"{why}: allowed is none or optimizer, or mode dp"
     elif not WEIGHT_POLICIES[row.weights].stashed:
-        stashed = " or ".join(name for name, policy in WEIGHT_POLICIES.items() if policy.stashed and policy.waits)
         why = f"{given_shard} with weights {row.weights}, whose backwards use weights that aren't gathered"
+        stashed = either(WEIGHT_POLICIES, lambda policy: policy.stashed and policy.waits)
         yield key, f"{why}: allowed is none, or weights {stashed}"
     if SYNCS[row.sync].way != ALL_REDUCE or not SYNCS[row.sync].waits:
-        names = " or ".join(name for name, each in SYNCS.items() if each.way == ALL_REDUCE)
         if sync is not None:
             why = f"got sync {row.sync} with shard {row.shard}, whose replicas scatter sums"
-            yield "parallelism.sync", f"{why}: allowed is {names}"
+            yield "parallelism.sync", f"{why}: allowed is {either(SYNCS, lambda each: each.way == ALL_REDUCE)}"
         else:
             why = f"{given_shard} with mode {mode}, whose replicas sum nothing together"
             yield key, f"{why}: allowed is none, or mode dp"
@@ -52,7 +46,7 @@ def _shards(mode: str, row: Mode, shard: str | None, sync: str | None) -> Proble
 
 @rule
 def _only_where(row: Mode, sums: str | None, reshard_after_forward: bool | None) -> Problems:
-    """Some columns mean something only beside others."""
+    """Check columns that have a meaning only together with others."""
     if reshard_after_forward is not None and row.shard != PARAMETERS:
         why = f"got {shown(reshard_after_forward)} with shard {row.shard}, which keeps all parameters"
         yield "parallelism.reshard_after_forward", f"{why}: allowed is null, or shard: {PARAMETERS}"
@@ -66,7 +60,7 @@ def _only_where(row: Mode, sums: str | None, reshard_after_forward: bool | None)
 
 @rule
 def _goes_with(draft: Draft, row: Mode, optimizer: Mapping[str, Any], precision: str, vpipe: Any) -> Problems:
-    """Shards are of the layers that a stage begins with, and of optimizers that keep no averages."""
+    """Check that nothing moves a sharded stage's layers, and that the optimizer and the precision suit shards."""
     if not row.is_sharded:
         return
     if not row.flush:
@@ -106,12 +100,12 @@ def _tensor(tensor: Any, mode: str, model__profile: str | None, timing: str, sea
 
 @rule
 def _largest(cluster: Any, row: Mode, accumulate: Any) -> Problems:
-    """`accumulate: largest` needs minibatches that each take memory, and a memory limit."""
+    """Check that with `accumulate: largest` each minibatch takes memory, of which there is a limit."""
     if accumulate != LARGEST:
         return
     if not order_of(row.order).keeps_all:
-        orders = " or ".join(name for name, each in ORDERS.items() if each.keeps_all)
         why = f"got {LARGEST} with order {row.order}, in which more minibatches take no more memory"
+        orders = either(ORDERS, lambda order: order.keeps_all)
         yield "parallelism.accumulate", f"{why}: allowed is a whole number, or order: {orders}"
     elif cluster.memory_bytes is None:
         why = f"got {LARGEST} on cluster {cluster.name}, whose file gives no memory size"
@@ -120,7 +114,7 @@ def _largest(cluster: Any, row: Mode, accumulate: Any) -> Problems:
 
 @rule
 def _rows_of_order(cluster: Any, row: Mode, plan: Any) -> Problems:
-    """An order file needs a row per position in the pipeline, with the stages of its workers."""
+    """Check that an order file has a row per position in the pipeline, with as many stages as its workers have."""
     if not is_csv(row.order):
         return
     schedule = read_csv(row.order)
@@ -138,21 +132,10 @@ def _rows_of_order(cluster: Any, row: Mode, plan: Any) -> Problems:
 
 
 @rule
-def _messages_of_order(row: Mode, kind: str) -> Problems:
-    """Messages from process to process arrive in the order in which they were sent."""
-    if is_csv(row.order) and kind in ENGINES and ENGINES[kind].in_processes:
-        found = read_csv(row.order).overtaking
-        if found is not None:
-            why = f"got {row.order} ({found}) with engine.kind {kind}, whose messages can't overtake each other"
-            allowed = "one order of microbatches forward, and one backward, at all stages, or engine.kind: virtual"
-            yield "parallelism.order", f"{why}: allowed is {allowed}"
-
-
-@rule
 def _units_of_order(
     draft: Draft, row: Mode, microbatches: int, accumulate: int | None, minibatch_size: int
 ) -> Problems:
-    """An order file fixes the number of microbatches between two flushes: of one minibatch, or of several."""
+    """Check that an update has as many microbatches as the order file, of one minibatch or of several."""
     if not is_csv(row.order):
         return
     needed, whole = read_csv(row.order).num_microbatches, accumulate or 1
@@ -171,14 +154,14 @@ def _units_of_order(
 
 @rule
 def _choosing(cluster: Any, vpipe: Mapping[str, Any] | None, mode: str, row: Mode, plan: Any) -> Problems:
-    """Stages that choose memory policies have one worker each, whole backwards and, to swap, a copy rate."""
+    """Check that stages that choose memory policies have whole backwards, own workers, and a rate to swap at."""
     given = VpipeRecipe(**vpipe or {})
     if vpipe is None or given.moves or is_plan_file(plan):  # checked by another rule or the file
         return
     chosen = [name for name in ("swap", "recompute") if getattr(given, name)]
-    if chosen and not row.chooses:
-        names = [name for name, each in MODES.items() if each.chooses]
-        allowed = f"chunks: 1 and backward: {WHOLE}" if MODES[mode].chooses else f"mode {' or '.join(names)}"
+    if chosen and not row.chooses_memory:
+        others = f"mode {either(MODES, lambda each: each.chooses_memory)}"
+        allowed = f"chunks: 1 and backward: {WHOLE}" if MODES[mode].chooses_memory else others
         why = f"got true in mode {mode}, and is for stages that have a worker each and run backwards whole"
         yield f"parallelism.vpipe.{chosen[0]}", f"{why}: allowed is false, or {allowed}"
     elif given.swap and cluster.pcie_bytes_per_s is None:
@@ -189,12 +172,12 @@ def _choosing(cluster: Any, vpipe: Mapping[str, Any] | None, mode: str, row: Mod
 @rule
 def _vpipe_auto(vpipe: Mapping[str, Any] | None, mode: str) -> Problems:
     if vpipe is not None and mode == AUTO and not vpipe.get("moves") and VpipeRecipe(**vpipe).policies:
-        yield "parallelism.vpipe", "got a mapping with mode auto, which takes rows as they are: allowed is null"
+        yield "parallelism.vpipe", "got a mapping with mode auto, which plans every mode as it is: allowed is null"
 
 
 @rule
 def _chosen_by_vpipe(draft: Draft, vpipe: Mapping[str, Any] | None) -> Problems:
-    """Memory policies are chosen by vPipe or by the recipe, not both."""
+    """Check that memory policies are chosen by vPipe or by the recipe, not by both."""
     if vpipe is None or not VpipeRecipe(**vpipe).policies:
         return
     for name, value in draft.given("parallelism", "recompute", "recompute_layers", "swap_layers").items():

@@ -1,17 +1,16 @@
-"""Rules on combinations of training, parallelism and engine keys."""
+"""Rules on training, on plans, and on the columns of the table of modes that a recipe changes."""
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipebench.errors import Fault, PlanError, RecipeError, nearest
+from pipebench.errors import Fault, PlanError, RecipeError, nearest, shown
 from pipebench.lines import LinedFile
-from pipebench.recipe.draft import Draft, Problems, rule
+from pipebench.recipe.draft import Draft, Problems, either, rule
 from pipebench.recipe.named import KINDS, OPTIMIZER
 from pipebench.recipe.plan_file import asked_replicas, form_problems, is_plan_file, load_plan
 from pipebench.recipe.schema import COLUMNS, LARGEST, OptimizerRecipe, ParallelismRecipe
 from pipebench.recipe.suited import DIRECTED, gives_direction, moves_little, sends_weights
-from pipebench.recipe.typecheck import shown
 from pipebench.schedule.modes import AUTO, MODES, Mode
 from pipebench.schedule.notation import parse_plan
 from pipebench.schedule.orders import ORDERS, order_of
@@ -61,7 +60,7 @@ def _mode_auto(draft: Draft, mode: str, plan: Any, depth: Any, accumulate: Any, 
     if mode != AUTO:
         return
     if engine__compile:
-        yield "parallelism.mode", "got auto with engine.compile, which not every mode goes with: allowed is a mode"
+        yield "parallelism.mode", "got auto with engine.compile, which some modes don't support: allowed is a mode"
     if accumulate == LARGEST:
         why = f"got {LARGEST} with mode {AUTO}, which plans every mode"
         yield "parallelism.accumulate", f"{why}: allowed is a whole number"
@@ -70,11 +69,11 @@ def _mode_auto(draft: Draft, mode: str, plan: Any, depth: Any, accumulate: Any, 
     if depth != AUTO:
         yield "parallelism.depth", f"got {shown(depth)} with mode auto: allowed is auto"
     for name, value in draft.given("parallelism", *COLUMNS, "recompute_layers", "swap_layers").items():
-        why = f"got {shown(value)} with mode auto, which takes rows as they are"
+        why = f"got {shown(value)} with mode auto, which plans every mode as it is"
         yield f"parallelism.{name}", f"{why}: allowed is null"
 
 
-# What a plan's file says itself, by the key that would say it, too.
+# Keys for what a plan's file says itself.
 _IN_FILES = {"cuts": "where stages begin", "recompute_layers": "what is recomputed", "swap_layers": "what is swapped"}
 
 
@@ -115,7 +114,7 @@ def _plan(cluster: Any, mode: str, plan: Any, cuts: list[str] | None) -> Problem
 
 @rule
 def _cuts(cluster: Any, row: Mode, plan: Any, cuts: list[str] | None) -> Problems:
-    """Cuts are of all stages; of sharded data parallelism they say, too, how many groups of layers there are."""
+    """Check that there are cuts for all stages; with sharded data parallelism they give the number of groups, too."""
     if cuts is None or is_plan_file(plan):
         return
     try:
@@ -150,9 +149,9 @@ def _swap(row: Mode, swap_layers: list[str] | None) -> Problems:
 
 @rule
 def _push_order(mode: str, sync: str | None, push_order: str | None) -> Problems:
-    """An order of pushes needs a sync that leaves the order open."""
+    """Check that an order of pushes goes with a sync that leaves this order open."""
     if push_order is not None and (mode == AUTO or SYNCS[sync or MODES[mode].sync].waits):
-        syncs = " or ".join(name for name, each in SYNCS.items() if not each.waits)
+        syncs = either(SYNCS, lambda each: not each.waits)
         yield "parallelism.push_order", f"got {shown(push_order)}, which only sync {syncs} takes: allowed is null"
 
 
@@ -171,47 +170,45 @@ def _accumulate(accumulate: Any) -> Problems:
 
 
 def _blamed(given: Mapping[str, Any], *names: str) -> str:
-    """Return the first of these columns that is given, else the first."""
+    """Return the key of the first of some columns that the recipe gives, or of the first one."""
     return f"parallelism.{next((name for name in names if name in given), names[0])}"
 
 
 @rule
 def _work(draft: Draft, row: Mode) -> Problems:
-    """Some orders of work end in a flush, have a number of stages per worker, or run the parts of a backward apart."""
+    """Check what an order of work needs: a flush, a number of stages per worker, or backwards in two parts."""
     work, order, given = order_of(row.order), row.order, draft.given("parallelism", *COLUMNS)
     if work.needs_flush and not row.flush:
-        others = [name for name, each in ORDERS.items() if not each.needs_flush]
-        allowed = f"flush: true, or order: {' or '.join(others)}"
-        yield _blamed(given, "order", "flush"), f"got order {order} with no flush, it ends in one: allowed is {allowed}"
+        allowed = f"flush: true, or order: {either(ORDERS, lambda each: not each.needs_flush)}"
+        given_text = f"got order {order} without a flush, which it ends in"
+        yield _blamed(given, "order", "flush"), f"{given_text}: allowed is {allowed}"
     if work.chunks not in (None, row.chunks):
-        others = [name for name, each in ORDERS.items() if each.chunks in (None, row.chunks)]
-        allowed = f"chunks: {work.chunks}, or order: {' or '.join(others)}"
+        orders = either(ORDERS, lambda each: each.chunks in (None, row.chunks))
+        allowed = f"chunks: {work.chunks}, or order: {orders}"
         yield _blamed(given, "chunks", "order"), f"got {row.chunks} chunks with order {order}: allowed is {allowed}"
     if work.splits and row.backward != SPLIT:
-        others = [name for name, each in ORDERS.items() if not each.splits]
-        allowed = f"backward: {SPLIT}, or order: {' or '.join(others)}"
-        given_with = f"got order {order} with backward {row.backward}, it runs the parts of one apart"
+        allowed = f"backward: {SPLIT}, or order: {either(ORDERS, lambda each: not each.splits)}"
+        given_with = f"got order {order} with backward {row.backward}, whose parts it runs apart"
         yield _blamed(given, "backward", "order"), f"{given_with}: allowed is {allowed}"
 
 
 @rule
 def _weights_and_sync(draft: Draft, mode: str, row: Mode) -> Problems:
-    """Weights are for flushes or for none, and servers that nobody waits for have weights of their own."""
+    """Check that weights and sync go together, and both with the flush, the shape of the mode and its backward."""
     weights, sync, flush, waits = row.weights, row.sync, row.flush, SYNCS[row.sync].waits
     given = draft.given("parallelism", *COLUMNS)
     if WEIGHT_POLICIES[weights].needs_flush != flush:
-        others = [name for name, each in WEIGHT_POLICIES.items() if each.needs_flush == flush]
-        allowed = f"flush: {str(not flush).lower()}, or weights: {' or '.join(others)}"
+        policies = either(WEIGHT_POLICIES, lambda policy: policy.needs_flush == flush)
+        allowed = f"flush: {str(not flush).lower()}, or weights: {policies}"
         given_text = f"got weights {weights} with {'a flush' if flush else 'no flush'}"
         yield _blamed(given, "weights", "flush"), f"{given_text}: allowed is {allowed}"
     if WEIGHT_POLICIES[weights].waits != waits:
-        policies = [name for name, each in WEIGHT_POLICIES.items() if each.waits == waits]
-        syncs = [name for name, each in SYNCS.items() if each.waits != waits]
-        allowed = f"weights: {' or '.join(policies)}, or sync: {' or '.join(syncs)}"
+        policies = either(WEIGHT_POLICIES, lambda policy: policy.waits == waits)
+        allowed = f"weights: {policies}, or sync: {either(SYNCS, lambda each: each.waits != waits)}"
         yield _blamed(given, "sync", "weights"), f"got sync {sync} with weights {weights}: allowed is {allowed}"
     elif not waits and row.shape != "one-stage":
-        modes = " or ".join(name for name, each in MODES.items() if each.shape == "one-stage")
-        given_text = f"got sync {sync} with mode {mode}, it is for data parallelism"
+        given_text = f"got sync {sync} with mode {mode}, which is for data parallelism only"
+        modes = either(MODES, lambda each: each.shape == "one-stage")
         yield "parallelism.sync", f"{given_text}: allowed is mode {modes}"
     if not waits and row.backward == SPLIT:
         given_text = f"got backward {SPLIT} with sync {sync}, whose pushes end a backward"
@@ -220,21 +217,20 @@ def _weights_and_sync(draft: Draft, mode: str, row: Mode) -> Problems:
 
 @rule
 def _microbatches(mode: str, row: Mode, microbatches: int, accumulate: int | None) -> Problems:
-    takers = [name for name, each in MODES.items() if each.microbatches]
-    if microbatches > 1 and not row.cuts(row.flush, row.weights):
+    if microbatches > 1 and not row.takes_microbatches(row.flush, row.weights):
         why = f"mode {mode} doesn't cut minibatches" if row.flush else f"mode {mode} has no flush here"
-        yield "parallelism.microbatches", f"got {microbatches}, {why}: allowed is 1, or mode {' or '.join(takers)}"
+        modes = either(MODES, lambda each: each.microbatches)
+        yield "parallelism.microbatches", f"got {microbatches}, {why}: allowed is 1, or mode {modes}"
     accumulates = row.flush or WEIGHT_POLICIES[row.weights].accumulates
     if (row.accumulate if accumulate is None else accumulate) != 1 and not accumulates:
-        others = [name for name, each in WEIGHT_POLICIES.items() if each.accumulates]
-        allowed = f"1, flush: true, or weights: {' or '.join(others)}"
+        allowed = f"1, flush: true, or weights: {either(WEIGHT_POLICIES, lambda policy: policy.accumulates)}"
         given = "null, as many minibatches as are in flight" if accumulate is None else accumulate
         yield "parallelism.accumulate", f"got {given}, mode {mode} has no flush here: allowed is {allowed}"
 
 
 @rule
 def _direction(row: Mode, optimizer: Mapping[str, Any]) -> Problems:
-    """Weight prediction needs an optimizer whose state has the direction of its next step."""
+    """Check that predicted weights go with an optimizer whose state has the direction of its next step."""
     if WEIGHT_POLICIES[row.weights].aim is None:
         return
     given = OptimizerRecipe(**optimizer)
@@ -243,8 +239,7 @@ def _direction(row: Mode, optimizer: Mapping[str, Any]) -> Problems:
         key, said = ("target", given.target) if given.name is None else ("name", given.name)
         said = f"{said} without momentum" if said == "sgd" else shown(said)
         needed = f"allowed are {', '.join(DIRECTED)}, or weights that aren't predicted, such as stash"
-        predicted = f"weights {row.weights} are predicted by that"
-        why = f"whose state doesn't say where weights go, and {predicted}"
+        why = f"whose state has no direction of the next step, by which weights {row.weights} are predicted"
         yield f"train.optimizer.{key}", f"got {said}, {why}: {needed}"
 
 
@@ -256,7 +251,7 @@ def _loss_scale(precision: str, loss_scale: Any) -> Problems:
 
 @rule
 def _rounded(row: Mode, precision: str) -> Problems:
-    """Small weight changes vanish in 16 bits, and servers hold weights of one type."""
+    """Check that 16 bits suffice: small changes of weights vanish in them, and servers hold weights of one type."""
     if precision == "fp32":
         return
     if why := moves_little(row.weights):
@@ -270,7 +265,7 @@ def _correction(draft: Draft, mode: str, weights: str | None) -> Problems:
     policy = None if mode == AUTO else weights or MODES[mode].weights
     if policy is not None and WEIGHT_POLICIES[policy].corrects:
         return
-    takers = " or ".join(name for name, each in WEIGHT_POLICIES.items() if each.corrects)
+    takers = either(WEIGHT_POLICIES, lambda each: each.corrects)
     why = f"which only weights {takers} take; {'mode auto' if policy is None else f'weights {policy}'} needs null"
     for key, value in draft.given("parallelism", "annealing_epochs", "correction_decay").items():
         yield f"parallelism.{key}", f"got {value:g}, {why}"

@@ -1,4 +1,4 @@
-"""Rules on model and data: names and options of the zoo's registry; target and streams of the data set."""
+"""Rules on model and data set: names and options in the zoo, targets, and what of training depends on the data."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from pipebench.cluster import Cluster
-from pipebench.errors import PlanError, choice
+from pipebench.errors import PlanError, choice, shown
 from pipebench.metrics import CURVES
 from pipebench.recipe.draft import Draft, Problems, rule
 from pipebench.recipe.engines import ENGINES
@@ -18,13 +18,13 @@ from pipebench.recipe.options import OF_PAIRS, options, problems_of, zoo_options
 from pipebench.recipe.plan_file import asked_replicas
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.targets import ALLOWED, is_target, target_in
-from pipebench.recipe.typecheck import cut, problem_with, shown
+from pipebench.recipe.typecheck import problem_with
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.notation import streams_problem
 from pipebench.zoo.registry import DATASETS, MODELS
 
 _MOST_PROCESSES = 1024
-_MOST_IN_FLIGHT = 256  # of however short an epoch: a recipe may be tried on a few samples
+_MOST_IN_FLIGHT = 256  # minibatches; allowed even if an epoch has fewer, to try a recipe on a few samples
 EVAL_LOSS = "eval_loss"
 FRACTIONS = ("top1", "top5", "token_accuracy", "nsp_accuracy", "meteor")
 _PERPLEXITIES = ("perplexity", "mlm_perplexity")
@@ -48,13 +48,13 @@ def _model(draft: Draft) -> Problems:
         if not is_target(target):
             yield "model.target", f"got {shown(target)}, allowed is {ALLOWED}"
     elif not isinstance(name, str) or name not in MODELS:
-        yield "model.name", choice(cut(name), MODELS)
+        yield "model.name", choice(name, MODELS)
     else:
         yield from _options(draft, "model", name, model)
 
 
 def _model_of_profile(model: Mapping[str, Any]) -> Problems:
-    """Check a model that only has a profile: it has no options."""
+    """Check a model that is given by its profile alone, and has no options."""
     if not isinstance(model["profile"], str):
         yield "model.profile", f"got {shown(model['profile'])}, allowed is a profile's file"
     for key, value in model.items():
@@ -86,7 +86,7 @@ def _dataset(draft: Draft) -> Problems:
         yield "dataset.name", f"is missing, allowed are {', '.join(DATASETS)}; or a target, {ALLOWED}"
         return
     if not isinstance(name, str) or name not in DATASETS:
-        yield "dataset.name", choice(cut(name), DATASETS)
+        yield "dataset.name", choice(name, DATASETS)
         return
     problems = list(_options(draft, "dataset", name, dataset))
     yield from problems
@@ -101,7 +101,7 @@ def _dataset(draft: Draft) -> Problems:
 
 
 def _own_dataset(draft: Draft, dataset: Mapping[str, Any]) -> Problems:
-    """Check the keys of a data set with a target; its result is checked when the recipe runs."""
+    """Check the keys of a data set with a target; what the target returns is checked when the recipe runs."""
     from pipebench.recipe.own_data import directions
     from pipebench.zoo.measures import LOSSES, METRICS
 
@@ -112,7 +112,7 @@ def _own_dataset(draft: Draft, dataset: Mapping[str, Any]) -> Problems:
     elif not is_target(dataset["target"]):
         problems.append(("dataset.target", f"got {shown(dataset['target'])}, allowed is {ALLOWED}"))
     if loss is not None and loss not in [*LOSSES] and target_in(loss) is None:
-        problems.append(("dataset.loss", f"{choice(cut(loss), LOSSES)}, or a target, {ALLOWED}"))
+        problems.append(("dataset.loss", f"{choice(loss, LOSSES)}, or a target, {ALLOWED}"))
     if processes is not None and (problem_with(processes, int) or not 0 <= processes <= _MOST_PROCESSES):
         allowed = f"a whole number from 0 to {_MOST_PROCESSES}"
         problems.append(("dataset.loader_processes", f"got {shown(processes)}, allowed is {allowed}"))
@@ -131,7 +131,7 @@ def _own_metrics(metrics: Any, known: Mapping[str, Any]) -> Problems:
     if isinstance(metrics, list):
         for name in metrics:
             if not isinstance(name, str) or name not in known:
-                yield "dataset.metrics", f"{choice(cut(name), known)}; or {form}"
+                yield "dataset.metrics", f"{choice(name, known)}; or {form}"
     elif metrics is not None and not isinstance(metrics, Mapping):
         yield "dataset.metrics", f"got {shown(metrics)}, allowed is a list of {', '.join(known)}, or {form}"
     for name, given in metrics.items() if isinstance(metrics, Mapping) else ():
@@ -145,7 +145,7 @@ def _own_metrics(metrics: Any, known: Mapping[str, Any]) -> Problems:
                 said = "is missing" if given.get("best") is None else f"got {shown(given['best'])}"
                 yield f"{key}.best", f"{said}, allowed are max (higher is better) and min"
         elif not isinstance(given, str) or given not in known:
-            yield key, f"{choice(cut(given), known)}; or {form}"
+            yield key, f"{choice(given, known)}; or {form}"
 
 
 @rule
@@ -155,8 +155,9 @@ def _model_values(builds: bool, model: Mapping[str, Any]) -> Problems:
 
 def model_problems(model: Mapping[str, Any]) -> Problems:
     """Build a model of the zoo on the meta device, which checks the ranges of its options."""
-    counts_fast = all(not isinstance(value, int) or abs(value) < 10**6 for value in model.values())  # of parameters
-    if model.get("name") is not None and counts_fast:
+    # Larger numbers would make so many layers that building them takes long.
+    is_quick = all(not isinstance(value, int) or abs(value) < 10**6 for value in model.values())
+    if model.get("name") is not None and is_quick:
         problem = _problem_of_building(MODELS[model["name"]], json.dumps(model, sort_keys=True, default=repr))
         if problem:
             yield "model", problem
@@ -175,14 +176,14 @@ def _problem_of_building(entry: object, model: str) -> str:
     except (TypeError, ValueError) as error:
         return one_line(error)
     except (RuntimeError, ArithmeticError, UserWarning) as error:
-        # A message of torch, not of the model, about a layer that can't be built.
+        # The message is torch's, about a layer, and doesn't name the model.
         return f"{options['name']} can't be built with these options: {one_line(error)}"
     return ""
 
 
 @rule
 def _images(model: Mapping[str, Any], dataset: Any) -> Problems:
-    """Compare the images that a model is built for with the data set's; pools would take any size, and hide it."""
+    """Check that a model is built for the data set's images: pooling would take any size, and hide a mismatch."""
     entry = MODELS.get(str(model.get("name")))
     if entry is None or dataset.image_shape is None:
         return
@@ -204,7 +205,7 @@ def _reachable(target: Mapping[str, Any] | None, metrics: Mapping[str, str]) -> 
         allowed = "null, for there is no metric" if not metrics else None
         yield (
             "train.target.metric",
-            f"got {metric[:60]!r}, allowed is {allowed}" if allowed else choice(metric[:60], metrics),
+            f"got {metric[:60]!r}, allowed is {allowed}" if allowed else choice(metric, metrics),
         )
     elif metric in FRACTIONS and not 0 < value <= 1:
         hint = f"; did you mean {value / 100:g}?" if 1 < value <= 100 else ""
@@ -224,7 +225,7 @@ def _minibatch(minibatch_size: int, dataset: Any) -> Problems:
 
 @rule
 def _epoch(depth: Any, accumulate: Any, minibatch_size: int, dataset: Any) -> Problems:
-    """Plans are simulated with all minibatches in flight, or of an update: no more than an epoch's make sense."""
+    """Check the minibatches in flight and of an update, all of which are simulated, against those of an epoch."""
     in_epoch = math.ceil(dataset.num_train / minibatch_size)
     most = max(in_epoch, _MOST_IN_FLIGHT)
     for name, given in (("depth", depth), ("accumulate", accumulate)):
@@ -277,7 +278,7 @@ def _streams_of_plan(dataset: Any, cluster: Any, streams: int | None, mode: str,
 
 
 def dataset_problems(recipe: Recipe, cluster: Cluster, dataset: Any) -> Problems:
-    """Yield key and problem where a recipe doesn't match its data set, once that is made."""
+    """Yield key and problem where a recipe doesn't match its data set."""
     train, parallelism = recipe.train, recipe.parallelism
     target, evaluate, checkpoint = (
         None if each is None else asdict(each) for each in (train.target, train.evaluate_every, train.checkpoint_every)
@@ -290,7 +291,7 @@ def dataset_problems(recipe: Recipe, cluster: Cluster, dataset: Any) -> Problems
 
 
 def _known(draft: Draft, section: str) -> dict[str, Any] | None:
-    """Return a section if given, even if one of its values is pending or one of its keys faulty."""
+    """Return a section unless it is faulty as a whole; some of its values may be pending or faulty."""
     value = draft.values.get(section)
     whole = any(bad[:1] == (section,) and len(bad) <= 2 for bad in draft.leaves.faulty)
     return None if whole or not isinstance(value, dict) else value

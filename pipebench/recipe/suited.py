@@ -1,4 +1,4 @@
-"""Ways of parallelising that a training can't use, because of its optimizer, its precision, or layers that move."""
+"""Finds the modes and shards that a recipe can't use because of its optimizer, precision, memory format or vPipe."""
 
 from pipebench.recipe.named import KINDS, OPTIMIZER
 from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe, Recipe, TrainRecipe
@@ -10,7 +10,7 @@ DIRECTED = ("sgd with momentum", "adam", "adamw")
 
 
 def gives_direction(optimizer: OptimizerRecipe) -> bool:
-    """Return whether an optimizer has a smoothed gradient that `engine.prediction` supports."""
+    """Return whether an optimizer's state has a smoothed gradient from which `engine.prediction` predicts weights."""
     name = None if optimizer.name is None else KINDS[OPTIMIZER].find(optimizer.name)
     return name in ("adam", "adamw") or (name == "sgd" and bool(optimizer.momentum))
 
@@ -19,7 +19,7 @@ def moves_little(weights: str) -> str | None:
     """Return why a weight policy needs fp32, or None."""
     policy = WEIGHT_POLICIES[weights]
     moves = policy.aim is not None or policy.corrects
-    return f"weights {weights} are moved by fractions of an update, which 16 bits lose" if moves else None
+    return f"weights {weights} change by fractions of an update, which 16 bits lose" if moves else None
 
 
 def sends_weights(sync: str) -> str | None:
@@ -28,14 +28,15 @@ def sends_weights(sync: str) -> str | None:
 
 
 def unsuited_modes(train: TrainRecipe, engine: EngineRecipe) -> dict[str, str]:
-    """Return the modes that a training can't use, with reasons."""
-    found, whole = {}, _needs_whole(train, engine)
+    """Return the modes that can't be used, with the reason for each."""
+    found: dict[str, str] = {}
+    whole = _needs_whole(train, engine)
     for name, row in MODES.items():
         rounded = None if train.precision == "fp32" else moves_little(row.weights) or sends_weights(row.sync)
         if rounded is not None:
             found[name] = f"{rounded}, and precision is {train.precision}"
         elif WEIGHT_POLICIES[row.weights].aim is not None and not gives_direction(train.optimizer):
-            found[name] = "weights are predicted, and the optimizer's state doesn't say where they go"
+            found[name] = "weights are predicted, and the optimizer's state has no direction of the next step"
         elif row.is_sharded and whole is not None:
             found[name] = whole
     return found
@@ -56,7 +57,7 @@ def unshared(recipe: Recipe, row: Mode) -> str | None:
     if row.is_one_stage:
         return "the mode is no pipeline"
     if not WEIGHT_POLICIES[row.weights].stashed:
-        return f"weights {row.weights} are moved, and shards aren't"
+        return f"weights {row.weights} are changed between updates, which shards don't support"
     if sync.way != ALL_REDUCE or not sync.waits:
         return f"sync {row.sync} has no sums to scatter"
     if not row.flush and (optimizer.clip_norm is not None or recipe.train.precision == "fp16"):

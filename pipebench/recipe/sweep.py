@@ -1,7 +1,7 @@
-"""Sweeps: a list for a key that takes one value stands for a run per element.
+"""Sweeps: a list for a key that takes one value makes a run per element.
 
-`parallelism.depth=1,2,4,7` on the command line, or a list in a recipe. A key that takes a list takes a list of lists.
-Several lists are combined in all ways or, zipped, element by element.
+It is given as `parallelism.depth=1,2,4,7` on the command line, or as a list in a recipe. For a key that takes a list,
+it is a list of lists. Several lists are combined in all ways or, zipped, by position.
 """
 
 import hashlib
@@ -17,22 +17,23 @@ import yaml
 
 from pipebench.errors import printable
 
-MOST_RUNS = 64  # of one recipe; more are a mistake, or better several comparisons
+MOST_RUNS = 64  # of one recipe; more are a mistake, or better split into several comparisons
 _CLOSING = {"[": "]", "{": "}"}
 _MODE = "parallelism.mode"
-_LONGEST, _LEAST = 60, 7  # characters of a name or a value; of a value in a long name
+_LONGEST = 60  # characters of a run's name, or of a value in it
+_LEAST = 7  # characters that are left of a value in a name that is too long
 
 
 @dataclass(frozen=True)
-class Several:
-    """The elements of a list, one per run."""
+class SweptList:
+    """A list given for a key that takes one value: an element per run."""
 
     values: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Varied:
-    """The elements of one run of a sweep."""
+class SweepRun:
+    """One run of a sweep: an element of each list."""
 
     values: Mapping[str, Any]  # full key to the run's element
     places: Mapping[str, tuple[int, int]]  # full key to the element's place in its list from 1, and the list's length
@@ -44,9 +45,9 @@ class Varied:
 
     @property
     def name(self) -> str:
-        """Name of the run in its sweep: `depth=4`, `servers=2,minibatch_size=32`; a mode goes by its name, `dp`.
+        """Name of the run in its sweep: `depth=4`, `servers=2,minibatch_size=32`; for a mode its value alone, `dp`.
 
-        If long, values lose their middle; a few digits keep names apart.
+        In a name that is too long, values lose their middle, and a hash keeps names apart.
         """
         lasts = [key.rpartition(".")[2] for key in self.values]
         short = [last if lasts.count(last) == 1 else key for key, last in zip(self.values, lasts, strict=True)]
@@ -61,7 +62,7 @@ class Varied:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The same as a command line: lists of one element, so that the run gets the same name anywhere."""
+        """The elements as words of a command line: lists of one element, so that the run has the same name there."""
         return tuple(f"{key}={_written(value)}," for key, value in self.values.items())
 
     def with_place(self, key: str, problem: str) -> str:
@@ -73,12 +74,13 @@ class Varied:
 
 
 def elements(written: str) -> list[str] | None:
-    """Split a command-line value at commas outside brackets and quotes, a trailing one included; None without any.
+    """Split a command-line value at commas outside brackets and quotes, ignoring a trailing one; None without commas.
 
     >>> elements("1,2,4"), elements("[a, b],[c]"), elements("'a,b'"), elements("4,")
     (['1', '2', '4'], ['[a, b]', '[c]'], None, ['4'])
     """
-    parts, closing = [""], ""  # `closing`: expected ends of open brackets and quotes
+    parts = [""]
+    closing = ""  # the closing brackets and quotes that are still expected, the next one last
     for letter in written:
         if letter == "," and not closing:
             parts.append("")
@@ -96,23 +98,26 @@ def elements(written: str) -> list[str] | None:
     return parts[:-1] if not parts[-1].strip() else parts
 
 
-def several(value: object, expected: Any, *, is_option: bool) -> Several | None:
-    """Return a value as the elements of a sweep, if it is a list and the key doesn't take it as its value.
+def as_sweep(value: object, expected: Any, *, is_option: bool) -> SweptList | None:
+    """Return a list as the elements of a sweep, unless its key takes such a list as a value; None for other values.
 
-    `expected` is the key's type; `is_option` says that it may take a list although that type is `Any`.
+    Args:
+        value: as given.
+        expected: the key's type.
+        is_option: whether the key may take a list although its type is `Any`.
     """
-    if isinstance(value, Several):
+    if isinstance(value, SweptList):
         return value
     if not isinstance(value, list) or (expected is Any and is_option):
         return None
     takes_list = any(get_origin(part) in (list, tuple) for part in (expected, *get_args(expected)))
     if takes_list and not (value and all(isinstance(item, list) for item in value)):
         return None
-    return Several(tuple(value))
+    return SweptList(tuple(value))
 
 
 def problem_with_elements(values: Sequence[Any]) -> str | None:
-    """Return what is wrong with the elements of a list as a whole, or None."""
+    """Return what is wrong with a list as a whole (it is empty or has an element twice), or None."""
     if not values:
         return "got an empty list, allowed is a value, or a list with one run per element"
     for index, value in enumerate(values):
@@ -121,11 +126,11 @@ def problem_with_elements(values: Sequence[Any]) -> str | None:
     return None
 
 
-def combinations(lists: Mapping[str, Several], *, zipped: bool) -> Iterator[Varied]:
-    """Yield the elements of each run: all combinations or, zipped, pairwise.
+def combinations(lists: Mapping[str, SweptList], *, zipped: bool) -> Iterator[SweepRun]:
+    """Yield the elements of each run: all combinations or, `zipped`, those at the same position.
 
     Raises:
-        ValueError: zipped lists differ in length, or there are more than MOST_RUNS runs; the end of a sentence.
+        ValueError: zipped lists differ in length, or there are more than MOST_RUNS runs.
     """
     lengths = [len(each.values) for each in lists.values()]
     given = ", ".join(f"{key} has {length}" for key, length in zip(lists, lengths, strict=True))
@@ -137,7 +142,7 @@ def combinations(lists: Mapping[str, Several], *, zipped: bool) -> Iterator[Vari
     places = [range(length) for length in lengths]
     for chosen in zip(*places, strict=True) if zipped else itertools.product(*places):
         pairs = list(zip(lists.items(), chosen, strict=True))
-        yield Varied(
+        yield SweepRun(
             {key: each.values[index] for (key, each), index in pairs},
             {key: (index + 1, len(each.values)) for (key, each), index in pairs},
         )
@@ -157,7 +162,7 @@ def _written(value: object) -> str:
 
 
 def _without_middle(text: str, most: int) -> str:
-    """Return a text of at most so many characters.
+    """Return a text, without its middle if it has more than `most` characters.
 
     >>> _without_middle("recipes/quickstart/dp.yaml", 12)
     'recip..yaml'

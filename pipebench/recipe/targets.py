@@ -28,11 +28,11 @@ def is_target(value: object) -> bool:
 def import_target(target: str, folders: Sequence[Path] = ()) -> Callable[..., Any]:
     """Return the function or class of a target `package.module:function`.
 
-    Its module is searched in `folders` first, then as Python does, the working directory included. It stays imported,
-    and is what the target means from then on where no `folders` are given.
+    The module is searched in `folders` first, then in the working directory and where Python searches. It stays
+    imported, and later calls without `folders` return the function of this module.
 
     Raises:
-        UserCodeError: there is no such module or no such function in it, or importing it raises.
+        UserCodeError: there is no such module, the module has no such function, or importing it raises.
     """
     module_name, _, function_name = target.partition(":")
     with users_code(f"{target} can't be imported"):
@@ -86,7 +86,7 @@ def _module(name: str, folders: Sequence[Path]) -> ModuleType:
         taken = getattr(sys.modules[top], "__file__", None) or "a part of Python"
         raise ImportError(f"{found.origin} has the name of another module in use, {taken}: rename one of them")
     before = [] if found is None or found.origin is None else [_folder_of(found)]
-    if before:  # while these come first, a file in them that is called torch.py would be taken for torch
+    if before:  # before its folder comes first on the path, where a file called torch.py would be taken for torch
         import torch  # noqa: F401  # and all that it imports
     try:
         with _first_on_path(before):
@@ -98,9 +98,9 @@ def _module(name: str, folders: Sequence[Path]) -> ModuleType:
 
 
 def find_new_files() -> None:
-    """Have modules found that were written a moment ago, also while other threads import, as tracking does."""
+    """Let Python find modules that were written a moment ago, also while other threads import, as tracking does."""
     while True:
-        with contextlib.suppress(RuntimeError):  # Python goes over its finders, and another thread's import added one
+        with contextlib.suppress(RuntimeError):  # another thread's import changed the finders during iteration
             importlib.invalidate_caches()
             return
 
@@ -113,7 +113,7 @@ def _folder_of(found: ModuleSpec) -> str:
 
 @contextlib.contextmanager
 def _first_on_path(folders: Sequence[str]) -> Iterator[None]:
-    """Put a module's folder first on the path, as when it is run, so that it finds modules beside it."""
+    """Put a module's folder first on the path, as for a script, so that it can import modules beside it."""
     find_new_files()
     sys.path[:0] = folders
     try:

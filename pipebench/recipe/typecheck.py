@@ -1,6 +1,6 @@
-"""Checks a value of a recipe against its declared type, strictly: no quoted numbers, no booleans for numbers, no NaN.
+"""Checks values of a recipe against declared types, strictly: no quoted numbers, no booleans for numbers, no NaN.
 
-OmegaConf silently converts `"3"` to 3.
+OmegaConf would convert `"3"` to 3 silently.
 """
 
 import math
@@ -9,30 +9,15 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
-from pipebench.errors import choice
+from pipebench.errors import choice, shown
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-UNQUOTE = "; remove the quotes"  # of a number that is text
+UNQUOTE = "; remove the quotes"  # hint for a text that is a number
 _LARGEST = 2**63 - 1
 
 
-def shown(value: object) -> str:
-    """Return a short text of a value for messages, on one line."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, Mapping):
-        return "a mapping"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def cut(value: object) -> str:
-    """Return a short text of a value where a name is expected; unlike `shown`, without quotes."""
-    return value[:60] if isinstance(value, str) else shown(value)
-
-
 def in_words(expected: Any) -> str:
-    """Describe the values of a type."""
+    """Describe the values of a type, as in `allowed is a whole number`."""
     if is_dataclass(expected):
         return f"a mapping with the keys {', '.join(field.name for field in fields(expected))}"
     if _is_union(expected):
@@ -48,7 +33,7 @@ def problem_with(value: object, expected: Any) -> str | None:
     """Return what is wrong with a value of the expected type, as the end of a sentence, or None."""
     if get_origin(expected) is Literal:
         allowed = [str(name) for name in get_args(expected)]
-        return None if value in get_args(expected) and isinstance(value, str) else choice(cut(value), allowed)
+        return None if value in get_args(expected) and isinstance(value, str) else choice(value, allowed)
     inside = get_args(expected)[0] if get_origin(expected) in (list, tuple) else None
     if get_origin(inside) is Literal and isinstance(value, list):
         return next((problem for item in value if (problem := problem_with(item, inside)) is not None), None)
@@ -62,7 +47,7 @@ def problem_with(value: object, expected: Any) -> str | None:
 
 
 def checkable(expected: Any) -> Any:
-    """Return a type if plain values can be checked against it, else Any.
+    """Return a type if plain values can be checked against it, otherwise Any.
 
     >>> checkable(list[float]), checkable(list[object])
     (list[float], typing.Any)
@@ -118,7 +103,7 @@ def _is_mapping(expected: Any) -> bool:
 def _is_quoted_number(value: object, expected: Any) -> bool:
     if not isinstance(value, str) or not (_fits(1, expected) or _fits(1.5, expected)):
         return False
-    if value[:1] == "0" and value[1:2].isdigit():  # text without quotes, too: of 0,01 for one
+    if value[:1] == "0" and value[1:2].isdigit():  # `01` is text without quotes, too, as an element of 0,01
         return False
     try:
         return math.isfinite(float(value))

@@ -1,6 +1,6 @@
-"""Exceptions of the user's own code (a recipe's `target`s), reported in one sentence with file and line.
+"""Reports exceptions of the user's own code (a recipe's `target`s) in one sentence with file and line.
 
-Standard library only.
+Imports nothing but the standard library.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from pipebench.errors import PipebenchError, UserCodeError, is_out_of_memory
 
 _PACKAGE = Path(pipebench.__file__).resolve().parent
 _ZOO = _PACKAGE / "zoo"
-_TRACED = "<eval_with_key>"  # begins torch.fx's name of the code that it generates from a model's forward
-# What operations raise on unsuitable data; running out of memory and failing devices raise other classes.
+_TRACED = "<eval_with_key>"  # beginning of the file name of code that torch.fx generates from a model's forward
+# What operations raise on unsuitable data. Exhausted memory and failing devices raise other classes.
 _OF_DATA = (IndexError, ValueError, TypeError, NotImplementedError)
 _OF_DEVICES = ("CUDA", "cuDNN", "CUDNN", "cublas", "CUBLAS", "NCCL")  # in texts of RuntimeErrors
 _INSTALLED = {"site-packages", "dist-packages"}
@@ -28,9 +28,11 @@ _LONGEST = 300  # characters of an exception's message
 
 @contextlib.contextmanager
 def users_code(what: str, key: str = "") -> Iterator[None]:
-    """Turn any exception raised inside into a `UserCodeError`, SystemExit too, but not pipebench's own and Ctrl-C.
+    """Raise any exception in this context as a `UserCodeError`, even SystemExit, but not pipebench's own or Ctrl-C.
 
-    `what` begins the sentence, such as `my_model:Net can't make the model`; `key` is the target's full key, if known.
+    Args:
+        what: begins the sentence, such as `my_model:Net can't make the model`.
+        key: the target's full key, if known.
     """
     try:
         yield
@@ -41,7 +43,7 @@ def users_code(what: str, key: str = "") -> Iterator[None]:
 
 
 def as_users(error: BaseException) -> UserCodeError | None:
-    """Return an exception as the user's mistake, if the user's own code raised it; None if it is pipebench's."""
+    """Return an exception that the user's own code raised as a `UserCodeError`; None for one of pipebench's."""
     place = _place(error)
     if isinstance(error, PipebenchError | KeyboardInterrupt) or (place is None and not _is_about_data(error)):
         return None
@@ -51,14 +53,14 @@ def as_users(error: BaseException) -> UserCodeError | None:
 
 
 def located(error: BaseException, where: str) -> UserCodeError | None:
-    """Return an exception of the user's own code with `where` it was raised in front; None if it is pipebench's."""
+    """Return an exception as `as_users` does, with `where` it was raised in front."""
     theirs = error if isinstance(error, UserCodeError) else as_users(error)
     return UserCodeError(f"{where}: {theirs.problem}", theirs.key) if theirs else None
 
 
 @contextlib.contextmanager
 def during(where: str) -> Iterator[None]:
-    """Name a part of a run in exceptions of the user's own code that are raised in it."""
+    """Add the name of a part of a run to exceptions of the user's own code that are raised in this context."""
     try:
         yield
     except BaseException as error:
@@ -90,7 +92,7 @@ def reason(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback of the exception that caused a user's mistake; "" if there was none."""
+    """Return the traceback of the exception that caused a `UserError`; "" if none did."""
     root: BaseException = error
     while isinstance(root, PipebenchError) and root.__cause__ is not None:
         root = root.__cause__
@@ -103,7 +105,7 @@ def is_users(file: str) -> bool:
 
 
 def _is_about_data(error: BaseException) -> bool:
-    """Return whether the zoo already describes what is wrong with a user's data, loss or metric."""
+    """Return whether an exception is the zoo's, which describes what is wrong with a user's data, loss or metric."""
     registry = sys.modules.get("pipebench.zoo.registry")
     return registry is not None and isinstance(error, registry.DataError)
 
@@ -111,8 +113,8 @@ def _is_about_data(error: BaseException) -> bool:
 def _place(error: BaseException) -> str | None:
     """Return file, line and function of the user's own code that raised an exception, or None.
 
-    That is the last frame in neither a library nor pipebench; with a frame of pipebench after it, the user's code only
-    called what failed.
+    That is the last frame outside libraries and pipebench. If frames of pipebench follow it, the user's code only
+    called pipebench, which raised the exception.
     """
     if isinstance(error, SyntaxError) and error.filename and not _is_library(error.filename):
         if _is_pipebench(error.filename):
@@ -130,7 +132,7 @@ def _place(error: BaseException) -> str | None:
 
 
 def _is_of_an_operation(error: BaseException) -> bool:
-    """Return whether an operation doesn't suit what it got; devices and memory fail otherwise."""
+    """Return whether an operation raised an exception because of its arguments, not for lack of memory or a device."""
     if type(error) in _OF_DATA:
         return True
     fails = any(word in str(error) for word in _OF_DEVICES) or is_out_of_memory(error)
@@ -138,11 +140,11 @@ def _is_of_an_operation(error: BaseException) -> bool:
 
 
 def _is_pipebench(file: str) -> bool:
-    """Return whether a file is pipebench's; the zoo is as a library, which a user's code may call."""
+    """Return whether a file is pipebench's. The zoo counts as a library, which a user's code may call."""
     return Path(file).is_relative_to(_PACKAGE) and not Path(file).is_relative_to(_ZOO)
 
 
-@lru_cache(maxsize=4096)  # every run asks about all that its targets import
+@lru_cache(maxsize=4096)  # called for every module that a run's targets import
 def _is_library(file: str) -> bool:
     """Return whether a file is the zoo's, the standard library's, an installed package's, or not a file."""
     return (

@@ -1,6 +1,7 @@
-"""Makes models with shapes but no weights, on the meta device, which takes neither memory nor time.
+"""Builds models without weights on the meta device, which has shapes only and takes neither memory nor time.
 
-Skips filling tensors with normal noise, for which torch would import its compiler: slower than everything else here.
+Filling tensors with normal noise is skipped: on the meta device torch imports its compiler for it, which takes longer
+than all else here.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-# Operations in torch 2.11's truncated noise, besides those that need no compiler; each preserves the tensor's shape.
+# Operations by which torch 2.11 makes truncated noise and which need the compiler; the shape stays the same.
 _STEPS = (torch.Tensor.erfinv_, torch.Tensor.clamp_)
 
 

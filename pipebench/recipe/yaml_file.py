@@ -1,4 +1,4 @@
-"""Reads one YAML file strictly, plain data only, every key once, unambiguous numbers; and the files that it extends.
+"""Reads a YAML file and the files that it extends, strictly: plain data, every key once, unambiguous numbers.
 
 Differs from YAML 1.1: dates, sexagesimal and octal numbers stay text (`2019-10-27`, `1:30`, `010`), `1e-3` is a
 number, and anchors are refused (use `extends` and `${...}`, which can't grow exponentially).
@@ -14,13 +14,12 @@ from typing import Any
 
 import yaml
 
-from pipebench.errors import Fault, RecipeError
+from pipebench.errors import Fault, RecipeError, shown
 from pipebench.files import FileError, read_text
 from pipebench.recipe.catalog import display
-from pipebench.recipe.typecheck import shown
 
 MAX_BYTES = 1_000_000  # a recipe is a page of text
-MAX_DEPTH = 32  # of nested values or brackets, which are read recursively
+MAX_DEPTH = 32  # of nested values or brackets, since they are read recursively
 _DROPPED = ("timestamp", "merge", "value", "int", "float")
 
 
@@ -68,7 +67,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse(text: str) -> Any:
-    """Return the plain data of YAML text; raises a ValueError, the end of a sentence with the line, if it isn't."""
+    """Return YAML text as plain data; raises a ValueError with the line if it isn't valid."""
     return pickle.loads(_pickled(text))
 
 
@@ -93,7 +92,7 @@ def _parsed(text: str) -> Any:
 
 
 def read_mapping(path: Path) -> dict[Any, Any]:
-    """Return the mapping in a YAML file; raises a RecipeError if it can't be read, isn't YAML, or has no mapping."""
+    """Return the mapping in a YAML file; raises a RecipeError if it can't be read, or isn't YAML or a mapping."""
     name = display(path)
     try:
         data = parse(read_text(path, MAX_BYTES))
@@ -109,12 +108,15 @@ EXTENDS = "extends"
 
 
 def chain(path: Path, what: str, find: Callable[[str, Path], Path]) -> list[tuple[Path, dict[Any, Any]]]:
-    """Return the files of an `extends` chain with their other content, the base first.
+    """Return the files of an `extends` chain, the base first, each with its other content.
 
-    `path` is the last file and `what` it is, for messages: `recipe`. `find` resolves a reference in a file's folder.
+    Args:
+        path: the file that extends the others.
+        what: `recipe` or `cluster`, for messages.
+        find: returns the file that a reference names, given the folder of the file that refers to it.
 
     Raises:
-        RecipeError: a file can't be read, isn't there, or extends itself.
+        RecipeError: a file can't be read, doesn't exist, or extends itself.
     """
     found: list[tuple[Path, dict[Any, Any]]] = []
     seen: list[str] = []

@@ -24,23 +24,16 @@ from pipebench.report.definition import Constant, Measure, Report, Row
 from pipebench.report.expressions import Value, evaluate
 from pipebench.report.fitting import Cell, Sought, fit, left_out
 from pipebench.report.metrics import value_of
-from pipebench.report.recipes import Asked
+from pipebench.report.recipes import ReportRun
 from pipebench.tracking.identity import recipe_hash
 from pipebench.train.engines import simulate
 from pipebench.train.prepare import prepare
 from pipebench.train.result import RunResult
 from pipebench.units import UnitError, parse_bandwidth, parse_duration
 
-# Attribute of each key: rates of a level, times of the cluster.
-_OF_LEVELS: Mapping[str, str] = {
-    "bandwidth": "bandwidth_bytes_per_s",
-    "host_copy": "host_copy_bytes_per_s",
-    "flow": "flow_bytes_per_s",
-    "ring": "ring_bytes_per_s",
-    "stage_ring": "stage_ring_bytes_per_s",
-    "p2p": "p2p_bytes_per_s",
-}
-_OF_CLUSTERS: Mapping[str, str] = {"launch": "launch_s", "pause": "pause_s"}
+# Keys of a level, whose attributes end in `_bytes_per_s`, and of a cluster, whose attributes end in `_s`.
+_OF_LEVELS = ("bandwidth", "host_copy", "flow", "ring", "stage_ring", "p2p")
+_OF_CLUSTERS = ("launch", "pause")
 _FORM = f"levels.NAME.KEY, {', '.join(_OF_CLUSTERS)}"
 _DIGITS = 3
 
@@ -54,8 +47,8 @@ class ConstantSite:
     level: str  # name of the level; "" for a key of the cluster itself
     key: str  # of the level, one of bandwidth, host_copy, flow, ring, stage_ring, p2p; of the cluster, launch or pause
     low: float  # smallest allowed value [bytes/s or s]
-    high: float  # likewise, largest
-    value: float  # at present
+    high: float  # largest allowed value [bytes/s or s]
+    value: float  # present value [bytes/s or s]
 
     @property
     def cluster(self) -> str:
@@ -67,8 +60,8 @@ class ConstantSite:
         return f"{value / 1e9:.{_DIGITS}g} GB/s" if self.level else f"{value * 1e6:.{_DIGITS}g} us"
 
 
-def find_place(constant: Constant, folder: Path) -> ConstantSite:
-    """Locate a constant; paths of clusters are looked up in `folder`, the report's, first.
+def find_site(constant: Constant, folder: Path) -> ConstantSite:
+    """Locate a constant in its cluster's file; a cluster's path may be relative to `folder`, the report's.
 
     Raises:
         UserError: there is nothing to fit.
@@ -85,11 +78,11 @@ def find_place(constant: Constant, folder: Path) -> ConstantSite:
         low, high = parse(constant.low), parse(constant.high)
     except UnitError as error:
         raise _wrong(constant, "from, to", str(error)) from error
-    place = ConstantSite(constant, path, level, key, low, high, _value(cluster, level, key))
-    if not 0 < low <= place.value <= high or low == high:
-        what = f"got {constant.low} to {constant.high}, needed are two numbers above 0 around {place.text(place.value)}"
+    site = ConstantSite(constant, path, level, key, low, high, _value(cluster, level, key))
+    if not 0 < low <= site.value <= high or low == high:
+        what = f"got {constant.low} to {constant.high}, needed are two numbers above 0 around {site.text(site.value)}"
         raise _wrong(constant, "from, to", what)
-    return place
+    return site
 
 
 def _level_and_key(constant: Constant, cluster: Cluster) -> tuple[str, str]:
@@ -110,47 +103,47 @@ def _level_and_key(constant: Constant, cluster: Cluster) -> tuple[str, str]:
 
 def _value(cluster: Cluster, level: str, key: str) -> float:
     if not level:
-        return float(getattr(cluster, _OF_CLUSTERS[key]))
-    return float(next(getattr(each, _OF_LEVELS[key]) for each in cluster.levels if each.name == level))
+        return float(getattr(cluster, f"{key}_s"))
+    return float(next(getattr(each, f"{key}_bytes_per_s") for each in cluster.levels if each.name == level))
 
 
-def with_values(cluster: Cluster, places: Sequence[ConstantSite], values: Mapping[str, float]) -> Cluster:
+def with_values(cluster: Cluster, sites: Sequence[ConstantSite], values: Mapping[str, float]) -> Cluster:
     """Return a cluster with its constants set to `values`, by constant's name [bytes/s or s]."""
     levels, own = {level.name: level for level in cluster.levels}, dict[str, Any]()
-    for place in places:
-        if place.cluster != cluster.name:
+    for site in sites:
+        if site.cluster != cluster.name:
             continue
-        value = values[place.constant.name]
-        if place.level:
-            given: dict[str, Any] = {_OF_LEVELS[place.key]: value}
-            levels[place.level] = replace(levels[place.level], **given)
+        value = values[site.constant.name]
+        if site.level:
+            given: dict[str, Any] = {f"{site.key}_bytes_per_s": value}
+            levels[site.level] = replace(levels[site.level], **given)
         else:
-            own[_OF_CLUSTERS[place.key]] = value
+            own[f"{site.key}_s"] = value
     return replace(cluster, levels=tuple(levels.values()), **own)
 
 
-def write_value(place: ConstantSite, value: float, report: str) -> None:
+def write_value(site: ConstantSite, value: float, report: str) -> None:
     """Write a constant [bytes/s or s] and its fitted cells into its cluster's file; every other line stays.
 
     Raises:
         UserError: the file can't be written.
     """
-    lines = place.path.read_text(encoding="utf-8").splitlines(keepends=True)
-    found = _line(lines, place.level, place.key)
-    assert found is not None  # `find_place` has found it
+    lines = site.path.read_text(encoding="utf-8").splitlines(keepends=True)
+    found = _line(lines, site.level, site.key)
+    assert found is not None  # `find_site` has found it
     index, match = found
     what = re.search(r'"[^"]*?: (.*)"\}', match["rest"])  # the description follows the first colon
-    cells = ", ".join(f"{row}.{measure}" for row, measure in place.constant.fitted_on)
+    cells = ", ".join(f"{row}.{measure}" for row, measure in site.constant.fitted_on)
     source = json.dumps(f"on {cells} of {report}" + (f": {what[1]}" if what else ""), ensure_ascii=False)
-    lines[index] = f"{match['head']}{{value: {place.text(value)}, calibrated: {source}}}\n"
+    lines[index] = f"{match['head']}{{value: {site.text(value)}, calibrated: {source}}}\n"
     try:
-        replace_file(place.path, "".join(lines).encode())
+        replace_file(site.path, "".join(lines).encode())
     except OSError as error:
-        raise UserError(f"{display(place.path)} can't be written: {error.strerror}") from error
+        raise UserError(f"{display(site.path)} can't be written: {error.strerror}") from error
 
 
 def _line(lines: Sequence[str], level: str, key: str) -> tuple[int, re.Match[str]] | None:
-    """Return index and match of a key's line in a level, or before all levels if `level` is ""."""
+    """Return index and match of a key's line in a level, or before all levels if `level` is ""; None without one."""
     inside = not level
     for index, line in enumerate(lines):
         name = re.match(r"\s*- name: (\S+)", line)
@@ -171,12 +164,12 @@ class Calibrated:
     """The result of a calibration."""
 
     report: Report
-    places: tuple[ConstantSite, ...]
+    sites: tuple[ConstantSite, ...]
     fitted: Mapping[str, float]  # by constant's name [bytes/s or s]
     values: Mapping[Cell, float]  # reproduced with these constants, of every cell with an exact published number
     # Leave-one-out prediction of every fitted cell; None if its constants have no other cell
     left_out: Mapping[Cell, float | None]
-    # By key of the calibration's `leave_out`: cells as predicted without any cell of their own group
+    # By key of the calibration's `leave_out`: cells as predicted by a fit without any cell of their own group
     groups: Mapping[str, Mapping[Cell, float]]
 
 
@@ -185,9 +178,9 @@ class Simulations:
     """Cells of a column as a function of the constants."""
 
     report: Report
-    asked: Mapping[tuple[str, str], Asked]  # the column's runs by (row, run)
-    places: Sequence[ConstantSite]
-    on_run: Callable[[Asked], None]  # called before every simulation
+    asked: Mapping[tuple[str, str], ReportRun]  # the column's runs, by (row, run)
+    sites: Sequence[ConstantSite]
+    on_run: Callable[[ReportRun], None]  # called before every simulation
     _results: dict[tuple[str, Cluster], RunResult] = field(default_factory=dict)
 
     def value(self, values: Mapping[str, float], cell: Cell) -> float:
@@ -195,20 +188,20 @@ class Simulations:
         row, measure = self.report.row(cell[0]), self.report.measure(cell[1])
         assert measure.expression is not None
 
-        def look(run: str, metric: str) -> Value:
+        def lookup(run: str, metric: str) -> Value:
             found = value_of(self._result(values, self.asked[row.name, run]), metric)
             if isinstance(found, str):
                 raise UserError(f"{row.name}.{measure.name} can't be fitted on: {found}")
             return found
 
-        return float(evaluate(measure.expression, look))  # type: ignore[arg-type] # validated: a number
+        return float(evaluate(measure.expression, lookup))  # type: ignore[arg-type] # validated: a number
 
     def error(self, values: Mapping[str, float], cell: Cell) -> float:
         """Return ln(reproduced / published) of a cell."""
         return math.log(self.value(values, cell) / published_of(self.report, cell))
 
-    def _result(self, values: Mapping[str, float], asked: Asked) -> RunResult:
-        cluster = with_values(asked.loaded.cluster, self.places, values)
+    def _result(self, values: Mapping[str, float], asked: ReportRun) -> RunResult:
+        cluster = with_values(asked.loaded.cluster, self.sites, values)
         key = recipe_hash(asked.loaded), cluster
         found = self._results.get(key)
         if found is None:
@@ -219,20 +212,27 @@ class Simulations:
 
 
 def calibrate(
-    report: Report, asked: Sequence[Asked], on_run: Callable[[Asked], None], on_fit: Callable[[], None]
+    report: Report, asked: Sequence[ReportRun], on_run: Callable[[ReportRun], None], on_fit: Callable[[], None]
 ) -> Calibrated:
-    """Fit a report's constants; raises a UserError if it has none or they can't be fitted.
+    """Fit a report's constants.
 
-    `on_run` is called before every simulation, `on_fit` between the fit and the leave-one-out fits.
+    Args:
+        report: with a calibration.
+        asked: the report's runs.
+        on_run: called before every simulation.
+        on_fit: called between the fit and the leave-one-out fits.
+
+    Raises:
+        UserError: the report has no calibration, or its constants can't be fitted.
     """
     calibration = report.calibration
     if calibration is None:
         raise UserError(f"{report.name}: has no calibration: constants, and the cells to fit them on")
-    places = tuple(find_place(constant, report.path.absolute().parent) for constant in calibration.constants)
+    sites = tuple(find_site(constant, report.path.absolute().parent) for constant in calibration.constants)
     runs = {(each.row, each.run): each for each in asked if each.column == calibration.column}
-    simulations = Simulations(report, runs, places, on_run)
-    sought = [Sought(place.constant.name, place.low, place.high, place.constant.fitted_on) for place in places]
-    fitted = fit(sought, simulations.error, {place.constant.name: place.value for place in places})
+    simulations = Simulations(report, runs, sites, on_run)
+    sought = [Sought(site.constant.name, site.low, site.high, site.constant.fitted_on) for site in sites]
+    fitted = fit(sought, simulations.error, {site.constant.name: site.value for site in sites})
     values = {cell: simulations.value(fitted, cell) for cell in _cells(report, runs)}
     on_fit()
     errors = left_out(sought, simulations.error, fitted)
@@ -240,7 +240,7 @@ def calibrate(
         cell: None if error is None else published_of(report, cell) * math.exp(error) for cell, error in errors.items()
     }
     groups = {key: _without_groups(simulations, key, sought, fitted, values) for key in calibration.leave_out}
-    return Calibrated(report, places, fitted, values, without, groups)
+    return Calibrated(report, sites, fitted, values, without, groups)
 
 
 def _without_groups(
@@ -252,8 +252,8 @@ def _without_groups(
 ) -> dict[Cell, float]:
     """Return every cell as predicted by constants fitted without the cells of its group.
 
-    Constants with no cell in the group keep their fitted value; one without any cell left is its largest allowed, what
-    the link carries as published.
+    Constants with no cell in the group keep their fitted value. A constant without any cell outside the group takes its
+    largest allowed value, for a link the published bandwidth.
     """
     report, found = simulations.report, dict(values)
     for group in dict.fromkeys(report.row(row).at.get(key) for row, _ in values):
@@ -272,13 +272,13 @@ def published_of(report: Report, cell: Cell) -> float:
     return float(report.row(cell[0]).published[cell[1]].value)
 
 
-def _cells(report: Report, runs: Mapping[tuple[str, str], Asked]) -> list[Cell]:
+def _cells(report: Report, runs: Mapping[tuple[str, str], ReportRun]) -> list[Cell]:
     """Return the cells with an exact published number whose runs are all simulated in the column."""
     cells = ((row, measure) for row in report.rows for measure in report.measures)
     return [(row.name, measure.name) for row, measure in cells if _counts(row, measure, runs)]
 
 
-def _counts(row: Row, measure: Measure, runs: Mapping[tuple[str, str], Asked]) -> bool:
+def _counts(row: Row, measure: Measure, runs: Mapping[tuple[str, str], ReportRun]) -> bool:
     published = row.published.get(measure.name)
     if measure.expression is None or published is None or published.bound != "exact":
         return False

@@ -10,7 +10,7 @@ from pipebench.recipe.catalog import display
 from pipebench.report.calibrate import Calibrated, calibrate, published_of, write_value
 from pipebench.report.definition import Report
 from pipebench.report.fitting import Cell
-from pipebench.report.recipes import Asked
+from pipebench.report.recipes import ReportRun
 from pipebench.report.scores import geometric_mean_error, rank_correlation
 from pipebench.report.wording import published_text
 from pipebench.show.comparison import markdown_table
@@ -18,10 +18,10 @@ from pipebench.show.progress import preparing
 from pipebench.show.terminal import standard_output
 
 _FITTING = "fitting"
-_ROUNDS = 6  # values tried per constant, estimated; as many again for each cell left out
+_ROUNDS = 6  # estimated number of values tried per constant, and as many again for each cell that is left out
 
 
-def print_calibration(report: Report, asked: Sequence[Asked], *, writes: bool) -> None:
+def print_calibration(report: Report, asked: Sequence[ReportRun], *, writes: bool) -> None:
     """Calibrate a report and print the result.
 
     `writes` puts the constants into the clusters' files.
@@ -34,22 +34,25 @@ def print_calibration(report: Report, asked: Sequence[Asked], *, writes: bool) -
         calibrated = calibrate(report, asked, progress.run, progress.leave_out)
     _say(calibration_text(calibrated))
     if writes:
-        for place in calibrated.places:
-            write_value(place, calibrated.fitted[place.constant.name], report.name)
-        for path in dict.fromkeys(place.path for place in calibrated.places):
+        for site in calibrated.sites:
+            write_value(site, calibrated.fitted[site.constant.name], report.name)
+        for path in dict.fromkeys(site.path for site in calibrated.sites):
             _say(f"written: {display(path)}")
 
 
 class _Progress:
-    """Says which simulation begins, and how long the rest takes."""
+    """Reports which simulation begins, and estimates the remaining time."""
 
     def __init__(self, report: Report, say: Callable[[str], None]) -> None:
         calibration = report.calibration
         cells = sum(len(constant.fitted_on) for constant in calibration.constants) if calibration else 0
         self._expected = 2 * cells * (_ROUNDS + _ROUNDS)  # two runs per cell; then again, without each
-        self._say, self._done, self._phase, self._start_s = say, 0, _FITTING, time.monotonic()
+        self._say = say
+        self._done = 0  # simulations
+        self._phase = _FITTING
+        self._start_s = time.monotonic()
 
-    def run(self, asked: Asked) -> None:
+    def run(self, asked: ReportRun) -> None:
         """Report the start of a simulation."""
         self._done += 1
         left_s = max(0.0, (time.monotonic() - self._start_s) / self._done * (self._expected - self._done))
@@ -83,12 +86,12 @@ def calibration_text(calibrated: Calibrated) -> str:
 
 
 def _constants(calibrated: Calibrated) -> Iterator[tuple[str, ...]]:
-    for place in calibrated.places:
-        constant = place.constant
-        before, after = (place.text(value) for value in (place.value, calibrated.fitted[constant.name]))
+    for site in calibrated.sites:
+        constant = site.constant
+        before, after = (site.text(value) for value in (site.value, calibrated.fitted[constant.name]))
         cells = ", ".join(f"{row}.{measure}" for row, measure in constant.fitted_on)
-        key = f"{place.level}.{place.key}" if place.level else place.key
-        yield constant.name, place.cluster, key, before, after, cells
+        key = f"{site.level}.{site.key}" if site.level else site.key
+        yield constant.name, site.cluster, key, before, after, cells
 
 
 def _cells(calibrated: Calibrated) -> Iterator[tuple[str, ...]]:

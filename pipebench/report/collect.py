@@ -15,7 +15,7 @@ from pipebench.recipe.engines import engine_kind
 from pipebench.report.evaluate import CellOutcome
 from pipebench.report.evaluated import EARLIER, KEPT, MLFLOW, Origin
 from pipebench.report.kept import KeptResult, cluster_of, kept_results
-from pipebench.report.recipes import Asked
+from pipebench.report.recipes import ReportRun
 from pipebench.run.identity import hardware, made_on
 from pipebench.run.preflight_all import preflight_all
 from pipebench.run.request import RunRequest
@@ -27,7 +27,7 @@ from pipebench.tracking.run_log import RunLog, Tracking
 from pipebench.train.result import INTERRUPTED, RunResult
 
 UNTRAINED = "not trained"
-OnRun = Callable[[Asked], None]
+OnRun = Callable[[ReportRun], None]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RecipeOutcome:
     problem: str | None = None  # why it couldn't run
     reused: str | None = None  # MLFLOW, KEPT, or None if it ran for this report
     run_id: str = ""  # MLflow's; "" if not recorded here
-    experiment_id: str = ""  # likewise
+    experiment_id: str = ""  # MLflow's; "" if not recorded here
     version: str = ""  # of the code that ran it
     ended: str = ""  # date and time; "" if unknown
     made: Mapping[str, str] = field(default_factory=dict)  # tree, versions and processor; empty if unknown
@@ -48,29 +48,30 @@ class RecipeOutcome:
 class Collection:
     """The runs of a report and their outcomes so far."""
 
-    asked: Sequence[Asked]  # may repeat a recipe
-    by_recipe: dict[str, RecipeOutcome] = field(default_factory=dict)  # as far as known
+    runs: Sequence[ReportRun]  # several may have the same recipe
+    by_recipe: dict[str, RecipeOutcome] = field(default_factory=dict)  # known outcomes, by `recipe_hash`
 
     def __post_init__(self) -> None:
-        self._keys = {id(each): recipe_hash(each.loaded) for each in self.asked}
+        self._keys = {id(each): recipe_hash(each.loaded) for each in self.runs}
 
     @property
-    def recipes(self) -> dict[str, Asked]:
+    def recipes(self) -> dict[str, ReportRun]:
         """The first run of every recipe."""
-        found: dict[str, Asked] = {}
-        for each in self.asked:
+        found: dict[str, ReportRun] = {}
+        for each in self.runs:
             found.setdefault(self._keys[id(each)], each)
         return found
 
     @property
-    def missing(self) -> dict[str, Asked]:
+    def missing(self) -> dict[str, ReportRun]:
         """The first run of every recipe without an outcome."""
         return {key: each for key, each in self.recipes.items() if key not in self.by_recipe}
 
     def look_up(self, kept: Path) -> None:
         """Find outcomes recorded by this version of the code, or stored beside the report in folder `kept`.
 
-        Measured durations are a machine's own: on a server of many machines only those of machines like this one count.
+        Measured durations depend on the machine: if several share an MLflow server, only results of machines like this
+        one count.
 
         Raises:
             UserError: MLflow can't be queried or a stored file is invalid.
@@ -95,9 +96,12 @@ class Collection:
                 )
 
     def run_missing(self, tracking: Tracking, parent: RunLog, on_run: OnRun) -> bool:
-        """Run recipes without an outcome, calling `on_run` before each; return False if interrupted.
+        """Run the recipes that have no outcome; return False if interrupted.
 
-        Runs are recorded under `parent`, the report's own run.
+        Args:
+            tracking: where the runs are recorded.
+            parent: the report's own run.
+            on_run: called before each run.
         """
         for key, each in self.missing.items():
             on_run(each)
@@ -108,13 +112,13 @@ class Collection:
         return True
 
     def leave_out_training(self) -> None:
-        """Leave out seeds that aren't trained yet; a run without any has a problem instead of a result."""
+        """Leave out seeds that aren't trained yet; a run whose seeds are all left out gets a problem as its outcome."""
         left_out = {key for key, each in self.missing.items() if engine_kind(each.loaded.recipe).trains}
-        places = {(each.row, each.run, each.column) for each in self.asked if self._keys[id(each)] not in left_out}
+        places = {(each.row, each.run, each.column) for each in self.runs if self._keys[id(each)] not in left_out}
         self.by_recipe |= dict.fromkeys(left_out, RecipeOutcome(problem=UNTRAINED))
-        self.asked = [
+        self.runs = [
             each
-            for each in self.asked
+            for each in self.runs
             if self._keys[id(each)] not in left_out or (each.row, each.run, each.column) not in places
         ]
 
@@ -122,8 +126,8 @@ class Collection:
         """Check what the missing runs use before any starts; raises a RecipeError with everything that is missing."""
         preflight_all([each.loaded for each in self.missing.values()])
 
-    def trained(self) -> Iterator[tuple[Asked, KeptResult]]:
-        """Yield every trained result as it is stored."""
+    def trained(self) -> Iterator[tuple[ReportRun, KeptResult]]:
+        """Yield every trained result in the form in which it is stored."""
         for key, each in self.recipes.items():
             found = self.by_recipe.get(key)
             if found is not None and found.result is not None and engine_kind(each.loaded.recipe).trains:
@@ -133,24 +137,24 @@ class Collection:
     def outcomes(self) -> dict[tuple[str, str, str], list[CellOutcome]]:
         """Return the outcomes of every run by row, run and column."""
         found: dict[tuple[str, str, str], list[CellOutcome]] = {}
-        for each in self.asked:
+        for each in self.runs:
             outcome = self.by_recipe[self._keys[id(each)]]
             cell = CellOutcome(_origin(each, outcome), outcome.result, outcome.problem)
             found.setdefault((each.row, each.run, each.column), []).append(cell)
         return found
 
 
-def run_one(asked: Asked, tracking: Tracking, parent: RunLog) -> RecipeOutcome:
+def run_one(run: ReportRun, tracking: Tracking, parent: RunLog) -> RecipeOutcome:
     """Run a recipe as `pipebench run` would and return its outcome, a failure included."""
-    loaded = asked.loaded
-    suite = Suite(tracking.store.suite, tuple(asked.words[1:]), brief=True, draws=False)
+    loaded = run.loaded
+    suite = Suite(tracking.store.suite, tuple(run.words[1:]), brief=True, draws=False)
     try:
         decision = decide(loaded, suite, alone=True)
-        name = ", ".join(filter(None, (f"{asked.row} {asked.run}", asked.column)))
+        name = ", ".join(filter(None, (f"{run.row} {run.run}", run.column)))
         made = RUNS[loaded.recipe.engine.kind](RunRequest(loaded, name, suite, parent, decision), tracking)
         result, run_id = made.result, made.mlflow_run_id
     except UserError as error:
-        # Without the recipe's name, which the table shows.
+        # The recipe's name is removed, as the table shows it.
         lines = [line.removeprefix(f"{loaded.source}: ") for line in printable_lines(str(error))]
         return RecipeOutcome(problem="; ".join(lines))
     except WorkersFailedError as error:
@@ -160,12 +164,12 @@ def run_one(asked: Asked, tracking: Tracking, parent: RunLog) -> RecipeOutcome:
     return RecipeOutcome(result, None, None, run_id or "", experiment_id or "", source_version(), now, made_on())
 
 
-def _origin(asked: Asked, outcome: RecipeOutcome) -> Origin:
-    loaded, result = asked.loaded, outcome.result
+def _origin(run: ReportRun, outcome: RecipeOutcome) -> Origin:
+    loaded, result = run.loaded, outcome.result
     kind = engine_kind(loaded.recipe)
     return Origin(
-        name=asked.run,
-        words=asked.words,
+        name=run.run,
+        words=run.words,
         engine=kind.name,
         timing=result.timing if result is not None else "",
         data=_data(loaded.flat) if kind.trains else "",
@@ -189,7 +193,7 @@ def _data(flat: Mapping[str, str]) -> str:
 
 
 def _made(outcome: RecipeOutcome) -> str:
-    """Return what a kept result was trained with."""
+    """Return the code, versions and processor that trained a kept result; "" for other results."""
     if outcome.reused != KEPT:
         return ""
     if outcome.made:

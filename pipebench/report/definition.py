@@ -13,6 +13,7 @@ from pipebench.report.expressions import Expression
 UNITS = ("x", "share", "s", "bytes", "samples/s", "count", "none")
 BETTER = ("higher", "lower")
 Bound = Literal["exact", "at_least", "at_most", "about"]
+# Keys of each kind of picture.
 PICTURES: Mapping[str, tuple[str, ...]] = {
     "bars": ("measures", "bound", "line"),
     "scatter": ("measures",),
@@ -21,7 +22,7 @@ PICTURES: Mapping[str, tuple[str, ...]] = {
     "phases": ("runs", "metric", "bound", "line", "title"),
     "stages": ("runs", "metric", "row", "line", "title"),
     "schedule": ("run", "row"),
-}  # keys of each kind of picture
+}
 OVER = ("epochs", "samples", "virtual_time_s")
 # The default column: recipes unchanged.
 REPRODUCED = "reproduced"
@@ -35,23 +36,23 @@ class Column:
     title: str
     clusters: Mapping[str, str] = field(default_factory=dict)  # replacement of a recipe's cluster
     words: tuple[str, ...] = ()  # `key=value` as on the command line, for every run
-    optional: tuple[str, ...] = ()  # likewise, skipped if a recipe's model or data set has no such option
+    optional: tuple[str, ...] = ()  # like `words`, skipped if a recipe's model or data set has no such option
 
 
 @dataclass(frozen=True)
 class Measure:
-    """The content of a cell: a number computed from metrics of the row's runs, or the plan of one of them."""
+    """The definition of a cell's content: a number computed from metrics of the row's runs, or the plan of one run."""
 
     name: str
     title: str
     unit: str = "none"  # one of UNITS; `none` for plans
     expression: Expression | None = None  # over `run.metric`; None for a plan
     plan_of: str | None = None  # the run whose plan is shown; None for a number
-    against: str | None = None  # the run of the published plan, compared with if the chosen plan differs
+    against: str | None = None  # the run of the published plan, with which a chosen plan that differs is compared
     better: str | None = None  # `higher`, `lower` or None
     shown: bool = True  # in tables; False if used only in pictures, claims or text
     published_as: str | None = None  # the measure whose published values it is compared with; None for its own
-    chosen: Mapping[str, str] = field(default_factory=dict)  # by column, what was chosen with all its results in view
+    chosen: Mapping[str, str] = field(default_factory=dict)  # by column, what was chosen knowing the cells' results
 
     @property
     def published_name(self) -> str:
@@ -68,13 +69,13 @@ class Measure:
 
 @dataclass(frozen=True)
 class RunReference:
-    """A run of a row."""
+    """A run of a row: a recipe, once per seed."""
 
     words: tuple[str, ...]  # a recipe, then `key=value`, as on the command line
     engine: str = "simulated"
-    seeds: tuple[int, ...] | None = None  # one run per seed; None for the recipe's own
-    same: bool = False  # columns change nothing
-    largest: bool = False  # at the largest minibatch that fits on its cluster
+    seeds: tuple[int, ...] | None = None  # one run per seed; None for the recipe's own seed
+    same: bool = False  # whether it is the same in all columns
+    largest: bool = False  # whether the minibatch is the largest that fits on the cluster
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,9 @@ class Row:
     where: str = ""  # place in the source if it differs from the report's
     by_construction: Mapping[str, str] = field(default_factory=dict)  # by measure, why no other value is possible
     hypothesis: Mapping[str, str] = field(default_factory=dict)  # by measure, the assumption behind the cell
-    chosen: Mapping[str, str] = field(default_factory=dict)  # by measure, what was chosen with its result in view
+    chosen: Mapping[str, str] = field(default_factory=dict)  # by measure, what was chosen knowing the cell's result
     note: str = ""  # one sentence, or ""
-    at: Mapping[str, str | float] = field(default_factory=dict)  # keys of its `for` or `at`, such as gpus: 4
+    at: Mapping[str, str | float] = field(default_factory=dict)  # the row's values of `for` and `at`, such as gpus: 4
 
 
 @dataclass(frozen=True)
@@ -109,23 +110,23 @@ class PublishedClaim:
     where: str = ""  # place in the source if it differs from the report's
     holds: Expression | None = None  # over the cells of one column; None if untestable or about a number
     untestable: str | None = None  # the reason; None if testable
-    tolerance: str = ""  # of `holds`, in words: what counts as the same, and why
-    number: "ClaimedNumber | None" = None  # None without
+    tolerance: str = ""  # of `holds`, in words: which values count as equal, and why
+    number: "ClaimedNumber | None" = None  # None unless the claim states a number
 
 
 @dataclass(frozen=True)
 class ClaimedNumber:
-    """A number that the source states in its text, and how near to it counts as equal."""
+    """A number that the source states in its text, and the tolerance within which a value agrees with it."""
 
     value: Expression  # over the cells of one column
     unit: str  # one of UNITS
     published: float
-    within: float  # largest difference, relative to the published number
+    within: float  # largest difference that agrees, relative to the published number
 
 
 @dataclass(frozen=True)
 class Quoted:
-    """A number in the report's text computed from its cells."""
+    """A number in the report's text that is computed from its cells."""
 
     expression: Expression  # over the cells of one column
     column: str
@@ -134,7 +135,7 @@ class Quoted:
 
 @dataclass(frozen=True)
 class ReferenceLine:
-    """A number that a picture is read against, such as a device's memory, or a published one of no row."""
+    """A number drawn as a line, such as a device's memory, or a published number that belongs to no row."""
 
     at: float  # in the unit of the picture's values
     text: str  # in the legend
@@ -150,7 +151,7 @@ class Picture:
     x: str = ""  # key of the rows' `at` on the horizontal axis
     group: str = ""  # key of the rows' `at` with a panel per value; "" for one panel
     runs: tuple[str, ...] = ()  # of every row (phases) or of `row`
-    words: tuple[tuple[str, str], ...] = ()  # (run, its words in the legend): of those that have other than their name
+    words: tuple[tuple[str, str], ...] = ()  # (run, its text in the legend), if that isn't the run's name
     metric: str = ""  # of a run (curves, phases) or of each stage (stages)
     over: tuple[str, ...] = ()  # horizontal axes of curves, one panel each
     row: str = ""
@@ -158,7 +159,7 @@ class Picture:
     line: ReferenceLine | None = None  # across the values' axis
 
     def word(self, run: str) -> str:
-        """Return a run's words in the legend."""
+        """Return a run's text in the legend."""
         return dict(self.words).get(run, run.replace("_", " "))
 
 
@@ -169,8 +170,8 @@ class Constant:
     name: str
     cluster: str  # short name, or path of the file
     key: str  # in that file, levels by name: `levels.server.ring`
-    low: str  # smallest allowed, as in the file: `0.5 GB/s`
-    high: str  # likewise, largest
+    low: str  # smallest allowed value, written as in the file: `0.5 GB/s`
+    high: str  # largest allowed value
     fitted_on: tuple[tuple[str, str], ...]  # (row, measure) of cells
 
 
@@ -178,9 +179,11 @@ class Constant:
 class Calibration:
     """Constants and the cells they are fitted on; every other cell is a prediction."""
 
-    column: str  # where the constants are used
+    column: str  # the column whose runs use the constants
     constants: tuple[Constant, ...]
-    leave_out: tuple[str, ...] = ()  # keys of the rows' `at`: the rows of each value are left out together
+    leave_out: tuple[
+        str, ...
+    ] = ()  # keys of the rows' `at`: cross-validation leaves out the rows of each value together
 
     @property
     def cells(self) -> frozenset[tuple[str, str]]:
@@ -204,7 +207,7 @@ class Report:
     claims: tuple[PublishedClaim, ...] = ()
     pictures: tuple[Picture, ...] = ()
     calibration: Calibration | None = None  # None if nothing is fitted
-    left_out: tuple[Row, ...] = ()  # of the file, those that weren't asked for
+    left_out: tuple[Row, ...] = ()  # the file's other rows, if only some were asked for
 
     def row(self, name: str) -> Row:
         """Return a row by name."""
@@ -215,6 +218,6 @@ class Report:
         return next(measure for measure in self.measures if measure.name == name)
 
     def columns_of(self, measure: Measure) -> tuple[Column, ...]:
-        """Return the columns in which a measure can differ: only the first if columns change none of its runs."""
+        """Return the columns in which a measure's values can differ: only the first if its runs are the same in all."""
         own = [row.runs[run] for row in self.rows for run in measure.runs if run in row.runs]
         return self.columns[:1] if own and all(run.same for run in own) else self.columns

@@ -1,4 +1,4 @@
-"""Evaluate a report: cells, scores and verdicts from the outcomes of its runs. Pure: nothing runs here."""
+"""Evaluate a report: cells, scores and verdicts from the outcomes of its runs, by pure functions."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from typing import Any
 from pipebench.formats import UNKNOWN, listed
 from pipebench.report.definition import Measure, PublishedClaim, Quoted, Report, Row
 from pipebench.report.evaluated import EARLIER, LEFT_OUT, NO, UNTESTABLE, YES, Evaluated, Origin, TableCell, Verdict
-from pipebench.report.expressions import Cells, Expression, Look, NoValueError, Value, cells_of, evaluate, explain
+from pipebench.report.expressions import Cells, Expression, Lookup, NoValueError, Value, cells_of, evaluate, explain
 from pipebench.report.metrics import value_of
 from pipebench.report.reasons import reason_for_plan, same_plan
 from pipebench.report.recipes import SAME
@@ -22,7 +22,7 @@ from pipebench.simulate.meter import MEMORY
 from pipebench.train.result import RunResult
 
 _NOT_RUN = "no run answers it"
-_MOST_NAMED = 4  # rows in a reason
+_MOST_NAMED = 4  # rows named in a reason
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,8 @@ class CellOutcome:
     problem: str | None = None  # why it couldn't run
 
 
-Outcomes = Mapping[
-    tuple[str, str, str], Sequence[CellOutcome]
-]  # by row, run and column (SAME for all of them); one per seed
+# By row, run and column (SAME if they all agree); one outcome per seed.
+Outcomes = Mapping[tuple[str, str, str], Sequence[CellOutcome]]
 
 
 def evaluate_report(
@@ -48,9 +47,15 @@ def evaluate_report(
     made: str = "",
     drawings: Mapping[tuple[str, str], str] = MappingProxyType({}),
 ) -> Evaluated:
-    """Evaluate a report that `command` makes; `made` says when and by which code, "" if unknown.
+    """Evaluate a report.
 
-    `server` is MLflow's address, likewise; `drawings` are pipelines drawn as text, by row and run.
+    Args:
+        report: as loaded.
+        outcomes: of its runs.
+        command: that makes the report.
+        server: MLflow's address, for links; "" if unknown.
+        made: when and by which code the report is made; "" if unknown.
+        drawings: pipelines drawn as text, by row and run.
     """
     table = _ResultTable(report, outcomes)
     cells = tuple(
@@ -122,7 +127,10 @@ class _ResultTable:
         return TableCell(**known, origins=origins, **found)
 
     def _fitted_part(self, row: Row, measure: Measure) -> str | None:
-        """Return that a fitted cell of the row is computed with in this one, if one is: it is no plain prediction."""
+        """Return a remark if the measure is computed from metrics of a fitted cell of the row, else None.
+
+        Such a cell is no pure prediction.
+        """
         own = {*measure.expression.metrics} if measure.expression else set()
         measures = [self._report.measure(name) for where, name in sorted(self._fitted) if where == row.name]
         parts = [each.title for each in measures if each.expression and own.issuperset(each.expression.metrics)]
@@ -145,12 +153,12 @@ class _ResultTable:
 
 
 def _number(measure: Measure, runs: Sequence[Sequence[CellOutcome]]) -> dict[str, Any]:
-    """Return the median over every combination of seeds, and the range of those that reached their target.
+    """Return the median over all combinations of the runs' seeds, and the range of those that reached their target.
 
-    In the median a missed target took infinitely long. So a ratio of two runs is infinite or 0 where one of them
-    missed; where both did, neither was faster, and the combination doesn't count.
+    In the median a missed target counts as an infinite time. So a ratio of two runs is infinite or 0 if one of them
+    missed its target. If both did, the ratio has no value and the combination doesn't count.
     """
-    values: list[tuple[float, bool]] = []  # and whether a target was missed
+    values: list[tuple[float, bool]] = []  # each with whether a target was missed
     problems: dict[str, None] = {}
     used: dict[int, CellOutcome] = {}
     combinations = [dict(zip(measure.runs, chosen, strict=True)) for chosen in itertools.product(*runs)]
@@ -170,7 +178,7 @@ def _number(measure: Measure, runs: Sequence[Sequence[CellOutcome]]) -> dict[str
         of = "seeds" if sum(len(outcomes) > 1 for outcomes in runs) == 1 else "combinations of seeds"
         remarks.append(f"{len(reached)} of {len(combinations)} {of}; the others: {'; '.join(problems)}")
     remarked = {"remarks": tuple(dict.fromkeys(remarks))}
-    middle = values[(len(values) - 1) // 2 : len(values) // 2 + 1]
+    middle = values[(len(values) - 1) // 2 : len(values) // 2 + 1]  # the one or two values that make the median
     if not reached or any(is_missed for _, is_missed in middle):
         return {"problem": "; ".join(problems) or _NOT_RUN, **remarked}
     spread = {"low": reached[0], "high": reached[-1]} if len(reached) > 1 or problems else {}
@@ -178,7 +186,7 @@ def _number(measure: Measure, runs: Sequence[Sequence[CellOutcome]]) -> dict[str
 
 
 def _missed(measure: Measure, chosen: Mapping[str, CellOutcome]) -> dict[str, None]:
-    """Return how the runs ended that missed a target that the measure is about; nothing if one couldn't run."""
+    """Return the outcomes of the runs that missed the target to which the measure is a time; none if a run failed."""
     assert measure.expression is not None
     found = [(chosen[run].result, metric) for run, metric in measure.expression.metrics]
     known = [(result, metric) for result, metric in found if result is not None]
@@ -190,7 +198,7 @@ def _missed(measure: Measure, chosen: Mapping[str, CellOutcome]) -> dict[str, No
 def _value(measure: Measure, chosen: Mapping[str, CellOutcome]) -> float:
     """Return the value for one outcome of every run; raises a NoValueError with the reason if there is none."""
 
-    def look(run: str, metric: str) -> Value:
+    def lookup(run: str, metric: str) -> Value:
         outcome = chosen[run]
         if outcome.result is None:
             raise NoValueError(str(outcome.problem))
@@ -200,7 +208,7 @@ def _value(measure: Measure, chosen: Mapping[str, CellOutcome]) -> float:
         return found
 
     assert measure.expression is not None
-    value = evaluate(measure.expression, look)
+    value = evaluate(measure.expression, lookup)
     assert not isinstance(value, Cells)  # validated
     return float(value)
 
@@ -212,7 +220,7 @@ def _remarks(outcomes: Iterable[CellOutcome]) -> Iterator[str]:
 
 
 def _about_seeds(row: Row, runs: Mapping[str, Sequence[CellOutcome]]) -> Iterator[str]:
-    """Yield which runs have fewer seeds than they should, and which an earlier release trained."""
+    """Yield remarks on runs with fewer seeds than defined, and on runs that an earlier release trained."""
     for name, outcomes in runs.items():
         if len(outcomes) < len(row.runs[name].seeds or ()):
             yield f"{name}: {len(outcomes)} of {len(row.runs[name].seeds or ())} seeds are trained"
@@ -225,7 +233,7 @@ def _quoted(report: Report, quoted: Quoted, cells: Sequence[TableCell]) -> str:
     if _left_out(report, quoted.expression):
         return f"({LEFT_OUT})"
     try:
-        value = evaluate(quoted.expression, _look_in(report, cells, quoted.column))
+        value = evaluate(quoted.expression, _lookup_in(report, cells, quoted.column))
     except NoValueError:
         return UNKNOWN
     assert not isinstance(value, Cells)  # validated
@@ -244,7 +252,7 @@ def _verdicts(report: Report, claim: PublishedClaim, cells: Sequence[TableCell])
         return
     for column in report.columns:
         try:
-            found = verdict(claim, column.name, _look_in(report, cells, column.name))
+            found = verdict(claim, column.name, _lookup_in(report, cells, column.name))
         except NoValueError as error:
             yield Verdict(claim, column.name, UNTESTABLE, str(error))
         else:
@@ -254,7 +262,7 @@ def _verdicts(report: Report, claim: PublishedClaim, cells: Sequence[TableCell])
 
 
 def _absent(expression: Expression, cells: Sequence[TableCell]) -> Iterator[str]:
-    """Yield the rows that an expression over several is about but whose runs gave no value, and why."""
+    """Yield the rows that an expression reads but whose runs gave no value, each with the reason."""
     failed = [cell for cell in cells if cell.problem not in (None, _NOT_RUN)]
     for measure, row in cells_of(expression):
         for cell in failed:
@@ -263,7 +271,7 @@ def _absent(expression: Expression, cells: Sequence[TableCell]) -> Iterator[str]
 
 
 def _left_out(report: Report, expression: Expression) -> list[str]:
-    """Return the rows that an expression is about but the report was asked to leave out."""
+    """Return the rows that an expression reads but that the report leaves out."""
     cells = [({*report.measure(measure).runs}, row) for measure, row in cells_of(expression)]
     return [
         row.name
@@ -272,25 +280,25 @@ def _left_out(report: Report, expression: Expression) -> list[str]:
     ]
 
 
-def verdict(claim: PublishedClaim, column: str, look: Look) -> Verdict:
-    """Return whether a testable claim holds for the cells of `look`; raises a NoValueError if one is missing."""
+def verdict(claim: PublishedClaim, column: str, lookup: Lookup) -> Verdict:
+    """Return whether a testable claim holds for the cells of `lookup`; raises a NoValueError if one is missing."""
     number = claim.number
     if number is None:
         assert claim.holds is not None
-        return Verdict(claim, column, YES if evaluate(claim.holds, look) else NO, explain(claim.holds, look))
-    value = evaluate(number.value, look)
+        return Verdict(claim, column, YES if evaluate(claim.holds, lookup) else NO, explain(claim.holds, lookup))
+    value = evaluate(number.value, lookup)
     assert not isinstance(value, Cells)  # validated
     ratio = value / number.published
     reason = f"{number_text(value, number.unit)}, {ratio:.2f} of the published"
     return Verdict(claim, column, YES if abs(ratio - 1) <= number.within else NO, reason, value)
 
 
-def _look_in(report: Report, cells: Sequence[TableCell], column: str) -> Look:
-    """Return a function to look up a measure in a row of a column, or in all rows that match a pattern."""
+def _lookup_in(report: Report, cells: Sequence[TableCell], column: str) -> Lookup:
+    """Return a function that looks up a measure in a column: its value in a row, or its cells in matching rows."""
     rows = [row.name for row in report.rows]
     own = [cell for cell in cells if cell.column == column]
 
-    def look(measure: str, row: str) -> Value:
+    def lookup(measure: str, row: str) -> Value:
         mine = [cell for cell in own if cell.measure == measure and (not row or fnmatchcase(cell.row, row))]
         values = {cell.row: float(cell.value) for cell in mine if isinstance(cell.value, int | float)}
         if row in rows and row in values:
@@ -300,4 +308,4 @@ def _look_in(report: Report, cells: Sequence[TableCell], column: str) -> Look:
         why = "; ".join(dict.fromkeys(f"{cell.row}: {cell.problem}" for cell in mine if cell.problem))
         raise NoValueError(f"{measure} has no value{f' of {row}' if row else ''}{f' ({why})' if why else ''}")
 
-    return look
+    return lookup

@@ -9,11 +9,11 @@ from pipebench.train.result import RunResult
 
 ALL, NOT_BY_CONSTRUCTION, NOT_FITTED = "all", "not by construction", "not fitted on"
 NOT_CHOSEN = "nothing chosen in view of them"
-CONSTANT = "geometric mean of the fitted cells"  # a baseline instead of a column
+CONSTANT = "geometric mean of the fitted cells"  # in place of a column: a baseline
 YES, NO, UNTESTABLE = "yes", "no", "not testable here"
-LEFT_OUT = "rows left out"  # a report of some rows says nothing of claims about others, too
-MLFLOW, KEPT = "MLflow", "kept"
-EARLIER = "an earlier release, which named no tree"  # what trained a result
+LEFT_OUT = "rows left out"  # the answer to claims about rows that the report leaves out
+MLFLOW, KEPT = "MLflow", "kept"  # where a reused result was found
+EARLIER = "an earlier release, which named no tree"  # the code that trained a result
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Origin:
     timing: str  # source of durations, a sentence
     data: str  # training data, a sentence; "" if nothing was trained
     seed: int
-    made: str = ""  # of a kept result, tree, versions and processor that trained it, or EARLIER
+    made: str = ""  # tree, versions and processor that trained a kept result, or EARLIER; "" for other results
     reused: str | None = None  # MLFLOW, KEPT, or None if it ran for this report
     run_id: str = ""  # MLflow's; "" if not recorded here
-    experiment_id: str = ""  # likewise
+    experiment_id: str = ""  # MLflow's; "" if not recorded here
     versions: str = ""  # as recorded; "" if unknown
     ended: str = ""  # date and time; "" if unknown
 
@@ -41,17 +41,17 @@ class TableCell:
     row: str
     measure: str
     column: str
-    # A number (the median over seeds, in which a missed target took infinitely long) or a plan; None with a problem
+    # A number (the median over seeds; a missed target counts as an infinite time) or a plan; None with a problem
     value: float | str | None = None
-    low: float | None = None  # minimum over seeds that reached their target; None with one
-    high: float | None = None  # likewise, maximum
+    low: float | None = None  # minimum over the seeds that reached their target; None with one seed
+    high: float | None = None  # maximum over the seeds that reached their target; None with one seed
     problem: str | None = None  # why there is no value, such as `missed`
     remarks: tuple[str, ...] = ()  # sentences on a valid value: doesn't fit in memory; 2 of 3 seeds
     published: Published | None = None
     fitted: bool = False  # whether a constant of this column was fitted on it
     by_construction: str | None = None  # why no other value is possible
     hypothesis: str | None = None  # the assumption behind it
-    chosen: str | None = None  # what was chosen with its result in view
+    chosen: str | None = None  # what was chosen knowing its result
     origins: tuple[Origin, ...] = ()
     reason: str | None = None  # why a plan differs from the published one
 
@@ -71,7 +71,7 @@ class Score:
 
     column: str  # or CONSTANT
     measure: str  # "" for the numbers that claims state
-    over: str  # ALL, NOT_BY_CONSTRUCTION, NOT_FITTED (of these), or NOT_CHOSEN (of those)
+    over: str  # ALL, NOT_BY_CONSTRUCTION, NOT_FITTED or NOT_CHOSEN: each a subset of the one before
     cells: int  # number of cells
     geometric_mean_error: float  # exp(mean |ln(reproduced / published)|) - 1
     rank_correlation: float | None  # Spearman's; None with fewer than three cells, or if all are equal
@@ -89,7 +89,7 @@ class Verdict:
 
     @property
     def ratio(self) -> float | None:
-        """Reproduced / published of a claimed number; None without."""
+        """Reproduced / published; None for a claim without a number."""
         number = self.claim.number
         return None if self.value is None or number is None else self.value / number.published
 
@@ -102,7 +102,7 @@ class Evaluated:
     cells: tuple[TableCell, ...]  # of every row, column and measure with its runs, in this order
     scores: tuple[Score, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
-    # By (row, run, column), one per seed that ran
+    # By (row, run, column), one result per seed that ran
     results: Mapping[tuple[str, str, str], tuple[RunResult, ...]] = field(default_factory=dict)
     server: str = ""  # MLflow's address for links; "" if unknown
     # By (row, run), pipelines as `pipebench draw` prints them

@@ -1,8 +1,8 @@
 """Expressions of reports: values of cells over metrics of runs, and claims over cells.
 
-Parsed with Python's `ast`, limited to the operations listed here; nothing is executed. A name of several rows' cells
-has several values: arithmetic and comparisons apply to the rows that both sides share, functions such as `min` reduce
-them to one.
+Expressions are parsed with Python's `ast`, limited to the operations listed here, and evaluated here: no code is
+executed. A measure's name stands for its cells in all rows. Arithmetic and comparisons apply row by row, to the rows
+that both sides have; functions such as `min` reduce the rows to one value.
 """
 
 import ast
@@ -42,7 +42,7 @@ _CORRELATION = "correlation"  # Pearson's, over the rows that have cells of both
 FUNCTIONS = ("min", "max", "abs", "median", "mean", "sum", "count", "all", "any", _CORRELATION)
 _ALLOWED = "numbers, names, + - * / ( ), comparisons, and, or, not"
 
-Look = Callable[[str, str], "Value"]
+Lookup = Callable[[str, str], "Value"]
 
 
 class Cells(dict[str, float]):
@@ -62,15 +62,15 @@ class Expression:
 
     text: str
     tree: ast.expr = field(compare=False, repr=False)
-    metrics: tuple[tuple[str, str], ...] = ()  # (run, metric) of all that it reads of runs, measures expanded
+    metrics: tuple[tuple[str, str], ...] = ()  # (run, metric) of all metrics that it reads, with measures expanded
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """The type of an expression's value: number or truth, of one row or several."""
+    """The type of an expression's value."""
 
-    is_truth: bool = False
-    is_several: bool = False
+    is_truth: bool = False  # else a number
+    is_several: bool = False  # whether it has a value per row
 
 
 def value_expression(text: str, measures: Mapping[str, Expression]) -> Expression:
@@ -117,28 +117,34 @@ def unit_of(expression: Expression, units: Mapping[str, str]) -> str:
     return _unit(expression.tree, units) or "none"
 
 
-def evaluate(expression: Expression, look: Look) -> Value:
-    """Evaluate an expression; raises a NoValueError if it has no value, such as a quotient by 0.
+def evaluate(expression: Expression, lookup: Lookup) -> Value:
+    """Evaluate an expression.
 
-    What is infinite is computed with, such as the time to a target that was missed; inf / inf has no value.
-    `look`, whose errors pass through, returns the value of (run, metric) in a cell's expression, and of (measure, row
-    or pattern or "") in a claim's.
+    Infinite values, such as the time to a target that was missed, are valid operands.
+
+    Args:
+        expression: of a cell or a claim.
+        lookup: returns the value of (run, metric) in a cell's expression, and of (measure, row) in a claim's, where the
+            row is a name, a pattern, or "" for all rows. Its exceptions pass through.
+
+    Raises:
+        NoValueError: it has no value, such as a quotient by 0 or inf / inf.
     """
-    return _value(expression.tree, look)
+    return _value(expression.tree, lookup)
 
 
 def cells_of(expression: Expression) -> Iterator[tuple[str, str]]:
-    """Yield (measure, row or pattern or "") of all cells that a claim reads."""
+    """Yield (measure, row) of all cells that a claim reads; the row is a name, a pattern, or "" for all rows."""
     yield from _cells(expression.tree)
 
 
-def explain(expression: Expression, look: Look) -> str:
-    """Return what decided a claim: the sides of its comparisons with their values and the rows that differ.
+def explain(expression: Expression, lookup: Lookup) -> str:
+    """Return what decided a claim: the sides of its comparisons with their values, and the rows that decide.
 
     Raises:
-        NoValueError: like `evaluate`.
+        NoValueError: as by `evaluate`.
     """
-    return "; ".join(dict.fromkeys(_explained(expression.tree, look)))
+    return "; ".join(dict.fromkeys(_explained(expression.tree, lookup)))
 
 
 def _over_cells(text: str, measures: Collection[str], rows: Collection[str]) -> tuple[Expression, bool]:
@@ -179,9 +185,11 @@ def _unit(node: ast.expr, units: Mapping[str, str]) -> str | None:
 
 
 def _common(units: Sequence[str | None]) -> str | None:
-    """Return the unit that all share, plain numbers aside; `none` if they differ."""
+    """Return the unit that all share, ignoring plain numbers; `none` if units differ."""
     found = {unit for unit in units if unit is not None}
-    return None if not found else found.pop() if len(found) == 1 else "none"
+    if len(found) > 1:
+        return "none"
+    return next(iter(found), None)
 
 
 def _parsed(text: str) -> ast.expr:
@@ -204,10 +212,10 @@ class _Spelled(ast.NodeTransformer):
         found = self._measures.get(node.id)
         return node if found is None else found.tree
 
-    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:  # its name is a run's
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:  # the name before the dot is a run's
         return node
 
-    def visit_Call(self, node: ast.Call) -> ast.expr:  # its name is a function's
+    def visit_Call(self, node: ast.Call) -> ast.expr:  # the called name is a function's
         node.args = [self.visit(each) for each in node.args]
         return node
 
@@ -301,24 +309,25 @@ def _is_zero(node: ast.expr) -> bool:
         return False
 
 
-def _value(node: ast.expr, look: Look) -> Value:
+def _value(node: ast.expr, lookup: Lookup) -> Value:
+    """Return the value of a subexpression, which `_kind` has checked."""
     leaf = _leaf(node)
     if leaf is not None:
-        return look(*leaf)
+        return lookup(*leaf)
     match node:
         case ast.Constant(value=value):
             return value  # type: ignore[return-value] # validated to be a number
         case ast.Call(func=ast.Name(id=name), args=args):
-            return _called(name, [_value(each, look) for each in args])
+            return _called(name, [_value(each, lookup) for each in args])
         case ast.BinOp(left, op, right):
-            return _each(_ARITHMETIC[type(op)], _value(left, look), _value(right, look))
+            return _each(_ARITHMETIC[type(op)], _value(left, lookup), _value(right, lookup))
         case ast.UnaryOp(op, operand):
             function = operator.not_ if isinstance(op, ast.Not) else operator.neg
-            return _value(operand, look) if isinstance(op, ast.UAdd) else _each(function, _value(operand, look))
+            return _value(operand, lookup) if isinstance(op, ast.UAdd) else _each(function, _value(operand, lookup))
         case ast.BoolOp(op, values):
-            return _joined(op, [_value(each, look) for each in values])
+            return _joined(op, [_value(each, lookup) for each in values])
         case ast.Compare(left, ops, comparators):
-            sides = [_value(each, look) for each in (left, *comparators)]
+            sides = [_value(each, lookup) for each in (left, *comparators)]
             pairs = zip(ops, sides, sides[1:], strict=False)
             return _joined(ast.And(), [_each(_COMPARISONS[type(op)], one, other) for op, one, other in pairs])
     raise AssertionError(ast.dump(node))  # validated
@@ -330,7 +339,7 @@ def _joined(op: ast.boolop, values: Sequence[Value]) -> Value:
 
 
 def _each(function: Callable[..., float], *values: Value) -> Value:
-    """Apply a function to numbers, or per row to values of several rows."""
+    """Apply a function to numbers or, if any value has several rows, row by row to the rows that all of them have."""
     several = [value for value in values if isinstance(value, Cells)]
     if not several:
         return _applied(function, values)
@@ -371,26 +380,27 @@ def _correlation(measures: Sequence[Value]) -> float:
         raise NoValueError("it takes two rows that differ") from None
 
 
-def _explained(node: ast.expr, look: Look) -> Iterator[str]:
+def _explained(node: ast.expr, lookup: Lookup) -> Iterator[str]:
+    """Yield the sides of comparisons with their values, and for `all` and `any` the rows that decide."""
     if isinstance(node, ast.Compare):
         for side in (node.left, *node.comparators):
             if not isinstance(side, ast.Constant):
-                yield f"{ast.unparse(side)} is {_shown(_value(side, look))}{_where(side, look)}"
+                yield f"{ast.unparse(side)} is {_shown(_value(side, lookup))}{_where(side, lookup)}"
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _OF_TRUTHS:
-        value = _value(node.args[0], look)
+        value = _value(node.args[0], lookup)
         if isinstance(value, Cells):
             holding, against = ([row for row in value if bool(value[row]) is held] for held in (True, False))
             named = f", not {', '.join(against)}" if node.func.id == "all" else f": {', '.join(holding)}"
             yield f"{len(holding)} of {len(value)} rows{named if against and holding else ''}"
     elif isinstance(node, ast.BoolOp | ast.UnaryOp):
         for part in _operands(node):
-            yield from _explained(part, look)
+            yield from _explained(part, lookup)
 
 
-def _where(node: ast.expr, look: Look) -> str:
-    """Return the row of a minimum or maximum."""
+def _where(node: ast.expr, lookup: Lookup) -> str:
+    """Return the row that has the minimum or maximum, if the expression is one over rows."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("min", "max"):
-        value = _value(node.args[0], look)
+        value = _value(node.args[0], lookup)
         if isinstance(value, Cells):
             return f" ({(min if node.func.id == 'min' else max)(value, key=lambda row: value[row])})"
     return ""

@@ -1,15 +1,17 @@
-"""Fit constants so that computed cells match published ones: least squares of log ratios, one constant at a time.
+"""Fit constants so that computed cells match published ones: least squares of log ratios, by coordinate descent.
 
-Constants are few and cells smooth in them, so each is found by Gauss-Newton steps with secant slopes, and by golden
-section if these don't settle, as next to a value beyond which nothing changes. Constants take turns until none moves.
+There are few constants, and cells are smooth functions of them. Each constant is found by Gauss-Newton steps with
+secant slopes. If these don't converge, for example beside a value beyond which the cells are constant, it is found by
+golden-section search. The constants take turns until none changes.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-_SETTLED = 2e-3  # in logarithms: 0.2 % of a constant
-_STEPS, _ROUNDS = 10, 5
+# Steps are in the logarithm of a constant.
+_SETTLED = 2e-3  # a smaller step, 0.2 % of the constant, ends the search
+_STEPS, _ROUNDS = 10, 5  # Gauss-Newton steps per constant, and turns of all constants, at most
 _FIRST_STEP = 0.1
 _LONGEST_STEP = 1.0
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -25,11 +27,17 @@ class Sought:
     name: str
     low: float  # smallest allowed, above 0
     high: float  # largest allowed
-    cells: tuple[Cell, ...]  # it is fitted on
+    cells: tuple[Cell, ...]  # on which it is fitted
 
 
 def fit(sought: Sequence[Sought], error: Error, start: Mapping[str, float]) -> dict[str, float]:
-    """Return the constants that minimise the errors of their cells, from `start`; one without cells stays as it is."""
+    """Return the constants that minimise the squared errors of their cells.
+
+    Args:
+        sought: the constants; one without cells keeps its value.
+        error: of a cell, as a function of the constants.
+        start: first values by name, of these and of any other constants.
+    """
     values = dict(start)
     several = sum(bool(each.cells) for each in sought) > 1
     for _ in range(_ROUNDS if several else 1):
@@ -70,9 +78,10 @@ def _best(sought: Sought, error: Error, values: Mapping[str, float]) -> float:
         if abs(x - before[0]) < _SETTLED:
             return math.exp(x)
         now = errors(x)
+        # Gauss-Newton for one unknown: minimise sum (error + slope * step)^2, with slopes from the last two values.
         slopes = [(a - b) / (x - before[0]) for a, b in zip(now, before[1], strict=True)]
         steepness = math.fsum(slope * slope for slope in slopes)
-        if steepness == 0:
+        if steepness == 0:  # no cell depends on the constant here
             break
         step = -math.fsum(a * slope for a, slope in zip(now, slopes, strict=True)) / steepness
         step = min(max(step, -_LONGEST_STEP), _LONGEST_STEP)

@@ -19,8 +19,8 @@ from pipebench.train.result import RunResult
 from pipebench.typed_json import JsonError, read, write
 
 FOLDER = "kept"
-_NAME = "name"  # of the recipe: the only key without effect
-# Keys of a cluster about copies to hosts. Results older than these keys made no copies.
+_NAME = "name"  # the recipe's only key that does not change the result
+# A cluster's keys about copies to hosts. Results that are older than these keys made no copies.
 _OF_COPIES = ("pcie_bytes_per_s", "host_memory_bytes", "over_pcie")
 
 
@@ -36,7 +36,7 @@ class KeptResult:
     made: Mapping[str, str] = field(default_factory=dict)  # tree, versions and processor; empty before 0.2.0
 
     def answers(self, loaded: LoadedRecipe) -> bool:
-        """Return whether a recipe is equivalent to the stored one."""
+        """Return whether this is the result of an equivalent recipe."""
         asked = {key: value for key, value in loaded.flat.items() if key != _NAME}
         kept = {key: value for key, value in self.result.recipe.items() if key != _NAME}
         cluster = cluster_of(loaded).items()

@@ -1,4 +1,4 @@
-"""`pipebench report --list`: all shipped reports, or the state of one."""
+"""The output of `pipebench report --list`: all shipped reports, or the state of one."""
 
 from collections.abc import Iterator
 

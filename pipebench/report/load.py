@@ -13,27 +13,32 @@ from pipebench.report.definition import Report
 from pipebench.report.read_claims import read_calibration, read_claims, read_pictures, read_text
 from pipebench.report.read_table import check_metrics, read_table
 from pipebench.report.reading import Reading
-from pipebench.report.recipes import Asked, asked_runs
+from pipebench.report.recipes import ReportRun, report_runs
 
 _TOP = ("title", "source", "about", "columns", "measures", "runs", "rows", "claims", "pictures", "calibration")
 
-_HIDES_ROWS = re.compile(r"rows(\.\d+(\.(name|for|at)(\..+)?)?)?|(rows\..+\.)?runs")  # keys whose faults leave rows out
+# Keys whose faults make rows incomplete or missing.
+_HIDES_ROWS = re.compile(r"rows(\.\d+(\.(name|for|at)(\..+)?)?)?|(rows\..+\.)?runs")
 
 
-def load_report(path: Path, only: Sequence[str] = (), engine: str | None = None) -> tuple[Report, list[Asked]]:
-    """Load and validate a report, of `only` the rows of these names or patterns, with the recipe of every run.
+def load_report(path: Path, only: Sequence[str] = (), engine: str | None = None) -> tuple[Report, list[ReportRun]]:
+    """Load and validate a report and the recipes of all its runs.
 
-    `engine` replaces that of every run that columns may change.
+    Args:
+        path: the report's file.
+        only: names of rows, or patterns; without any, all rows.
+        engine: replaces that of every run that may differ between columns.
 
     Raises:
-        RecipeError: with all faults, or a UserError if a pattern matches no row.
+        RecipeError: with all faults.
+        UserError: a pattern matches no row.
     """
     report, reading = read_report(path)
     report = with_rows(report, only)
     if engine is not None:
         report = _on_engine(report, engine)
         check_metrics(report.measures, report.rows, reading)
-    asked, faults = asked_runs(report, whole=not only)
+    asked, faults = report_runs(report, whole=not only)
     if reading.faults or faults:
         raise RecipeError(dict.fromkeys([*reading.faults, *faults]))
     return report, asked
@@ -57,7 +62,7 @@ def with_rows(report: Report, only: Sequence[str]) -> Report:
 
 
 def _on_engine(report: Report, engine: str) -> Report:
-    """Return a report with the runs that columns may change on this engine."""
+    """Return a report whose runs use this engine, except those that are the same in all columns."""
     rows = [
         replace(row, runs={name: run if run.same else replace(run, engine=engine) for name, run in row.runs.items()})
         for row in report.rows
@@ -66,7 +71,7 @@ def _on_engine(report: Report, engine: str) -> Report:
 
 
 def read_report(path: Path) -> tuple[Report, Reading]:
-    """Read a report's file; return what is valid of it, and its faults, recipes not loaded.
+    """Read a report's file without loading its recipes; return the valid parts and the faults.
 
     Raises:
         RecipeError: the file isn't a mapping.
@@ -77,7 +82,7 @@ def read_report(path: Path) -> tuple[Report, Reading]:
     data = reading.mapping(content, "", _TOP)
     table = read_table(data, reading)
     source = reading.mapping(data.get("source"), "source", ("paper", "where"))
-    # With rows missing, what is said about rows can't be told right from wrong.
+    # If rows are missing, names of rows can't be checked: such faults are dropped.
     about_rows = Reading(reading.file) if any(_HIDES_ROWS.fullmatch(each.key) for each in reading.faults) else reading
     report = Report(
         name=path.stem,

@@ -15,7 +15,7 @@ from pipebench.report.evaluate import evaluate_report
 from pipebench.report.evaluated import KEPT, MLFLOW, Evaluated
 from pipebench.report.kept import keep
 from pipebench.report.progress import guess, runs_progress
-from pipebench.report.recipes import Asked
+from pipebench.report.recipes import ReportRun
 from pipebench.report.render import Rendered, render
 from pipebench.run.identity import code_identity
 from pipebench.run.runner import draw
@@ -30,25 +30,26 @@ INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
-class Making:
-    """How a report is made."""
+class MakeOptions:
+    """Options of making a report."""
 
-    command: str  # reproduces it
+    command: str  # that makes the report
     folder: Path  # for the output
-    fresh: bool = False  # ignore recorded and stored results
-    keeps: bool = False  # store trained results beside the report
-    trains: bool = True  # else leave out seeds that aren't trained yet
+    fresh: bool = False  # whether recorded and stored results are ignored
+    keeps: bool = False  # whether trained results are stored beside the report
+    trains: bool = True  # if not, seeds that aren't trained yet are left out
 
 
-def make_report(report: Report, asked: Sequence[Asked], making: Making) -> int:
+def make_report(report: Report, runs: Sequence[ReportRun], options: MakeOptions) -> int:
     """Make a report; return the exit code.
 
     Raises:
-        UserError: before any runs if something they use is missing, or later if the folder isn't writable.
+        UserError: something that the runs use is missing, before any of them starts; or, after them, the folder can't
+            be written.
     """
     require_writable()
-    asked = sized(asked, _say)
-    collection = _looked_up(report, asked, making)
+    runs = sized(runs, _say)
+    collection = _looked_up(report, runs, options)
     _say(_found(collection))
     tracking = Tracking(f"report {report.name}")
     tags = {"kind": "report", "report": report.name, "rows": ", ".join(row.name for row in report.rows)}
@@ -57,16 +58,16 @@ def make_report(report: Report, asked: Sequence[Asked], making: Making) -> int:
     try:
         if not _run(collection, tracking, parent):
             return INTERRUPTED
-        outcomes, drawings = collection.outcomes(), _drawings(report, asked)
-        about = {"command": making.command, "server": server_address(), "made": made_now()}
+        outcomes, drawings = collection.outcomes(), _drawings(report, runs)
+        about = {"command": options.command, "server": server_address(), "made": made_now()}
         evaluated = evaluate_report(report, outcomes, **about, drawings=drawings)
         try:
-            trained = collection.trained() if making.keeps else ()
+            trained = collection.trained() if options.keeps else ()
             kept = [keep(report.path.parent, result, each.loaded) for each, result in trained]
             with preparing(report.name, work="drawing pictures and writing the page"):
-                rendered = render(evaluated, making.folder)
+                rendered = render(evaluated, options.folder)
         except OSError as error:
-            raise UserError(f"{error.filename or making.folder} can't be written: {error.strerror}") from error
+            raise UserError(f"{error.filename or options.folder} can't be written: {error.strerror}") from error
         _record(parent, rendered)
         done = True
     finally:
@@ -75,13 +76,13 @@ def make_report(report: Report, asked: Sequence[Asked], making: Making) -> int:
     return 0
 
 
-def _looked_up(report: Report, asked: Sequence[Asked], making: Making) -> Collection:
-    """Return a report's runs with the results that are there; raises a UserError if what the others use isn't."""
-    collection = Collection(asked)
+def _looked_up(report: Report, runs: Sequence[ReportRun], options: MakeOptions) -> Collection:
+    """Return a report's runs with known results; raises a UserError if something is missing that the others use."""
+    collection = Collection(runs)
     with preparing(report.name, work="looking up results"):
-        if not making.fresh:
+        if not options.fresh:
             collection.look_up(report.path.parent)
-        if not making.trains:
+        if not options.trains:
             collection.leave_out_training()
         collection.check()
     return collection
@@ -103,11 +104,11 @@ def _run(collection: Collection, tracking: Tracking, parent: RunLog) -> bool:
     return complete
 
 
-def _drawings(report: Report, asked: Sequence[Asked]) -> dict[tuple[str, str], str]:
-    """Return the pipelines drawn as text in the report, as in its first column."""
+def _drawings(report: Report, runs: Sequence[ReportRun]) -> dict[tuple[str, str], str]:
+    """Return the pipelines that the report draws as text, by row and run, as in its first column."""
     wanted = {(picture.row, run) for picture in report.pictures if picture.kind == "schedule" for run in picture.runs}
-    first: dict[tuple[str, str], Asked] = {}
-    for each in asked:
+    first: dict[tuple[str, str], ReportRun] = {}
+    for each in runs:
         first.setdefault((each.row, each.run), each)
     return {place: draw(first[place].loaded, cut=False) for place in sorted(wanted)}
 
@@ -167,16 +168,18 @@ def _say(text: str) -> None:
 _KEY = "train.minibatch_size"
 
 
-def sized(asked: Sequence[Asked], tell: Callable[[str], None]) -> list[Asked]:
-    """Return the runs with the largest minibatch that fits filled in for those that ask for it; 1 if none fits.
+def sized(runs: Sequence[ReportRun], tell: Callable[[str], None]) -> list[ReportRun]:
+    """Return the runs; those that ask for the largest minibatch get the largest size that fits, or 1 if none fits.
 
-    `tell` receives a sentence per size found.
+    Args:
+        runs: the runs of a report.
+        tell: receives a sentence per size found.
 
     Raises:
         UserError: a recipe is wrong at any size.
     """
     found: dict[tuple[str, ...], int] = {}
-    for each in asked:
+    for each in runs:
         if each.largest and each.words not in found:
             name = f"{each.row}, {each.run}"
             try:
@@ -187,9 +190,9 @@ def sized(asked: Sequence[Asked], tell: Callable[[str], None]) -> list[Asked]:
                 tell(f"{name}: {error}")
             else:
                 tell(f"{name}: {found[each.words]:,} samples are the largest minibatch that fits")
-    return [_with_size(each, found[each.words]) if each.largest else each for each in asked]
+    return [_with_size(each, found[each.words]) if each.largest else each for each in runs]
 
 
-def _with_size(asked: Asked, minibatch_size: int) -> Asked:
-    words = (*asked.words, f"{_KEY}={minibatch_size}")
-    return replace(asked, words=words, loaded=load_file(asked.loaded.path, words[1:]), largest=False)
+def _with_size(run: ReportRun, minibatch_size: int) -> ReportRun:
+    words = (*run.words, f"{_KEY}={minibatch_size}")
+    return replace(run, words=words, loaded=load_file(run.loaded.path, words[1:]), largest=False)

@@ -11,7 +11,7 @@ from pipebench.tracking.summary import least_losses
 from pipebench.train.result import RunResult
 from pipebench.train.seeds import values_of
 
-# From the recipe, besides logged metrics.
+# Metrics of a report that are no logged metrics, but facts of the recipe.
 _OF_THE_RECIPE = ("minibatch_size", "num_layers")
 _STAGE = re.compile(r"stage_(\d+)_(\w+)")
 STAGE_METRICS = tuple(names(metrics.STAGE_METRICS))
@@ -59,7 +59,7 @@ def stage_values(result: RunResult, metric: str) -> list[float]:
 
 
 def value_of(result: RunResult, metric: str) -> float | str:
-    """Return a metric of a run, or in a few words why it has none; infinity if it tells of a target that was missed.
+    """Return a metric of a run, or a few words on why it has none; infinity for a time to a target that was missed.
 
     Bytes of a kind or level without traffic are 0, as are metrics of swaps or moves in a run without any.
     """

@@ -1,4 +1,4 @@
-"""Origins of all cells: their runs with the source of durations and data."""
+"""The table of origins: the run behind every cell, with its source of durations and its data."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ _SEED = "train.seed="
 
 
 def links(origins: Iterable[Origin]) -> tuple[PageLink, ...]:
-    """Return links to results' records, with seeds if a run has several, marked if stored earlier."""
+    """Return links to the records of results, with the seed if a run has several; stored results are marked."""
     known = list(dict.fromkeys(origins))
     seeds = Counter(name for name, _ in {(each.name, each.seed) for each in known})
     names = (f"{each.name} {each.seed}" if seeds[each.name] > 1 else each.name for each in known)
@@ -24,11 +24,11 @@ def links(origins: Iterable[Origin]) -> tuple[PageLink, ...]:
 
 
 def origins(evaluated: Evaluated) -> list[Block]:
-    """Return a table with a line per run and the rows that share it; texts of many runs become numbered notes."""
+    """Return a table with a line per run and the rows that share it; long texts become numbered notes below it."""
     report, lines = evaluated.report, _lines(evaluated)
     if not lines:
         return []
-    alike = [line[0][1] for line in lines]  # one of each line's
+    alike = [line[0][1] for line in lines]  # the first run of each line, whose facts all its runs share
     timings, data, made = map(_numbered, zip(*((each.timing, each.data, each.made) for each in alike), strict=True))
     rows = {row.name: row.title for row in report.rows}
     columns = {column.name: column.title for column in report.columns}
@@ -56,7 +56,7 @@ def origins(evaluated: Evaluated) -> list[Block]:
 
 
 def _lines(evaluated: Evaluated) -> list[list[tuple[TableCell, Origin]]]:
-    """Return the lines of the table: runs that differ only in row, column and seed share one."""
+    """Return the lines of the table: runs that differ only in row, column and seed share a line."""
     lines = defaultdict(list)
     for cell in evaluated.cells:
         for run in cell.origins:
@@ -69,7 +69,7 @@ def _unseeded(run: Origin) -> tuple[str, ...]:
 
 
 def _seeds(runs: Sequence[Origin], reference: RunReference | None) -> str:
-    """Return the seeds of a line's runs, and how many there should be if they are fewer."""
+    """Return the seeds of a line's runs, and the number of seeds in the definition if that is larger."""
     asked = len(reference.seeds or ()) if reference is not None else 0
     seeds = _unique_seeds(runs)
     return ", ".join(seeds) + (f" of {asked}" if len(seeds) < asked else "")
@@ -89,7 +89,7 @@ def _among(names: Iterable[str], titles: Mapping[str, str]) -> str:
 
 def _command(runs: Sequence[Origin]) -> str:
     """Return the command that repeats a line's runs with all seeds."""
-    words = {word.partition("=")[0]: word for word in _unseeded(runs[0])}  # a column's in place of the row's
+    words = {word.partition("=")[0]: word for word in _unseeded(runs[0])}  # a column's word replaces the row's
     seeded = any(word.startswith(_SEED) for run in runs for word in run.words)
     seeds = f" --seeds {','.join(_unique_seeds(runs))}" if seeded else ""
     return f"`pipebench run {' '.join(words.values())}{seeds}`"

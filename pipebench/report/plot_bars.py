@@ -12,20 +12,20 @@ from pipebench.report.evaluated import Evaluated, TableCell
 from pipebench.report.wording import published_text, reproduced_text
 
 _BAR_IN, _GAP_IN, _FRAME_IN = 0.155, 0.12, 1.1
-_NAMES_IN, _PANEL_IN, _MOST_IN = 2.0, 4.4, 12.0  # widths; the last of the whole figure
+_NAMES_IN, _PANEL_IN, _MOST_IN = 2.0, 4.4, 12.0  # widths of rows' titles, of a panel, and of the figure at most
 _MOST_TICKS = 6
 _FULL = 0.86  # of a bar's slot
-_ROOM, _ROOM_FOR_RANGES = 0.3, 0.6  # of the longest bar, for values written behind the bars
+_ROOM, _ROOM_FOR_RANGES = 0.3, 0.6  # share of the longest bar that is left for the values written after the bars
 
 
 def bars_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
     """Return the picture; None if no row has a value."""
     report = evaluated.report
     measures = [report.measure(name) for name in picture.measures]
-    rows = [row for row in report.rows if any(_has(evaluated, row, measure) for measure in measures)]
+    rows = [row for row in report.rows if any(style.has_values(evaluated, row, measure) for measure in measures)]
     if not rows:
         return None
-    publishes = any(_published(row, measure) is not None for row in rows for measure in measures)
+    publishes = any(style.published_value(row, measure) is not None for row in rows for measure in measures)
     num_bars = len(report.columns) + publishes
     height_in = _FRAME_IN + len(rows) * (num_bars * _BAR_IN + _GAP_IN)
     width_in = min(_NAMES_IN + _PANEL_IN * len(measures), _MOST_IN)
@@ -51,12 +51,12 @@ def _share_scales(panels: Sequence[Axes], measures: Sequence[Measure]) -> None:
         alike = [axes for axes, measure in zip(panels, measures, strict=True) if measure.unit == unit]
         for axes in alike:
             axes.set_xlim(0, max(other.get_xlim()[1] for other in alike))
-            if unit == "share":  # room for values behind the bars is no part of the scale
+            if unit == "share":  # the room for values after the bars has no ticks
                 axes.set_xticks([tick for tick in axes.get_xticks() if tick <= 1])
 
 
 def _step_aside(figure: Figure, panels: Sequence[Axes]) -> None:
-    """Move values that a bound's line would cross behind it, after layout."""
+    """Move texts that a bound's line would cross to the right of the line, after layout."""
     figure.draw_without_rendering()
     for axes in panels:
         for text in axes.texts:
@@ -103,7 +103,7 @@ def _draw(
 
 def _draw_published(axes: Axes, rows: Sequence[Row], measure: Measure, first: float, thick: float) -> Iterator[float]:
     """Draw published values, bounds dotted; yield the ends of the bars."""
-    values = [_published(row, measure) for row in rows]
+    values = [style.published_value(row, measure) for row in rows]
     bars = axes.barh(
         [row + first for row in range(len(rows))], [value or 0.0 for value in values], thick, color="white",
         edgecolor=style.GREY, linewidth=0.8, label="published",
@@ -138,16 +138,6 @@ def _draw_range(axes: Axes, cell: TableCell, place: float, value: float) -> floa
 def _write(axes: Axes, end: float, place: float, text: str, ink: str) -> None:
     at = {"xytext": (3, 0), "textcoords": "offset points"}
     axes.annotate(text, (end, place), va="center", fontsize=6.5, color=ink, **at)  # type: ignore[arg-type] # as it is
-
-
-def _has(evaluated: Evaluated, row: Row, measure: Measure) -> bool:
-    cells = (evaluated.cell(row.name, measure.name, column.name) for column in evaluated.report.columns)
-    return _published(row, measure) is not None or any(cell is not None for cell in cells)
-
-
-def _published(row: Row, measure: Measure) -> float | None:
-    published = row.published.get(measure.published_name)
-    return None if published is None else style.number_of(published.value)
 
 
 def _number(cell: TableCell | None) -> float | None:

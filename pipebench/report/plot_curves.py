@@ -9,7 +9,7 @@ from matplotlib.ticker import EngFormatter, PercentFormatter
 from pipebench.formats import is_share
 from pipebench.report.definition import Picture
 from pipebench.report.evaluated import Evaluated
-from pipebench.report.plot_style import GREY, NORMAL, STYLES, colour, finish, legend, plain
+from pipebench.report.plot_style import GREY, NORMAL, colour, finish, legend, line_style, plain
 from pipebench.train.result import REACHED, Point, RunResult
 
 _WIDTH_IN, _HEIGHT_IN = 4.3, 3.5
@@ -28,7 +28,7 @@ def curves_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
     for axes, over in zip(panels, picture.over, strict=True):
         for index, column, label, results in drawn:
             for number, result in enumerate(results):
-                _draw(axes, result, picture.metric, over, (colour(index), STYLES[column % len(STYLES)]),
+                _draw(axes, result, picture.metric, over, (colour(index), line_style(column)),
                       label if number == 0 else "")  # fmt: skip
         _draw_targets(axes, [result for *_, results in drawn for result in results], picture.metric)
         axes.set_xlabel(_LABELS[over].format(clock=clocks), fontsize=NORMAL)
@@ -45,9 +45,10 @@ def curves_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
 
 
 def distinct(evaluated: Evaluated, row: str, run: str, metric: str) -> Iterator[tuple[int, str, list[RunResult]]]:
-    """Yield a run's results, per seed, that have points of a metric; those that columns share once.
+    """Yield a run's results in each column that have points of a metric; equal results of several columns once.
 
-    With each the column's index and, but for the first, its title behind a comma.
+    Yields:
+        The column's index; its title after a comma, "" for the first; the results, one per seed.
     """
     seen: list[list[RunResult]] = []
     for number, column in enumerate(evaluated.report.columns):
@@ -59,10 +60,10 @@ def distinct(evaluated: Evaluated, row: str, run: str, metric: str) -> Iterator[
 
 
 def _curves(evaluated: Evaluated, picture: Picture) -> Iterator[tuple[int, int, str, list[RunResult]]]:
-    """Yield run index, column index, label and results per seed of everything with curves.
+    """Yield run index, column index, label, and results per seed of every run that has curves.
 
-    Labels are modes, or run names if modes repeat; the row's own run
-    has its row's title, since a mode doesn't tell LARS from plain data parallelism.
+    Labels are modes, or run names if modes repeat. The run called `way` has its row's title: its mode does not tell
+    LARS from plain data parallelism.
     """
     columns = evaluated.report.columns
     modes = {
@@ -75,7 +76,9 @@ def _curves(evaluated: Evaluated, picture: Picture) -> Iterator[tuple[int, int, 
     titles = {row.name: row.title for row in evaluated.report.rows}
     for index, run in enumerate(picture.runs):
         for number, where, having in distinct(evaluated, picture.row, run, picture.metric):
-            name = titles[picture.row] if run == "way" else having[0].mode if differ else run
+            name = having[0].mode if differ else run
+            if run == "way":
+                name = titles[picture.row]
             yield index, number, plain(f"{name} ({having[0].plan}){where}{_reached(having)}", 72), having
 
 
@@ -105,7 +108,7 @@ def _place(point: Point, result: RunResult, over: str) -> float:
     if over == "virtual_time_s":
         return point.clock_s
     metrics = result.metrics
-    # Epoch time is samples over throughput, hence the samples per epoch.
+    # An epoch's time is its samples over the throughput, so the product is the samples of an epoch.
     samples = metrics["throughput_samples_per_s"] * metrics["epoch_time_s"] if over == "epochs" else 1.0
     return point.samples / samples
 

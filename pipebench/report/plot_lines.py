@@ -12,12 +12,13 @@ from pipebench.report.evaluated import Evaluated
 _WIDTH_IN, _HEIGHT_IN, _FRAME_IN = 2.4, 2.3, 0.6
 _MOST_BESIDE = 5
 _WIDE = 8.0  # maximum over minimum from which the horizontal axis is logarithmic
+# Marker and label of a published value, by its bound.
 _PUBLISHED = {
     "exact": ("o", "published"),
     "about": ("o", "published"),
     "at_least": ("^", "published: at least"),
     "at_most": ("v", "published: at most"),
-}  # marker and label
+}
 _Place = str | float
 
 
@@ -25,7 +26,7 @@ def lines_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
     """Return the picture; None if no row has a position."""
     report = evaluated.report
     measure = report.measure(picture.measures[0])
-    rows = [row for row in report.rows if picture.x in row.at and _has(evaluated, row, measure)]
+    rows = [row for row in report.rows if picture.x in row.at and style.has_values(evaluated, row, measure)]
     if not rows:
         return None
     groups = list(dict.fromkeys(row.at.get(picture.group, "") for row in rows))
@@ -52,11 +53,6 @@ def lines_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
     return figure
 
 
-def _has(evaluated: Evaluated, row: Row, measure: Measure) -> bool:
-    cells = (evaluated.cell(row.name, measure.name, column.name) for column in evaluated.report.columns)
-    return measure.published_name in row.published or any(cell is not None for cell in cells)
-
-
 def _places(rows: Sequence[Row], key: str) -> dict[_Place, float]:
     """Return the position of every value of the key: numbers as they are, texts enumerated."""
     values = list(dict.fromkeys(row.at[key] for row in rows))
@@ -79,7 +75,7 @@ def _draw(axes: Axes, evaluated: Evaluated, rows: Sequence[Row], measure: Measur
         drawn = _along(evaluated, rows, measure, column.name, places)
         if drawn:
             at, values, lows, highs = zip(*drawn, strict=True)
-            # The first are the widest, so that none hides another of the same values.
+            # Earlier lines are wider, so that a line of equal values does not hide them.
             wider = len(columns) - 1 - index
             axes.plot(
                 at, values, color=style.colour(index), marker=style.marker(index), markersize=3.5 + 2.0 * wider,
@@ -91,7 +87,7 @@ def _draw(axes: Axes, evaluated: Evaluated, rows: Sequence[Row], measure: Measur
 def _along(
     evaluated: Evaluated, rows: Sequence[Row], measure: Measure, column: str, places: Sequence[float]
 ) -> list[tuple[float, float, float, float]]:
-    """Return place, value, and smallest and largest value over seeds of every row that has one, place by place."""
+    """Return (place, value, smallest and largest value over seeds) of every row that has a value, sorted by place."""
     found = []
     for place, row in zip(places, rows, strict=True):
         cell = evaluated.cell(row.name, measure.name, column)

@@ -13,7 +13,7 @@ from matplotlib.ticker import EngFormatter, Formatter, PercentFormatter
 from pipebench.report.definition import Picture, Row
 from pipebench.report.evaluated import Evaluated
 from pipebench.report.plot_curves import distinct
-from pipebench.report.plot_style import GREY, NORMAL, STYLES, colour, draw_line, finish, legend, plain
+from pipebench.report.plot_style import GREY, NORMAL, colour, draw_line, finish, legend, line_style, plain
 from pipebench.report.reading import as_title
 from pipebench.train.result import Point, RunResult
 
@@ -32,8 +32,8 @@ def phases_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
         results = [result for *_, result in lines]
         for run, column, label, result in lines:
             index = picture.runs.index(run)
-            # The first are the widest, so that none hides another of the same values.
-            look: dict[str, str | float] = {"color": colour(index), "linestyle": STYLES[column % len(STYLES)],
+            # Earlier lines are wider, so that a line of equal values does not hide them.
+            look: dict[str, str | float] = {"color": colour(index), "linestyle": line_style(column),
                     "linewidth": 1.2 + 1.1 * (len(picture.runs) - 1 - index)}  # fmt: skip
             _draw(axes, result, picture.metric, label, look)
         _draw_bound(axes, results, picture.bound)
@@ -52,7 +52,7 @@ def phases_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
 
 
 def _formatter(metric: str) -> Formatter:
-    """Return how the values of a metric are written, by the unit in its name."""
+    """Return the axis formatter of a metric, by the unit in its name."""
     if metric.endswith("_fraction"):
         return PercentFormatter(1.0, decimals=0)
     units = {"_bytes_per_s": "B/s", "_bytes": "B", "_s": "s"}
@@ -61,7 +61,7 @@ def _formatter(metric: str) -> Formatter:
 
 
 def _lines(evaluated: Evaluated, picture: Picture, row: Row) -> Iterator[tuple[str, int, str, RunResult]]:
-    """Yield run name, column index, label and result of a row's runs: of seeds the first, as phases don't need more."""
+    """Yield run name, column index, label and result of a row's runs; of several seeds only the first."""
     for run in picture.runs:
         for number, where, results in distinct(evaluated, row.name, run, picture.metric):
             yield run, number, plain(f"{picture.word(run)}{where}", 60), results[0]
@@ -69,12 +69,13 @@ def _lines(evaluated: Evaluated, picture: Picture, row: Row) -> Iterator[tuple[s
 
 def _draw(axes: Axes, result: RunResult, metric: str, label: str, look: Mapping[str, str | float]) -> None:
     points = [point for point in result.points if metric in point.metrics]
-    values, edges = [point.metrics[metric] for point in points], [0.0, *(point.clock_s for point in points)]
+    values = [point.metrics[metric] for point in points]
+    edges = [0.0, *(point.clock_s for point in points)]
     axes.stairs(values, edges, baseline=None, label=label, **look)  # type: ignore[arg-type]
 
 
 def _draw_bound(axes: Axes, results: Sequence[RunResult], metric: str) -> None:
-    """Draw the upper bound of the run with the highest."""
+    """Draw the upper bound of the run whose bound is highest at the end."""
     bounded = [result for result in results if metric in result.points[-1].metrics]
     if bounded:
         highest = max(bounded, key=lambda result: result.points[-1].metrics[metric])
@@ -83,7 +84,7 @@ def _draw_bound(axes: Axes, results: Sequence[RunResult], metric: str) -> None:
 
 
 def _draw_changes(axes: Axes, results: Sequence[RunResult]) -> None:
-    """Mark where layers change, once for runs that agree up to a minibatch."""
+    """Mark where layers change; changes of several runs within 1 % of the time share a line."""
     times_s = sorted(time_s for result in results for time_s in _changes(result.points))
     end_s = max(result.points[-1].clock_s for result in results)
     last_s = -end_s

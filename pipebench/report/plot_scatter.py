@@ -1,6 +1,6 @@
 """Scatter: reproduced against published values on logarithmic axes, a point per row, measure and column.
 
-The line is equality, the band 20 % either way. Points are labelled where there is room, equal ones by one label.
+The line is equality, the band 20 % around it. Points are labelled where there is room; equal points share a label.
 """
 
 from collections.abc import Iterator
@@ -39,11 +39,11 @@ class _Point:
     measure: int
     published: float
     reproduced: float
-    mark: str  # "" for a plain prediction
+    mark: str  # "" for a pure prediction
 
     @property
     def label(self) -> str:
-        """Its row and mark."""
+        """The row's title and the mark."""
         return f"{self.title} {self.mark}".strip()
 
 
@@ -69,7 +69,7 @@ def scatter_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
                 [point.published for point in own], [point.reproduced for point in own], linestyle="none", markersize=6,
                 marker=marker(number), color=colour(index), alpha=0.85, label=plain(label, 60) if own else "",
             )  # fmt: skip
-            hollow = [point for point in own if point.mark]  # no plain predictions
+            hollow = [point for point in own if point.mark]  # no pure predictions
             axes.plot(
                 [point.published for point in hollow], [point.reproduced for point in hollow], linestyle="none",
                 markersize=3.5, marker=marker(number), color="white",
@@ -136,7 +136,7 @@ def _name(figure: Figure, axes: Axes, points: list[_Point], column: int) -> None
 
 
 def _texts(axes: Axes, text: str, spot: tuple[float, float]) -> Iterator[Annotation]:
-    """Yield a label in every place, best first: those that equality's line crosses come last."""
+    """Yield a label in every place, best first; places where the line of equality crosses it come last."""
     crossed = []
     for place in _PLACES:
         found = _text(axes, text, spot, place)

@@ -1,4 +1,4 @@
-"""Stages: a metric of every stage side by side, such as memory of its fullest worker."""
+"""Stages: a metric of every stage as bars, such as the memory of its fullest worker."""
 
 from collections.abc import Sequence
 

@@ -12,13 +12,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter
 
 from pipebench.formats import shortened
-from pipebench.report.definition import Measure, ReferenceLine
-from pipebench.report.evaluated import TableCell
+from pipebench.report.definition import Measure, ReferenceLine, Row
+from pipebench.report.evaluated import Evaluated, TableCell
 from pipebench.report.wording import CHOSEN, CONSTRUCTED, FITTED, SUPPOSED, marks
+from pipebench.show.pictures import CURVE_COLOURS, LINE_STYLES
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vP*"
-STYLES = ("-", "--", "-.", ":")  # of the columns, where colours are of runs
 GREY = "#666666"
 SMALL, NORMAL = 8.0, 9.0  # points
 _TITLE_WIDTH = 40  # characters of a row's title
@@ -27,12 +26,17 @@ _AXIS_UNITS = {"s": "s", "bytes": "B", "samples/s": ""}
 
 def colour(index: int) -> str:
     """Return a series' colour."""
-    return COLOURS[index % len(COLOURS)]
+    return CURVE_COLOURS[index % len(CURVE_COLOURS)]
 
 
 def marker(index: int) -> str:
     """Return a series' marker."""
     return MARKERS[index % len(MARKERS)]
+
+
+def line_style(column: int) -> str:
+    """Return a column's line style, in pictures whose colours distinguish runs."""
+    return LINE_STYLES[column % len(LINE_STYLES)]
 
 
 def plain(text: str, width: int = _TITLE_WIDTH) -> str:
@@ -45,7 +49,7 @@ def label_of(measure: Measure) -> str:
     return f"{measure.title} [samples/s]" if measure.unit == "samples/s" else measure.title
 
 
-# Of cells that are no plain prediction, in a few words.
+# Marks of cells that are no pure predictions, in a few words.
 _MARKS = {CONSTRUCTED: "by construction", FITTED: "fitted on", CHOSEN: "chosen in view of it", SUPPOSED: "a hypothesis"}
 
 
@@ -69,13 +73,25 @@ def write_values(axis: Axis, unit: str) -> None:
     axis.set_major_formatter(EngFormatter(unit=_AXIS_UNITS[unit]) if unit in _AXIS_UNITS else numbers)
 
 
+def has_values(evaluated: Evaluated, row: Row, measure: Measure) -> bool:
+    """Return whether a row has a published number or a cell of a measure."""
+    cells = (evaluated.cell(row.name, measure.name, column.name) for column in evaluated.report.columns)
+    return published_value(row, measure) is not None or any(cell is not None for cell in cells)
+
+
+def published_value(row: Row, measure: Measure) -> float | None:
+    """Return the published number of a row's measure, None without one."""
+    published = row.published.get(measure.published_name)
+    return None if published is None else number_of(published.value)
+
+
 def number_of(value: float | str | None) -> float | None:
     """Return a published or reproduced value that can be drawn; None for a plan, or nothing."""
     return None if isinstance(value, str) else value
 
 
 def draw_line(axes: Axes, line: ReferenceLine | None, *, across: str = "y") -> None:
-    """Draw a picture's reference line, if it has one, at a value of the axis `across`, which shows it."""
+    """Draw a picture's reference line, if any, at its value on the axis `across`, which is extended to show it."""
     if line is None:
         return
     look: dict[str, Any] = {"color": GREY, "linestyle": (0, (4, 2)), "linewidth": 1.1, "label": plain(line.text, 60)}
@@ -87,7 +103,14 @@ def draw_line(axes: Axes, line: ReferenceLine | None, *, across: str = "y") -> N
 
 
 def legend(figure: Figure, panels: Iterable[Axes], most: int = 99, *, least: int = 1) -> None:
-    """Write what panels have labels for, each once, above them: at most so many in a line, if there are `least`."""
+    """Write a legend of all labels of some panels above them, each label once.
+
+    Args:
+        figure: of the panels.
+        panels: with labelled lines, bars or points.
+        most: labels per line at most.
+        least: fewest labels for which a legend is written.
+    """
     named = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     if len(named) >= least:
         look: dict[str, Any] = {"ncols": min(len(named), most), "frameon": False, "fontsize": SMALL}

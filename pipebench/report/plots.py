@@ -1,4 +1,4 @@
-"""Write a report's plots: PNG to keep beside the text, SVG for pages; equal numbers give equal bytes."""
+"""Write a report's plots: PNG for Markdown, SVG for HTML. Equal numbers give equal bytes."""
 
 from collections.abc import Callable, Mapping
 from io import BytesIO
@@ -19,7 +19,7 @@ from pipebench.report.plot_scatter import scatter_figure
 from pipebench.report.plot_stages import stages_figure
 from pipebench.show.page import Image, Text
 
-# By kind: what draws a plot, and what a sentence calls it.
+# By kind: the function that draws the plot, and its description.
 _PLOTS: Mapping[str, tuple[Callable[[Evaluated, Picture], Figure | None], str]] = {
     "bars": (bars_figure, "every row"),
     "scatter": (scatter_figure, "reproduced against published"),
@@ -48,7 +48,7 @@ def draw_plots(evaluated: Evaluated, folder: Path) -> dict[Picture, Image]:
 
 
 def undrawn(evaluated: Evaluated, drawn: Mapping[Picture, Image]) -> dict[Picture, Text]:
-    """Return a word for every plot that has no value to draw, such as a curve of a metric that no run has."""
+    """Return a sentence in place of every plot without values, such as a curve of a metric that no run has."""
     return {
         picture: Text(f"No picture of {_description(evaluated, picture)}: nothing has a value for it.")
         for picture in _plots(evaluated)
@@ -78,7 +78,7 @@ def _save(figure: Figure, path: Path) -> None:
     """Write a figure as PNG and SVG atomically, without dates and versions."""
     for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None, "Creator": None})):
         written = BytesIO()
-        # Without a salt, names inside an SVG are random.
+        # Without a fixed salt the ids inside an SVG are random.
         with mpl.rc_context({"svg.hashsalt": "pipebench"}):
             figure.savefig(written, format=kind, dpi=_DOTS_PER_INCH, metadata=metadata)
         content = _smaller(written) if kind == "png" else written.getvalue()

@@ -10,18 +10,20 @@ from rich.text import Text
 from pipebench.errors import printable
 from pipebench.formats import seconds
 from pipebench.recipe.engines import engine_kind
-from pipebench.report.recipes import Asked
+from pipebench.report.recipes import ReportRun
 from pipebench.show.terminal import is_terminal, standard_output
 
 SIMULATION_S = 1.5  # first estimate
-_WEIGHT = 4  # runs that the first estimate counts as: the first run is slow because of imports
+_WEIGHT = 4  # the first estimate counts as so many runs, as the first run is slow because of imports
 _EVERY_S = 10.0  # between plain lines
 
 
-def guess(missing: Mapping[str, Asked], simulation_s: float = SIMULATION_S) -> str:
+def guess(missing: Mapping[str, ReportRun], simulation_s: float = SIMULATION_S) -> str:
     """Return the estimated time of runs as text; trainings are only counted.
 
-    `simulation_s` is the time of one simulation.
+    Args:
+        missing: runs by recipe.
+        simulation_s: seconds per simulation.
     """
     trained = sum(engine_kind(each.loaded.recipe).trains for each in missing.values())
     simulated = len(missing) - trained
@@ -30,27 +32,27 @@ def guess(missing: Mapping[str, Asked], simulation_s: float = SIMULATION_S) -> s
 
 
 @contextmanager
-def runs_progress(missing: Mapping[str, Asked]) -> Iterator[Callable[[Asked], None]]:
-    """Show progress of consecutive runs; yields what is called as each begins. `missing` has them by recipe."""
+def runs_progress(missing: Mapping[str, ReportRun]) -> Iterator[Callable[[ReportRun], None]]:
+    """Show progress of consecutive runs; yields a function to call as each begins. `missing` has the runs by recipe."""
     console, total, left = standard_output(), len(missing), dict(missing)
     columns = (MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}", markup=False))
     bar = Progress(*columns, console=console, transient=True, disable=not is_terminal())
     task = bar.add_task("", total=total)
     simulated: list[float] = []  # seconds that each took
-    running: tuple[Asked, float] | None = None
+    running: tuple[ReportRun, float] | None = None
     next_line_s = 0.0
 
-    def begin(asked: Asked) -> None:
+    def begin(run: ReportRun) -> None:
         nonlocal running, next_line_s
         now_s = time.monotonic()
         if running is not None and not engine_kind(running[0].loaded.recipe).trains:
             simulated.append(now_s - running[1])
-        running = (asked, now_s)
+        running = (run, now_s)
         time_left = guess(left, (sum(simulated) + _WEIGHT * SIMULATION_S) / (len(simulated) + _WEIGHT))
-        for key in [key for key, each in left.items() if each is asked]:
+        for key in [key for key, each in left.items() if each is run]:
             del left[key]
         done = total - len(left) - 1
-        text = printable(f"{asked.row}: {asked.run}{f', {asked.column}' if asked.column else ''}")
+        text = printable(f"{run.row}: {run.run}{f', {run.column}' if run.column else ''}")
         bar.update(task, completed=done, description=f"{text}  {time_left} left")
         if bar.disable and now_s >= next_line_s:
             next_line_s = now_s + _EVERY_S

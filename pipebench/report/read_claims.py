@@ -1,6 +1,6 @@
-"""Read what a report has beside its table: claims, text that quotes numbers, pictures, and a calibration.
+"""Read a report's claims, its text that quotes numbers, its pictures, and its calibration.
 
-In a text, `{planned: max(share)}` quotes an expression over the cells of a column.
+In a text, `{planned: max(share)}` quotes an expression over the cells of the column `planned`.
 """
 
 import re
@@ -58,7 +58,7 @@ def read_claims(given: object, table: Table, reading: Reading) -> tuple[Publishe
 def _number(
     data: Mapping[str, Any], value: Expression | None, units: Mapping[str, str], key: str, reading: Reading
 ) -> ClaimedNumber | None:
-    """Return the number that a claim states; None for one that states none."""
+    """Return the number that a claim states, None if it states none."""
     if "value" not in data:
         for name in ("published", "within"):
             if name in data:
@@ -147,9 +147,13 @@ _COLUMN = re.compile(r"(?s)\s*(\w+):(.*)")
 
 
 def read_text(given: str, key: str, table: Table, reading: Reading) -> Iterator[str | Quoted]:
-    """Yield a text as pieces of Markdown and quoted expressions; a column's name is optional if there is only one.
+    """Yield a text as pieces of Markdown and quoted expressions; a report of one column needs no column's name.
 
-    `key` is the text's full key; faults go to `reading`.
+    Args:
+        given: the text.
+        key: its full key.
+        table: whose measures, rows and columns it may name.
+        reading: gets the faults.
     """
     names, units = [column.name for column in table.columns], table.units
     for index, part in enumerate(_BRACES.split(given)):
@@ -175,7 +179,8 @@ def read_calibration(given: object, table: Table, reading: Reading) -> Calibrati
     if given is None:
         return None
     data = reading.mapping(given, "calibration", ("column", "constants", "fitted_on", "leave_out"))
-    column, columns = reading.plain(data, "calibration", "column", str), [column.name for column in table.columns]
+    column = reading.plain(data, "calibration", "column", str)
+    columns = [each.name for each in table.columns]
     if column and column not in columns:
         reading.fault("calibration.column", choice(column[:60], columns))
     fitted = reading.mapping(data.get("fitted_on"), "calibration.fitted_on")

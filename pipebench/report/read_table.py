@@ -1,7 +1,7 @@
-"""Read a report's table: columns, measures, and rows with their runs, some of them made from lists.
+"""Read a report's table: columns, measures, and rows with their runs, some of them generated from lists.
 
-`for: {gpus: [1, 2, 4]}` makes a row per element, `$gpus` stands for it. Several lists are zipped, as by `pipebench run
---zip`.
+`for: {gpus: [1, 2, 4]}` generates a row per element, in which `$gpus` is replaced by the element. Several lists are
+zipped, as by `pipebench run --zip`.
 """
 
 import re
@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from pipebench.errors import nearest
+from pipebench.errors import nearest, shown
 from pipebench.recipe.engines import ENGINES
-from pipebench.recipe.typecheck import problem_with, shown
+from pipebench.recipe.typecheck import problem_with
 from pipebench.report.definition import BETTER, REPRODUCED, UNITS, Bound, Column, Measure, Published, Row, RunReference
 from pipebench.report.expressions import Expression, value_expression
 from pipebench.report.metrics import metric_problem
@@ -21,7 +21,7 @@ from pipebench.report.reading import NO_WORD, WORD, Reading, as_title
 
 @dataclass(frozen=True)
 class Table:
-    """What claims, pictures and texts of a report are about."""
+    """The columns, measures and rows of a report, to which its claims, pictures and texts refer."""
 
     columns: tuple[Column, ...]
     measures: tuple[Measure, ...]
@@ -43,13 +43,13 @@ class Table:
         return dict.fromkeys(name for row in self.rows.values() for name in row.at)
 
 
-MOST_ROWS = 500  # per report; more must be a mistake
+MOST_ROWS = 500  # per report; more are a mistake
 _VARIABLE = re.compile(r"\$([A-Za-z_]\w*)", re.ASCII)
 _Plain = str | int | float | bool | None
 
 
 def _generated(data: Mapping[str, Any], key: str, reading: Reading) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield each row of an entry of `rows` with its values; one row without a `for`. Faults go to `reading`."""
+    """Yield the rows of an entry of `rows`, each with its values of `for` and `at`; without a `for` it is one row."""
     fixed = reading.mapping(data.get("at"), f"{key}.at")
     for name, value in list(fixed.items()):
         problem = problem_with(value, str | int | float)
@@ -73,7 +73,7 @@ def _generated(data: Mapping[str, Any], key: str, reading: Reading) -> Iterator[
 
 
 def _substituted(given: Any, at: Mapping[str, Any], key: str, reading: Reading) -> Any:
-    """Return data with `$name` replaced by its value, whose type stays if it is the whole text."""
+    """Return data with each `$name` replaced by its value; a text that is `$name` alone takes the value's type."""
     if isinstance(given, dict):
         return {name: _substituted(value, at, f"{key}.{name}", reading) for name, value in given.items()}
     if isinstance(given, list):
@@ -312,7 +312,7 @@ def _check_runs(measure: Measure, table: Table, key: str, reading: Reading) -> N
 
 
 def check_metrics(measures: Iterable[Measure], rows: Iterable[Row], reading: Reading) -> None:
-    """Report metrics of measures that the runs' engines lack."""
+    """Report metrics of measures that runs of the rows' engines lack."""
     engines: dict[str, dict[str, None]] = {}
     for run, reference in (item for row in rows for item in row.runs.items()):
         engines.setdefault(run, {})[reference.engine] = None
@@ -324,7 +324,7 @@ def check_metrics(measures: Iterable[Measure], rows: Iterable[Row], reading: Rea
 
 
 def _check_cells(table: Table, reading: Reading) -> None:
-    """Report statements about cells, published values among them, that no measure or column fits."""
+    """Report statements about cells, such as published values, that name no measure or column."""
     columns = [column.name for column in table.columns]
     for measure in table.measures:
         for column in measure.chosen:

@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from pipebench.errors import Fault, choice, nearest
-from pipebench.recipe.typecheck import problem_with, shown
+from pipebench.errors import Fault, choice, nearest, shown
+from pipebench.recipe.typecheck import problem_with
 
 _T = TypeVar("_T")
 WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # a name in an expression
@@ -25,9 +25,12 @@ class Reading:
         self.faults.append(Fault(self.file, key, problem))
 
     def mapping(self, given: object, key: str, allowed: Collection[str] = ()) -> dict[str, Any]:
-        """Return a mapping's allowed keys (any text if `allowed` is empty), {} if it is null or no mapping.
+        """Return a mapping without invalid keys; {} if it is null or no mapping.
 
-        `key` is its full key, "" for the file.
+        Args:
+            given: as read from the file.
+            key: its full key, "" for the file.
+            allowed: names of keys; if empty, any text.
         """
         if given is None:
             return {}
@@ -67,9 +70,14 @@ class Reading:
         return given
 
     def plain(self, data: Mapping[str, Any], key: str, name: str, kind: type[_T], default: _T | None = None) -> _T:
-        """Return a value of a plain type; if missing or wrong the default, or an empty value of the type.
+        """Return a value of a plain type; if it is missing or wrong, the default or else the type's empty value.
 
-        `key` is the full key of `data`, `name` the key in it; without a default it is required.
+        Args:
+            data: the mapping that has the value.
+            key: its full key.
+            name: the value's key in it.
+            kind: the value's type.
+            default: None if the value is required.
         """
         given = data.get(name)
         if given is None and default is not None:
@@ -83,12 +91,12 @@ class Reading:
         return cast("_T", given)
 
     def one_of(self, data: Mapping[str, Any], key: str, name: str, allowed: Collection[str], default: str) -> str:
-        """Return one of the allowed words."""
+        """Return the word at `name`, one of the allowed ones; the default if it is missing or wrong."""
         given = data.get(name)
         if given is None:
             return default
         if given not in allowed:
-            self.fault(self.inside(key, name), choice(given if isinstance(given, str) else shown(given), allowed))
+            self.fault(self.inside(key, name), choice(given, allowed))
             return default
         return str(given)
 

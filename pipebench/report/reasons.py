@@ -1,4 +1,4 @@
-"""Why a chosen plan differs from the published one, from runs of both."""
+"""The reason why a chosen plan differs from the published one, from runs of both."""
 
 from pipebench.formats import num_bytes, percent, seconds
 from pipebench.report.metrics import metrics_of
@@ -8,11 +8,11 @@ from pipebench.simulate.meter import MEMORY
 from pipebench.train.result import RunResult
 
 _SUMS = ("comm_bytes_per_sample_all_reduce", "comm_bytes_per_sample_parameter_server")
-_NOTHING = 0.005  # relative difference in epoch time that counts as none
+_NOTHING = 0.005  # relative difference below which epoch times are equal
 
 
 def reason_for_plan(chosen: RunResult, published: RunResult | str) -> str:
-    """Return in a few sentences why a plan was chosen; `published` is the other's result or why it has none."""
+    """Return in a few sentences why a plan was chosen; `published` is the other's result, or why it has none."""
     if isinstance(published, str):
         return f"the published plan doesn't run here: {published}"
     if MEMORY in published.notes and MEMORY not in chosen.notes:
@@ -42,7 +42,7 @@ def _written_one_way(plan: str) -> str:
 
 
 def _spent(result: RunResult) -> str:
-    """Return where a run's time goes: the slowest stage, waiting for bytes, bytes sent."""
+    """Return how a run spends its time: its slowest stage, waiting for bytes, bytes sent."""
     metrics = metrics_of(result)
     size = int(result.recipe["train.minibatch_size"])
     minibatch_s = size / metrics["throughput_samples_per_s"]

@@ -10,28 +10,30 @@ from pipebench.recipe.catalog import display, find, find_cluster, recipe_names
 from pipebench.recipe.load import LoadedRecipe, load_file
 from pipebench.report.definition import Column, Report, Row, RunReference
 
-SAME = ""  # column of runs that are equal in all columns
+SAME = ""  # in place of a column's name, for runs that are the same in all columns
 
 
 @dataclass(frozen=True)
-class Asked:
+class ReportRun:
     """One run of a report; several may share a recipe."""
 
     row: str
     run: str
-    column: str  # SAME if columns change nothing
+    column: str  # SAME for a run that is the same in all columns
     words: tuple[str, ...]  # command line that repeats it, from the recipe on
     loaded: LoadedRecipe  # with the seed
     largest: bool = False  # whether the largest minibatch that fits is still to be found
 
 
-def asked_runs(report: Report, *, whole: bool = True) -> tuple[list[Asked], list[Fault]]:
+def report_runs(report: Report, *, whole: bool = True) -> tuple[list[ReportRun], list[Fault]]:
     """Return every run of a report, row by row, and all faults of their recipes.
 
-    Of a report that isn't `whole`, some rows may be missing, and what columns say of these is no fault.
+    Args:
+        report: some of its rows may have been left out.
+        whole: whether all rows are there; if not, keys of columns that no run uses are no faults.
     """
     loader = _RecipeLoader(report)
-    asked: list[Asked] = []
+    asked: list[ReportRun] = []
     for row in report.rows:
         for name, run in row.runs.items():
             for column in (Column(SAME, ""),) if run.same else report.columns:
@@ -40,7 +42,7 @@ def asked_runs(report: Report, *, whole: bool = True) -> tuple[list[Asked], list
 
 
 class _RecipeLoader:
-    """Loads each command line once and collects faults, each under the first row with it."""
+    """Loads each command line once and collects faults, each under the first row that has it."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
@@ -54,7 +56,7 @@ class _RecipeLoader:
     def faults(self) -> list[Fault]:
         return [*self._fault_by_text.values()]
 
-    def runs(self, row: Row, name: str, run: RunReference, column: Column) -> Iterator[Asked]:
+    def runs(self, row: Row, name: str, run: RunReference, column: Column) -> Iterator[ReportRun]:
         """Yield a run of a row in a column, once per seed."""
         key = f"rows.{row.name}.runs.{name}"
         try:
@@ -66,21 +68,21 @@ class _RecipeLoader:
             words = self._in_column(path, given, column)
             for seed in run.seeds or (None,):
                 seeded = words if seed is None else (*words, f"train.seed={seed}")
-                yield Asked(row.name, name, column.name, seeded, self._load(path, seeded), run.largest)
+                yield ReportRun(row.name, name, column.name, seeded, self._load(path, seeded), run.largest)
         except RecipeError as error:
             where = f" (column {column.name})" if column.name and len(self._report.columns) > 1 else ""
             for fault in error.faults:
                 self._fault_by_text.setdefault(str(fault), Fault(display(self._report.path), key, f"{fault}{where}"))
 
     def _in_column(self, path: Path, words: tuple[str, ...], column: Column) -> tuple[str, ...]:
-        """Return a recipe's command line in a column."""
+        """Return a recipe's command line with the changes of a column."""
         given = self._load(path, words).recipe.cluster.name
         cluster = Path(given).stem if given.endswith((".yaml", ".yml")) else given
         self._clusters.add(cluster)
         words += column.words
         if cluster in column.clusters:
             words += (f"cluster.name={self._anchored(column.clusters[cluster])}",)
-        self._load(path, words)  # faults without the optional words aren't theirs
+        self._load(path, words)  # raises faults that are not those of the optional words
         for word in column.optional:
             self._taken.setdefault((column.name, word), False)
             try:
@@ -111,7 +113,7 @@ class _RecipeLoader:
         return display(beside) if os.path.isfile(beside) else cluster
 
     def column_faults(self, *, whole: bool) -> Iterator[Fault]:
-        """Yield faults of columns: unknown clusters, and in a `whole` report unused ones and words that none takes."""
+        """Yield faults of columns: unknown clusters and, if all rows are there, clusters and words that no run uses."""
         file = display(self._report.path)
         for column in self._report.columns:
             for cluster, other in column.clusters.items():

@@ -1,4 +1,4 @@
-"""Render a report: Markdown and PNG to keep, of what is reproducible; an HTML page and SVG to view.
+"""Render a report: Markdown and PNG, which are reproducible and kept; an HTML page and SVG, to view.
 
 A page has tables, pictures, scores, claims, and the origin of every cell.
 """
@@ -56,8 +56,8 @@ def render(evaluated: Evaluated, folder: Path) -> Rendered:
     return Rendered(files, pictures, removed, words, blocks_markdown(tables(evaluated)))
 
 
-# Pictures of an earlier page are removed, but the folder may hold other files (`--out`): only those count that the
-# page to be replaced shows, if it is this report's, under names that `plots` gives.
+# Pictures of an earlier page are removed. As the folder may have other files (`--out`), these are only pictures that
+# the page to be replaced shows, if it is this report's page, under names as `plots` gives them.
 # A page begins with its command, whose first argument is the report's name or file.
 _COMMAND = re.compile(r"`pipebench report '?(.+?)'?(?: --.*)?`")
 _PICTURE = re.compile(rf"^!\[.*\]\(((?:{'|'.join(PICTURES)})(?:-[^/()]+)?)\.png\)$", re.MULTILINE)
@@ -119,7 +119,7 @@ def _cell(cell: Cell) -> str:
 
 
 def page_of(evaluated: Evaluated, drawn: Mapping[Picture, Image | Text]) -> Page:
-    """Return the page of a report; `drawn` are its plots, or a word for each."""
+    """Return the page of a report; `drawn` are its plots, or a text in place of a plot that has nothing to show."""
     report = evaluated.report
     blocks: list[Block] = [*_head(evaluated), *tables(evaluated)]
     pictures = [block for picture in report.pictures for block in _picture(evaluated, picture, drawn)]
@@ -196,7 +196,7 @@ def claims(evaluated: Evaluated) -> list[Block]:
 
 
 def tolerance_text(claim: PublishedClaim) -> str:
-    """Return what counts as holding: a published number and how near is near enough, or the claim's own words."""
+    """Return when a claim holds: a published number and its tolerance, or the claim's own words."""
     if claim.number is None:
         return claim.tolerance
     number = claim.number

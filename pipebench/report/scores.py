@@ -1,7 +1,7 @@
-"""Scores of a column over cells with a published number.
+"""Scores of a column: how well its cells agree with the published numbers.
 
-The geometric-mean error is a typical cell's relative error, up or down alike; Spearman's rank correlation compares the
-order of cells.
+The geometric-mean error is the relative error of a typical cell, symmetric for values above and below the published
+ones. Spearman's rank correlation compares the order of the cells.
 """
 
 import math
@@ -20,11 +20,11 @@ from pipebench.report.evaluated import (
     Verdict,
 )
 
-_FEWEST = 3  # ranks of two are always right or always wrong
+_FEWEST = 3  # of two cells the rank correlation is always 1 or -1
 
 
 def scores_of(report: Report, cells: Sequence[TableCell]) -> Iterator[Score]:
-    """Yield the scores of every column and measure: over all cells, then over informative subsets if smaller."""
+    """Yield the scores of every column and measure: over all cells, then over each informative subset if smaller."""
     for measure in report.measures:
         for column in report.columns:
             before: list[TableCell] = []
@@ -42,7 +42,7 @@ def _sets(report: Report, measure: Measure, column: str, cells: Sequence[TableCe
     """Return the cells of a measure and column with a ratio: all, and each informative subset of the set before."""
     mine = [cell for cell in cells if (cell.measure, cell.column) == (measure.name, column)]
     counted = [cell for cell in mine if cell.ratio is not None and cell.ratio > 0]
-    # Another measure that is compared with the same numbers counts over the same rows.
+    # A measure compared with another one's published numbers leaves out the same rows as that one.
     rows = [row for row in report.rows if measure.published_as]
     constructed = {row.name for row in rows if measure.published_name in row.by_construction}
     chosen = {row.name for row in rows if measure.published_name in row.chosen}
@@ -53,7 +53,7 @@ def _sets(report: Report, measure: Measure, column: str, cells: Sequence[TableCe
 
 
 def _constant(measure: Measure, fitted: Sequence[float], sets: dict[str, list[TableCell]]) -> Iterator[Score]:
-    """Yield the scores of the simplest prediction: the geometric mean of the fitted cells' published values."""
+    """Yield the scores of a baseline that predicts the geometric mean of the fitted cells' published values."""
     mean = math.exp(math.fsum(map(math.log, fitted)) / len(fitted))
     for over in (NOT_FITTED, NOT_CHOSEN):
         ratios = [mean / _published(cell) for cell in sets[over]]
@@ -89,7 +89,8 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def _score(column: str, measure: str, over: str, cells: Sequence[TableCell]) -> Score:
-    ours, theirs = ([float(cell.value) for cell in cells if cell.value], [_published(cell) for cell in cells])
+    ours = [float(cell.value) for cell in cells if cell.value]
+    theirs = [_published(cell) for cell in cells]
     ratios = [cell.ratio for cell in cells if cell.ratio is not None]
     return Score(column, measure, over, len(cells), geometric_mean_error(ratios), rank_correlation(ours, theirs))
 

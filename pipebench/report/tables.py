@@ -38,7 +38,7 @@ def tables(evaluated: Evaluated) -> list[Block]:
 
 
 class _Grid:
-    """Cells by place, columns, and remarks made so far."""
+    """The cells of a report by row and measure, and the remarks that are already below earlier tables."""
 
     def __init__(self, evaluated: Evaluated) -> None:
         self.evaluated, self.rows = evaluated, evaluated.report.rows
@@ -132,7 +132,7 @@ def _plan(cell: TableCell | None, measure: Measure) -> tuple[LinkedText, str, st
 
 
 def _agrees_in(cell: TableCell | None) -> str | None:
-    """Return in what a plan agrees with the published one, None if either is missing."""
+    """Return how far a plan agrees with the published one: `plan`, `class` or `nothing`; None if either is missing."""
     published = cell.published.value if cell is not None and cell.published is not None else None
     if cell is None or not isinstance(cell.value, str) or not isinstance(published, str):
         return None
@@ -163,7 +163,7 @@ def _value(cell: TableCell | None, measure: Measure) -> LinkedText:
 
 
 def _remarks(grid: _Grid, measures: Sequence[Measure]) -> list[Block]:
-    """Return a line per remark for all rows and columns that share it, without repeating those below earlier tables."""
+    """Return a line per remark, with the rows and columns that share it; none that is below an earlier table."""
     columns_of: dict[tuple[str, str], dict[str, None]] = {}
     for row in grid.rows:
         for measure in measures:

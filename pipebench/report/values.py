@@ -1,7 +1,7 @@
-"""A report's values as data beside its page, for coverage and for whoever computes with them."""
+"""A report's values as JSON beside its page, for the coverage page and for further computation."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pipebench import typed_json
@@ -43,7 +43,7 @@ class ReportValues:
     made: str
     columns: dict[str, str]  # titles by name
     cells: tuple[CellValue, ...] = ()
-    claims: tuple[ClaimValue, ...] = field(default=())
+    claims: tuple[ClaimValue, ...] = ()
 
 
 def values_of(evaluated: Evaluated) -> ReportValues:

@@ -18,7 +18,7 @@ MARKS = {
     "or aren't trained, or an earlier release trained them",
 }
 _MOST_TITLES = 4
-_LEAST_SHARE = 0.0001  # smaller shares are shown as below this
+_LEAST_SHARE = 0.0001  # smaller shares are written as `<0.01%`
 _BOUNDS = {"exact": "", "about": "about ", "at_least": "≥ ", "at_most": "≤ "}
 
 
@@ -36,7 +36,7 @@ _REPRODUCED: dict[str, _Format] = {
     "count": lambda value: f"{value:,.0f}" if value == int(value) else number(value),
     "none": number,
 }
-# Published figures keep their printed digits.
+# Published numbers are written with all the digits that were printed.
 _PUBLISHED: dict[str, _Format] = {
     **_REPRODUCED, "x": "{:.6g}x".format, "none": "{:.6g}".format, "share": lambda value: f"{100 * value:.6g}%",
 }  # fmt: skip

@@ -14,20 +14,25 @@ from pipebench.recipe.schema import Recipe
 from pipebench.schedule.modes import AUTO
 from pipebench.train.result import COMPLETED, DIVERGED, MISSED, REACHED, RunResult
 
-_MUCH_BUBBLE, _MUCH_STALL, _MUCH_EVALUATION = 0.2, 0.1, 0.25  # shares that are worth a try
+_MUCH_BUBBLE, _MUCH_STALL, _MUCH_EVALUATION = 0.2, 0.1, 0.25  # fractions of the time from which advice is given
 _OF_OPTION = {"--seeds": "train.seed"}  # the key that an option replaces
 _Step = tuple[str, list[str]]  # the reason, and words to add to the command
 
 
 def advice(loaded: LoadedRecipe, recipe: Recipe, result: RunResult, overrides: Sequence[str]) -> list[tuple[str, str]]:
-    """Return reasons and commands of what to try next; only commands that the recipe takes.
+    """Return what to try next, as reasons and commands; only commands that the recipe accepts.
 
-    `recipe` is the loaded one with its mode resolved; `overrides` are of the run's command.
+    Args:
+        loaded: the run's recipe.
+        recipe: the same with its mode resolved.
+        result: the run's.
+        overrides: those of the run's command.
     """
     given = loaded.words_with(overrides)
     found = []
     for why, words in _steps(recipe, result):
-        keys = tuple(f"{_OF_OPTION.get(word, word.partition('=')[0])}." for word in words)  # with keys inside
+        # The final dot makes a key match itself and the keys inside it, but no longer name.
+        keys = tuple(f"{_OF_OPTION.get(word, word.partition('=')[0])}." for word in words)
         changed = [*(word for word in given if not f"{word.partition('=')[0]}.".startswith(keys)), *words]
         try:
             load_each(loaded.path, [word for word in changed if "=" in word])
@@ -86,14 +91,14 @@ def _of_waiting(recipe: Recipe, result: RunResult) -> Iterator[_Step]:
 
 
 def _replanned(recipe: Recipe) -> list[str]:
-    """Return the words that leave a recipe's plan to the planner; none if it is already."""
+    """Return the words that leave a recipe's plan to the planner; none if the recipe already does."""
     parallelism = recipe.parallelism
     planned = [] if parallelism.plan == AUTO else [f"parallelism.plan={AUTO}"]
     return [*planned, *([] if parallelism.cuts is None else ["parallelism.cuts=null"])]
 
 
 def _scored(result: RunResult) -> tuple[str, float] | None:
-    """Return the first score with a curve, and its best value in three digits, rounded so that this run reaches it."""
+    """Return the first score with a curve and its best value, rounded to three digits that this run reaches."""
     scores = (name for point in result.points for name in point.metrics if f"best_{name}" in result.metrics)
     metric = next((name for name in scores if "loss" not in name), None)
     if metric is None:

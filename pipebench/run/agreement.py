@@ -1,6 +1,7 @@
-"""What must be the same on all hosts of a run: versions, code, recipe and data, of which each host has its own.
+"""Checks that all hosts of a run have the same versions, code, recipe and data, of which each host has its own.
 
-Hosts that differ would still train: each would take its own learning rate, or its own order of minibatches.
+Without these checks, hosts that differ would still train: each would use its own learning rate, for instance, or its
+own order of minibatches.
 """
 
 import socket
@@ -20,12 +21,12 @@ _NOTHING = "nothing"
 
 
 def check_agreement(world: World, loaded: LoadedRecipe) -> None:
-    """Check that all workers' recipe, code and versions are rank 0's; collective, before any of them is used.
+    """Check that all workers have rank 0's recipe, code and versions; collective, before any of them is used.
 
-    A value that a recipe takes from the environment, such as a data set's folder, may differ, and a file's name.
+    Values that a recipe takes from the environment, such as a data set's folder, may differ, and so may files' names.
 
     Raises:
-        UserError: on every worker, names what differs on the first that differs.
+        UserError: on every worker; names the first worker that differs, and in what.
     """
     code = code_of(loaded)
     facts = {
@@ -37,7 +38,7 @@ def check_agreement(world: World, loaded: LoadedRecipe) -> None:
 
 
 def check_same_data(world: World, identity: RunIdentity) -> None:
-    """Check that all workers' data set is described as rank 0's; collective.
+    """Check that the description of every worker's data set is rank 0's; collective.
 
     Raises:
         UserError: as `check_agreement` does.
@@ -60,10 +61,16 @@ def check_made_alike(world: World, loaded: LoadedRecipe, setup: Setup, samples: 
     """Check that the user's code makes the same data set and the same model in all processes; collective.
 
     Inputs and targets of a minibatch are read by different processes, and stages, replicas and slices are cut from each
-    one's own model: whole models are compared. Of data sets the first samples are, by their digest `samples`.
+    one's own model, so whole models are compared.
+
+    Args:
+        world: the processes.
+        loaded: the recipe, with the user's code as targets.
+        setup: this process's.
+        samples: the digest of this process's first samples.
 
     Raises:
-        RecipeError: on every process, names the first rank whose samples or weights aren't rank 0's.
+        RecipeError: on every process; names the first rank whose samples or weights differ from rank 0's.
     """
     recipe, graph = loaded.recipe, setup.graph
     for key, given, what in (

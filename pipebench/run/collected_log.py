@@ -1,6 +1,6 @@
-"""What a process of a run logs: in memory until the run's record has a folder, from then on in a file there.
+"""The log of a run's process: in memory until the run's record has a folder, from then on in a file there.
 
-So a process that is killed leaves its log, and one that goes on with the run adds to it.
+So a process that is killed leaves its log, and a process that resumes the run adds to it.
 """
 
 import logging
@@ -14,18 +14,18 @@ from pathlib import Path
 from pipebench.tracking.record import LOG_FILE
 from pipebench.tracking.run_log import RunLog
 
-_MOST_INSTRUCTIONS = 150_000  # kept with --verbose: some 16 MB, of ten thousand minibatches
+_MOST_INSTRUCTIONS = 150_000  # logged with --verbose: some 16 MB, of ten thousand minibatches
 
 
 class _LogFile(logging.FileHandler):
-    """A file that takes what the disk takes."""
+    """A file that loses messages, without a word, when the disk is full."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 # logging's name
-        """Lose a message: it isn't worth a traceback per line."""
+        """Ignore that a message can't be written, instead of printing a traceback for each."""
 
 
 class CollectedLog(MemoryHandler):
-    """Collects the log of one process; of instructions only the first ones, as a long run has any number."""
+    """Collects the log of one process; only the first instructions, as a long run has any number of them."""
 
     def __init__(self) -> None:
         super().__init__(sys.maxsize, sys.maxsize, flushOnClose=False)
@@ -42,9 +42,9 @@ class CollectedLog(MemoryHandler):
             super().emit(logging.makeLogRecord(vars(record) | said))
 
     def move_to(self, folder: Path | None) -> None:
-        """Go on in a record's folder, behind what earlier processes logged there; None: in memory."""
+        """Continue in a record's folder, after what earlier processes logged there; None continues in memory."""
         if folder is not None and self.target is None:
-            with suppress(OSError):  # it stays in memory
+            with suppress(OSError):  # then the log stays in memory
                 file = _LogFile(folder / LOG_FILE, encoding="utf-8", errors="backslashreplace")
                 file.setFormatter(self.formatter)
                 self.setTarget(file)
@@ -52,7 +52,7 @@ class CollectedLog(MemoryHandler):
                 self.flush()
 
     def save(self, log: RunLog) -> None:
-        """Log what was collected as an artifact, and end."""
+        """Record the log as an artifact, and close it."""
         if self.target is not None:
             log.log_file()
         else:

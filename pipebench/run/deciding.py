@@ -1,10 +1,10 @@
 """Decide a run's profile and plan, on which all its processes must agree, and store them in the run's folder.
 
-plan.json and profile.json are the usual files; overrides.json holds the changes of a resumed run that they were made
-for. It is written last and removed first, so it never belongs to another plan.
+plan.json and profile.json have their usual formats. overrides.json has the overrides of a resumed run for which they
+were made. It is written last and removed first, so it never belongs to another plan.
 
-A process that has computed on a GPU holds memory there until it ends, hundreds of megabytes of CUDA's own. The launcher
-needs no GPU but lives as long as the workers, so another process measures the profile and exits:
+A process that has computed on a GPU holds hundreds of megabytes there until it ends, which are CUDA's own. The launcher
+needs no GPU, but lives as long as the workers. So another process measures the profile and exits:
 `pipebench.run.deciding PARENT DESCRIPTOR`.
 """
 
@@ -44,21 +44,21 @@ from pipebench.typed_json import JsonError, read
 _PLAN, _PROFILE, _OVERRIDES = "plan.json", "profile.json", "overrides.json"
 _FAILED = 3
 _HERE = "the process that decides"
-_KINDS = (
-    errors.UserCodeError,
-    errors.GraphError,
-    errors.PlanError,
-    errors.ProfileError,
-    UserError,
-)  # constructed from one sentence
+# Errors that the deciding process passes on; each is constructed from one sentence.
+_KINDS = (errors.UserCodeError, errors.GraphError, errors.PlanError, errors.ProfileError, UserError)
 
 
 def prepare_job(
     loaded: LoadedRecipe, *, apart: bool = False, tells: bool = False, silent: bool = False, **how: Any
 ) -> Job:
-    """Prepare a recipe, showing progress unless `silent`; `tells` prints plain lines without a terminal.
+    """Prepare a recipe.
 
-    `apart` leaves the GPU alone: another process decides if the profile is measured on one. For `how` see `prepare`.
+    Args:
+        loaded: the recipe.
+        apart: whether another process decides if the profile is measured on a GPU, so that this one uses none.
+        tells: whether progress is printed as plain lines if there is no terminal.
+        silent: whether no progress is shown.
+        how: options of `prepare`.
 
     Raises:
         RecipeError: the model doesn't allow it.
@@ -67,11 +67,11 @@ def prepare_job(
     recipe, cluster = loaded.recipe, loaded.cluster
     showing = nullcontext(lambda work: None) if silent else preparing(recipe.name, tells=tells)
     with faults_of(loaded), showing as on_progress:
-        # This check takes no memory of the GPU: torch counts devices without starting one.
+        # This check takes no memory of the GPU: torch counts devices without starting CUDA.
         if apart and is_measured(recipe, cluster) and choose_device(recipe.engine.device).type == "cuda":
             how["decision"] = decided_apart(recipe, cluster, on_progress)
         job = prepare(recipe, cluster, on_progress, **how)
-    # A run that goes on may end earlier than the one whose recipe asks for them: it has a note.
+    # A resumed run may end before what its recipe asks of extensions; the result then has a note instead.
     late = () if loaded.goes_on else [found for each in job.extensions.values() for found in each.refused(job.setup)]
     if late:
         raise RecipeError(Fault(loaded.origin(key), key, problem) for key, problem in late)
@@ -137,8 +137,12 @@ def _profile(text: bytes, path: Path) -> Profile:
 def decided_apart(recipe: Recipe, cluster: Cluster, on_progress: Callable[[str], None]) -> Decision:
     """Decide a run in another process, whose memory, on GPUs too, is free when this returns.
 
-    The other process ends with this call, also on Ctrl-C or if this process dies. `on_progress` gets what is
-    profiled, in words.
+    The other process ends with this call, also on Ctrl-C or if this process dies.
+
+    Args:
+        recipe: the recipe.
+        cluster: its cluster.
+        on_progress: gets what is being profiled, in words.
 
     Raises:
         UserError: of the same class as `prepare` raises.
@@ -148,7 +152,7 @@ def decided_apart(recipe: Recipe, cluster: Cluster, on_progress: Callable[[str],
     with open(reads, encoding="utf-8") as answers:
         try:
             command = [*python_module("pipebench.run.deciding"), str(os.getpid()), str(writes)]
-            # In a process group of its own it doesn't get the terminal's Ctrl-C; this process does, and ends it.
+            # In a process group of its own it doesn't get the terminal's Ctrl-C. This process does, and then ends it.
             process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(writes,), process_group=0)
         finally:
             os.close(writes)
@@ -158,7 +162,7 @@ def decided_apart(recipe: Recipe, cluster: Cluster, on_progress: Callable[[str],
                 return _answer(answers, process, on_progress)
             finally:
                 process.kill()
-                process.wait()  # `with` waits for a quarter of a second only where Ctrl-C ends it
+                process.wait()  # after Ctrl-C, `with` alone would wait for only a quarter of a second
 
 
 def _ask(process: "subprocess.Popen[bytes]", recipe: Recipe, cluster: Cluster) -> None:

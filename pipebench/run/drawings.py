@@ -37,7 +37,7 @@ _LOG = logging.getLogger("pipebench.run")
 def record_run(
     log: RunLog, request: RunRequest, job: Job, result: RunResult, timeline: Timeline, forecast: MemoryForecast | None
 ) -> None:
-    """Record a run's pictures, its page and its description, as far as its suite has them."""
+    """Record a run's pictures, its page and its description, except those that its suite leaves out."""
     kind, suite = engine_kind(job.recipe), request.suite
     drawn: list[str] = []
     is_drawn = kind.trains or suite.draws
@@ -117,7 +117,7 @@ def record_drawn(log: RunLog, drawings: Mapping[str, Callable[[Path], None]], wh
                 write(path)
                 log.file(artifact, path)
                 drawn.append(artifact)
-    except Exception as error:  # whatever matplotlib can think of: a picture must never cost a result
+    except Exception as error:  # of any type, from matplotlib: a picture must never cost a result
         _LOG.warning("%s could not be drawn: %s", what, error)
     return drawn
 

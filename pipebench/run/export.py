@@ -27,10 +27,13 @@ _LOADS = "model.load_state_dict(torch.load(FILE, weights_only=True))"
 
 
 def export(run: str, output: str | None, step: int | None, *, trusts: bool = False) -> tuple[str, list[str]]:
-    """Write the weights of a run's newest whole checkpoint, or of that of a step, as a `state_dict`.
+    """Write the weights of a checkpoint as a `state_dict`.
 
-    For `run` see `run_folder.find`. The file is `<run id>.pt` in the working directory without `output`, and replaced
-    if it is a `state_dict`. `trusts` executes the run's code even if another user owns it.
+    Args:
+        run: see `folder.find`.
+        output: the file to write, by default `<run id>.pt` in the working directory. A `state_dict` there is replaced.
+        step: the checkpoint's; None for the newest whole one.
+        trusts: whether the run's code is executed even if another user owns it.
 
     Returns:
         A sentence on the file written, and one per newer checkpoint that isn't whole.
@@ -59,12 +62,12 @@ class _ExportedModel:
 
     def __init__(self, recipe: Recipe, run_id: str) -> None:
         self._recipe, self._run_id = recipe, run_id
-        # Contents of the last checkpoint that fit; its files stay open even if a resumed run removes them
+        # Contents of the last checkpoint that fitted. Its files stay open even if a running run removes them.
         self.fitting = ModelState()
 
     @cached_property
     def traced(self) -> LayerGraph:
-        """Return the layer graph; that of one layer where no trace is possible, as modes that cut nothing have it."""
+        """Return the layer graph. A model that can't be traced is one layer, as in modes that cut nothing."""
         model, fed = initial_model(self._recipe), _fed(self._recipe)
         try:
             return trace(model, list(self._recipe.model.get("leaves") or ()), fed)
@@ -88,7 +91,7 @@ class _ExportedModel:
 
 
 def _fed(recipe: Recipe) -> Fed:
-    """Return the arguments that the data set gives a user's model; None without the data, which may be gone by now."""
+    """Return the arguments that the data set gives a user's model; None if the data are gone."""
     if recipe.model.get("target") is None:
         return None
     try:
@@ -99,7 +102,7 @@ def _fed(recipe: Recipe) -> Fed:
 
 
 def _filled(model: nn.Module, state: ModelState) -> nn.Module:
-    """Give a model the parameters and buffers of a matching state, as used in evaluations."""
+    """Give a model the parameters and buffers of a matching state: averages, if evaluations use them."""
     mine = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     averages = {name: average_in(own) for name, own in state.optimizer.items()}
     averaged = {name: average for name, average in averages.items() if average is not None}
@@ -111,7 +114,7 @@ def _filled(model: nn.Module, state: ModelState) -> nn.Module:
 
 
 def _check_output(path: Path) -> None:
-    """Refuse a file that isn't writable, not an exported one or named as one of another format, before any work."""
+    """Refuse, before any work, a file that can't be written, isn't an exported one, or is named as another format."""
     if path.suffix == ".safetensors":
         raise UserError(f"--out: got {path}, but what is written is torch.save's format; use the ending .pt")
     if not os.path.isdir(path.parent):

@@ -3,7 +3,7 @@
 pipebench-runs/quickstart-1f0c9a7e/
     run.json        the run's facts
     recipe.yaml     the recipe with all keys filled in that don't follow from the plan
-    lock            held by the process that trains it
+    lock            locked by the process that trains the run
     checkpoints/
     record/         logged data, results included
 """
@@ -59,10 +59,10 @@ class RunFacts:
     parent_mlflow_run_id: str | None  # of its comparison or group of seeds
     verbose: bool  # workers log every instruction
     started_at_s: Finite | None  # seconds since the epoch when its first processes were ready; None before
-    # Where targets' modules are found first; relative to the run's folder if below the working directory, so that a
-    # copy of it all is self-contained. Empty in older runs
+    # Folders that are searched first for targets' modules. Those below the working directory are relative to the run's
+    # folder, so that a copy of the working directory is self-contained. Empty in older runs
     code_folders: tuple[str, ...] = ()
-    silent: bool = False  # workers that its launcher starts print no result
+    silent: bool = False  # whether workers that the launcher starts print no result
 
 
 @dataclass(frozen=True)
@@ -144,17 +144,17 @@ class RunFolder:
             print_notice(f"its checkpoints are kept: {command}")
 
     def say_from_where(self, step: int | None) -> None:
-        """Tell the user after how many minibatches the run goes on, None for the beginning."""
+        """Print after how many minibatches the run goes on, None for the beginning."""
         where = "the beginning" if step is None else f"minibatch {step}"
         print_notice(f"{self.run_id} goes on from {where}")
 
-    def finish(self, result: RunResult, changes: Sequence[str], keep: int, *, tells: bool) -> None:
-        """Say how to resume a run that was interrupted, or to export its weights; remove checkpoints to `keep` none."""
+    def finish(self, result: RunResult, changes: Sequence[str], keep: int, *, prints: bool) -> None:
+        """Say how to resume an interrupted run, or how to export the weights; remove the checkpoints if `keep` is 0."""
         if result.outcome == INTERRUPTED:
             self.say_how_to_go_on(changes)
         elif keep == 0:
             self.checkpoints.remove()
-        elif tells and (steps := self.checkpoints.steps()):
+        elif prints and (steps := self.checkpoints.steps()):
             earlier = f" (or --step {' or '.join(map(str, steps[:-1]))})" if len(steps) > 1 else ""
             print(f"  weights  pipebench export {self.run_id}{earlier}", flush=True)
 
@@ -164,7 +164,7 @@ class RunFolder:
 
 
 def records(besides: RunFolder | None = None) -> list[Path]:
-    """Return the folders in the working directory that may hold a run's record, but that of one that goes on."""
+    """Return the folders in the working directory that may hold a run's record, except that of run `besides`."""
     own = None if besides is None else besides.record_path
     found = [*sorted(RUNS.glob(f"*/{RECORD}")), *sorted(Path(RESULTS_FOLDER).glob("*"))]
     return [each for each in found if each.absolute() != own]
@@ -233,16 +233,19 @@ def find_trusted(run: str, *, trusts: bool) -> RunFolder:
 
 
 def resumed(
-    run: str, overrides: Sequence[str], *, trusts: bool = False, tells: bool = True
+    run: str, overrides: Sequence[str], *, trusts: bool = False, prints: bool = True
 ) -> tuple[RunFolder, LoadedRecipe]:
-    """Return a run's folder and its recipe with overrides, `key=value` texts, to resume from its last checkpoint.
+    """Return the folder and the recipe of a run to resume from its last checkpoint.
 
-    For `run` see `find`; `trusts` executes the run's code even if another user owns it, `tells` prints which is
-    executed.
+    Args:
+        run: see `find`.
+        overrides: of the recipe, as `key=value`.
+        trusts: whether the run's code is executed even if another user owns it.
+        prints: whether to print what code is executed.
 
     Raises:
-        UserError: no such run, another user's, without checkpoint, an override of a key that its weights depend on,
-            fewer epochs than it has trained, or other keys with nothing left to train.
+        UserError: there is no such run, another user owns it, it has no checkpoint, an override changes a key on which
+            its weights depend, it has trained for more epochs, or nothing is left to train with other keys.
     """
     folder = find_trusted(run, trusts=trusts)
     if not folder.checkpoints.steps():
@@ -250,7 +253,7 @@ def resumed(
     before = folder.recipe()
     try:
         loaded = folder.recipe(overrides)
-    except RecipeError:  # perhaps what depends on a key that is fixed, such as the options of an optimizer
+    except RecipeError:  # the cause may be a fixed key on which others depend, as an optimizer's options on its name
         _refuse_changed(_fixed_in(overrides, before.flat))
         raise
     _refuse_changed(key for key in _FIXED if attrgetter(key)(before.recipe) != attrgetter(key)(loaded.recipe))
@@ -265,7 +268,7 @@ def resumed(
             f"--resume: run {folder.run_id} has trained all it had to, {num_epochs(trained)}: nothing is left to train "
             f"with other keys; {_EPOCHS} and train.target say for how long it goes on"
         )
-    require_own_code(loaded, trusts=trusts, tells=tells)
+    require_own_code(loaded, trusts=trusts, prints=prints)
     return folder, replace(loaded, goes_on=True)
 
 
@@ -290,6 +293,6 @@ def _fixed_in(overrides: Sequence[str], before: Mapping[str, str]) -> Iterator[s
     """Yield the fixed keys that overrides change; `before` has the recipe's texts by full key."""
     leaves = Leaves()
     leaves.add_overrides(overrides)
-    asked = dict(flattened({dotted(key): leaf.value for key, leaf in leaves.found.items()}))
-    changed = [key for key, text in asked.items() if before.get(key) != text]
+    given = dict(flattened({dotted(key): leaf.value for key, leaf in leaves.found.items()}))
+    changed = [key for key, text in given.items() if before.get(key) != text]
     return (fixed for fixed in _FIXED if any(f"{key}.".startswith(f"{fixed}.") for key in changed))

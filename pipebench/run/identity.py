@@ -26,9 +26,13 @@ _SAMPLES = 2
 
 
 def identity_of(folder: RunFolder, loaded: LoadedRecipe, job: Job, samples: str) -> RunIdentity:
-    """Return a run's identity; `loaded` gives the folders of user code, `job` is the prepared recipe.
+    """Return a run's identity.
 
-    `samples` is by `samples_of` before training, in which a data set may change or go.
+    Args:
+        folder: the run's.
+        loaded: the recipe, with the folders of the user's code.
+        job: the prepared recipe.
+        samples: from `samples_of` before training, since the data set's files may change or be removed meanwhile.
     """
     return RunIdentity(
         run_id=folder.run_id,
@@ -59,7 +63,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def _first_samples(dataset: Dataset) -> Iterator[torch.Tensor]:
-    """Yield the fields of the first samples to train on, and held out; the same in any precision of training."""
+    """Yield the fields of the first training and held-out samples; they are the same in any precision of training."""
     dataset = dataset.exact if isinstance(dataset, RoundedData) else dataset
     fields = [*dataset.inputs, *dataset.targets]
     for split, number in (("train", dataset.num_train), ("eval", dataset.num_eval)):
@@ -80,7 +84,7 @@ def _text(inputs: Inputs) -> str:
 
 
 def hardware() -> dict[str, str]:
-    """Return the tags that runs on machines like this one have, as far as measured durations depend on it."""
+    """Return facts of this machine on which measured durations depend, as a run's tags."""
     return {"processor": processor(), "cpus": str(os.cpu_count())}
 
 

@@ -12,19 +12,20 @@ from pipebench.distributed.world import join
 from pipebench.errors import UserError
 from pipebench.profile.devices import local_device_name
 
-_BINDS = 0.95  # of what a port carries; a connection or a sum that gets no less has no limit of its own
-_JOIN_S = 600.0
+# A pair of workers or a sum that gets less than this fraction of what a port carries has a limit of its own.
+_BINDS = 0.95
+_JOIN_S = 600.0  # for all workers to join
 
 
 class LinksHere(NamedTuple):
-    """A cluster's links, and on what they were measured."""
+    """A cluster's links, and the devices and the backend with which they were measured."""
 
     links: MeasuredLinks
     device: str  # a worker's
     backend: str  # `NCCL`, or `Gloo` through the hosts' memory
 
 
-def measure_here(device: str, tell: Callable[[str], None]) -> LinksHere:
+def measure_here(device: str, on_progress: Callable[[str], None]) -> LinksHere:
     """Join the other processes of a launcher's job on a device as for `join`, and measure their links.
 
     Raises:
@@ -32,7 +33,7 @@ def measure_here(device: str, tell: Callable[[str], None]) -> LinksHere:
         PeerLostError: one is gone.
     """
     world = join(device, limit_s=_JOIN_S)
-    links = measure_links(world, tell)
+    links = measure_links(world, on_progress)
     world.close()
     return LinksHere(links, local_device_name(world.device), "NCCL" if world.direct else "Gloo")
 
@@ -44,7 +45,7 @@ def check_device(device: str) -> None:
 
 
 def cluster_text(found: LinksHere, made_by: str) -> str:
-    """Return the text of a cluster's file, which ends its first line in what it was made by."""
+    """Return the text of a cluster's file; `made_by` ends its first line."""
     return "\n".join([f"# workers on {found.device}, and their links, {made_by}", *_lines(found), ""])
 
 

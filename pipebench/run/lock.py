@@ -1,4 +1,4 @@
-"""A lock on a run's folder: one command trains a run at a time. It is on the file `lock`, which says who has it."""
+"""A lock on a run's folder, so that one command trains the run at a time. The file `lock` says who holds it."""
 
 import errno
 import os
@@ -20,7 +20,11 @@ _held: dict[Path, FileLock] = {}  # by folder
 
 @contextmanager
 def locked(folder: Path, *, patience_s: float = 0.0) -> Iterator[None]:
-    """Hold a run's folder; reentrant within a process. `patience_s` is the longest wait for another process.
+    """Hold a run's folder; reentrant within a process.
+
+    Args:
+        folder: the run's.
+        patience_s: seconds to wait if another process holds it.
 
     Raises:
         UserError: another process holds it, or the file isn't writable.
@@ -46,7 +50,7 @@ def _lock(path: Path, patience_s: float) -> FileLock | None:
             lock = FileLock(path)
         except OSError as error:
             if error.errno in NO_LOCKS:
-                _tell_once(f"{path}: the file system has no locks ({error.strerror}): take care not to resume twice")
+                _print_once(f"{path}: the file system has no locks ({error.strerror}): take care not to resume twice")
                 return None
             if error.errno != errno.EWOULDBLOCK:
                 raise UserError(f"{path}: can't be locked: {error.strerror}") from error
@@ -60,5 +64,5 @@ def _lock(path: Path, patience_s: float) -> FileLock | None:
 
 
 @cache
-def _tell_once(problem: str) -> None:
+def _print_once(problem: str) -> None:
     print_notice(problem)

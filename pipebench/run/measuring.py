@@ -1,11 +1,11 @@
-"""What the processes of a run measure together before it trains, each thing once, and kept for the next run.
+"""Measurements that the processes of a run make together before training; cached for the next run.
 
-On CPUs all measure at the same time, as they will compute: layers one by one, then every worker's list (in situ), then
-what messages and sums cost. Workers that share a GPU measure in turns. Workers with GPUs of their own don't disturb
-each other: there a profile is of a kind of device, one worker of each kind measures it, and the launcher's profile is
-that of its own kind.
+On CPUs all processes measure at the same time, as they compute in training: first single layers, then every worker's
+program (in situ), then the cost of messages and sums. Workers that share a GPU measure in turns. Workers with GPUs of
+their own don't disturb each other. There a profile is that of a kind of device: the launcher has measured its own kind,
+and one worker of each other kind measures that one.
 
-Rank 0's cache has what was measured before by as many processes with the same cores.
+Rank 0's cache has earlier measurements by as many processes on the same cores.
 """
 
 import json
@@ -37,14 +37,14 @@ from pipebench.train.profiled_model import ProfiledModel
 from pipebench.train.request import travelling_sizes
 
 T = TypeVar("T")
-# Keys of `train` that say which updates a run makes, and change none of their times
+# Keys of `train` that determine which updates a run makes, but not how long an update takes
 _UNTIMED = ("seed", "schedule", "target", "max_epochs", "evaluate_every", "checkpoint_every", "checkpoint_keep")
-_LAUNCHER_S = 60.0  # for the launcher, which may be slow, to be ready to record
+_LAUNCHER_S = 60.0  # to wait until the launcher is ready to record
 
 
 @dataclass(frozen=True)
 class _Form(Generic[T]):
-    """How a measurement is written, for others and for the cache; `read` refuses what isn't of this form."""
+    """The text form of a measurement, for other processes and the cache; `read` raises an error for other texts."""
 
     read: Callable[[str], T]
     write: Callable[[T], str]
@@ -56,7 +56,7 @@ _HOST = _Form(partial(typed_json.read, HostCosts), typed_json.write)
 
 
 class Together:
-    """Measures a recipe's model for one run in all its processes; all call the same."""
+    """Measures a recipe's model for one run in all its processes; all call the same methods."""
 
     def __init__(self, loaded: LoadedRecipe, world: World) -> None:
         self._loaded, self._world = loaded, world
@@ -69,7 +69,7 @@ class Together:
         self._layers_key: Mapping[str, object] = {}
 
     def profile(self, known: ProfiledModel, profile: Profile) -> Profile:
-        """Return a model's profile at the sizes that travel, for a run that was planned with `profile`."""
+        """Return a model's profile at the sizes that travel, measured for a run that was planned with `profile`."""
         if self._alone:
             return self._by_kind(known, profile)
         sizes = travelling_sizes(self._recipe, known.dataset)
@@ -96,19 +96,19 @@ class Together:
         train = {key: value for key, value in asdict(self._recipe.train).items() if key not in _UNTIMED}
         lists = {"plan": repr(setup.plan), "pipeline": repr(setup.pipeline), "train": train, "compiled": setup.compiled}
         with lasting(job.recipe.name, "measuring stages while all workers compute", shown=self._is_first) as say:
-            times = self._once({**self._layers_key, "code": code_hash(), **lists}, _TIMES, lambda: self._lists(job))
+            times = self._once({**self._layers_key, "code": code_hash(), **lists}, _TIMES, lambda: self._in_situ(job))
             say("measuring messages and sums while all workers compute")
             fetches = fetches_itself(setup)
             beside = {"together": self._shares, "code": code_hash(), "torch": torch.__version__, "fetches": fetches}
             host = self._once(beside, _HOST, lambda: host_costs(world, fetches=fetches))
-        if not times:  # too large for some GPU: its layers are known one by one
+        if not times:  # a stage was too large for its GPU: only times of single layers are known
             return replace(job, setup=replace(setup, costs=replace(setup.costs, host=host)))
         profile = in_use(job.profile, setup, times)
         costs = replace(stage_costs(profile, setup.plan, sharded=setup.pipeline.is_sharded), host=host)
         return replace(job, setup=replace(setup, profile=profile, costs=costs))
 
-    def _lists(self, job: Job) -> InSituTimes:
-        """Measure every worker's list in all processes; nothing where it is too large for some GPU."""
+    def _in_situ(self, job: Job) -> InSituTimes:
+        """Measure every worker's program in all processes; return nothing if one is too large for its GPU."""
         found = self._world.exchange(entries(in_situ(self._world, job.setup)))
         return mean(found) if all(found) else {}
 
@@ -130,15 +130,15 @@ class Together:
         return replace(mean_profile([found[kind] for kind in kinds]), note=f"{profile.note}; mean over {devices}")
 
     def _once(self, key: Mapping[str, object], form: _Form[T], measure: Callable[[], T]) -> T:
-        """Return what all processes measure and find alike, or what rank 0's cache has of the same."""
+        """Return what rank 0's cache has under a key, else what `measure` returns, the same in all processes."""
         looks = self._is_first and self._recipe.engine.timing != ANEW
         text = self._world.exchange(find(key, form.read) if looks else None)[0]
         if text is not None:
             return form.read(text)
         ready = ready_listener() if self._is_first else None
-        if ready is not None:  # else its import would take cores from what is measured
+        if ready is not None:  # before, the launcher's imports would take cores from the measurement
             ready(_LAUNCHER_S)
         found = measure()
-        if self._is_first and found:  # a list that didn't fit beside another program may fit next time
+        if self._is_first and found:  # a stage that didn't fit beside another program may fit next time
             keep(key, form.write(found))
         return found

@@ -64,26 +64,28 @@ def run_virtual(request: RunRequest, tracking: Tracking) -> Run:
 
         try:
             made = recorder.record(train)
-        except KeyboardInterrupt:  # while the record was closed, say
+        except KeyboardInterrupt:  # for instance while the record was being closed
             if folder.made is not None:
                 folder.made.say_how_to_go_on(suite.changes)
             raise
     if folder.made is not None:
-        tells = suite.prints and not request.is_one_of_many
-        folder.made.finish(made.result, suite.changes, job.recipe.train.checkpoint_keep, tells=tells)
+        prints = suite.prints and not request.is_one_of_many
+        folder.made.finish(made.result, suite.changes, job.recipe.train.checkpoint_keep, prints=prints)
     return made
 
 
 class _LateFolder:
-    """The folder of a virtual run: created at the start if the recipe asks for checkpoints, else with the first one.
+    """The folder of a virtual run: made at the start if the recipe asks for checkpoints, else with the first one.
 
-    `held` holds the lock on the folder until the run's end.
+    Args:
+        request: the run.
+        held: closed at the run's end; it holds the lock on the folder until then.
     """
 
     def __init__(self, request: RunRequest, held: ExitStack) -> None:
         self._request, self._held = request, held
         self.made = request.suite.resumed  # the folder, None before it exists
-        self.log: RunLog | None = None  # what the run logs; moved into the folder when that is created
+        self.log: RunLog | None = None  # the run's; moved into the folder when that is made
 
     @property
     def record_path(self) -> Path | None:
@@ -91,7 +93,7 @@ class _LateFolder:
         return None if self.made is None else self.made.record_path
 
     def policy(self, job: Job) -> CheckpointPolicy:
-        """Return where checkpoints go and where to resume; raises a UserError without a usable checkpoint to resume."""
+        """Return where checkpoints go and from which one to resume; raises a UserError if none is usable for that."""
         if self.made is not None:
             self._held.enter_context(locked(self.made.path))
             checkpoints = self._checkpoints(self.made, job, samples_of(job))
@@ -117,7 +119,7 @@ class _LateFolder:
         return checkpoints_of(folder, job, identity_of(folder, self._request.loaded, job, samples))
 
     def _make_late(self, job: Job, samples: str) -> Checkpoints | None:
-        """Create the folder of a run; a failure doesn't lose what was trained."""
+        """Make the run's folder for its first checkpoint; after a failure the run continues without checkpoints."""
         try:
             made = self._make()
         except UserError as error:

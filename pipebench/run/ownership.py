@@ -1,7 +1,7 @@
-"""Ownership of a run's folder and of the code that resuming or exporting it executes: the targets in its recipe.
+"""Ownership of a run's folder and of the code that resuming or exporting the run executes: its recipe's targets.
 
-Targets may be any function of any module, and the folder lists where to look for them first. So another user's folder
-is another user's program.
+Targets may be any function of any module, and the folder lists where to look for modules first. So another user's
+folder is another user's program.
 """
 
 import os
@@ -15,7 +15,7 @@ from pipebench.errors import UserError, print_notice
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.targets import targets_of
 
-_ROOT = 0  # trusted anyway
+_ROOT = 0  # user id of the superuser, who is trusted
 
 
 def require_own(folder: Path, files: tuple[str, ...]) -> None:
@@ -28,10 +28,13 @@ def require_own(folder: Path, files: tuple[str, ...]) -> None:
         _require_own(path, "the run")
 
 
-def require_own_code(loaded: LoadedRecipe, *, trusts: bool, tells: bool = True) -> None:
-    """Print the files executed for a run's recipe to standard error if `tells`, and refuse those of other users.
+def require_own_code(loaded: LoadedRecipe, *, trusts: bool, prints: bool = True) -> None:
+    """Refuse a recipe whose targets execute files of other users.
 
-    `loaded` must not have executed any code; `trusts` refuses nothing.
+    Args:
+        loaded: the recipe; its targets have not been imported yet.
+        trusts: whether other users' files are allowed.
+        prints: whether to print the files that are executed, to standard error.
 
     Raises:
         UserError: for another user's file.
@@ -40,7 +43,7 @@ def require_own_code(loaded: LoadedRecipe, *, trusts: bool, tells: bool = True) 
         files = _files_of(target, [*loaded.folders, *map(Path, sys.path)])
         for path in files if not trusts else ():
             _require_own(path, f"the code of {key}, {target}")
-        if tells:
+        if prints:
             where = f"{files[-1]}, of user {_owner(files[-1])}" if files else "Python"
             print_notice(f"{key}: executes {target} from {where}")
 
@@ -59,7 +62,7 @@ def _files_of(target: str, folders: Sequence[Path]) -> list[Path]:
 def _require_own(path: Path, what: str) -> None:
     try:
         owner = path.stat().st_uid
-    except OSError:  # reported by its reader
+    except OSError:  # who reads the file reports it
         return
     if owner not in (os.geteuid(), _ROOT):
         raise UserError(

@@ -14,10 +14,15 @@ _SEED, _SIZE = "train.seed", "train.minibatch_size"
 
 
 def preflight_all(loaded: Sequence[LoadedRecipe], *, seeds: Sequence[int] | None = None, tries: bool = True) -> None:
-    """Check everything that recipes use; raises a RecipeError with all faults.
+    """Check everything that recipes use.
 
-    `seeds` are those that each is to run with, None for its own. `tries` also tries out targets of recipes that train,
-    which takes a model.
+    Args:
+        loaded: the recipes.
+        seeds: seeds that each is to run with, None for its own.
+        tries: whether to try out the targets of recipes that train, which takes the time to build a model.
+
+    Raises:
+        RecipeError: with all faults.
     """
     faults = [*_own_seeds(loaded, seeds)] if seeds else []
     cause: RecipeError | None = None
@@ -36,7 +41,7 @@ def preflight_all(loaded: Sequence[LoadedRecipe], *, seeds: Sequence[int] | None
 
 
 def _own_seeds(loaded: Sequence[LoadedRecipe], seeds: Sequence[int]) -> Iterator[Fault]:
-    """Yield a fault per recipe with seeds that others would replace: a list, or one given with the command."""
+    """Yield a fault per recipe whose seeds `seeds` would replace: a list, or one given on the command line."""
     others = ", ".join(map(str, seeds))
     for each in loaded:
         file = each.origins.get(_SEED)
@@ -47,12 +52,12 @@ def _own_seeds(loaded: Sequence[LoadedRecipe], seeds: Sequence[int]) -> Iterator
 
 
 def faults_together(loaded: Sequence[LoadedRecipe]) -> list[Fault]:
-    """Return the faults that recipes have only beside each other."""
+    """Return the faults that recipes have only in one command."""
     return [*_same_names(loaded), *_other_sizes(loaded)]
 
 
 def _other_sizes(loaded: Sequence[LoadedRecipe]) -> Iterator[Fault]:
-    """Yield a fault per recipe that takes a `graph.txt` for another number of samples than one before it does."""
+    """Yield a fault per recipe that uses a `graph.txt` with another minibatch size than an earlier recipe."""
     first: dict[str, int] = {}
     for each in loaded:
         path, size = each.recipe.model.get("profile"), each.recipe.train.minibatch_size

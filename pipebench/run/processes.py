@@ -1,8 +1,8 @@
 """Distributed runs: the command that starts one, and the work of each process.
 
-`pipebench run` plans, creates the run's folder and starts a process per worker; these run the same command as workers.
-Under torchrun every process is a worker from the start, and rank 0 does what is done once. What all must agree on
-(plan, profile) is in the run's folder.
+`pipebench run` plans, creates the run's folder and starts a process per worker. These processes run the same command as
+workers. Under torchrun every process is a worker from the start, and rank 0 does what is to be done once. Plan and
+profile, which must be the same in all processes, are in the run's folder.
 """
 
 import logging
@@ -69,8 +69,11 @@ _LOCK_PATIENCE_S = 120.0  # NFS releases a dead host's locks after its lease of 
 def run_distributed(request: RunRequest, tracking: Tracking) -> Run:
     """Start a process per worker on this host, restart them if one dies, and return the result.
 
-    This process holds the run's folder for all of them, and sends to MLflow by `tracking` what rank 0 records there.
-    Raises a WorkersFailedError if there is no result.
+    This process locks the run's folder for all of them. It sends to MLflow, by `tracking`, what rank 0 records in the
+    folder.
+
+    Raises:
+        WorkersFailedError: there is no result.
     """
     silent, decision = request.suite.is_quiet, request.decision
     job = prepare_job(request.loaded, tells=True, silent=silent, trains=False, decision=decision)
@@ -87,11 +90,11 @@ def run_distributed(request: RunRequest, tracking: Tracking) -> Run:
 def _launch(request: RunRequest, job: Job, folder: RunFolder, log: RunLog, ready: Mapping[str, int]) -> Run:
     """Start the workers of a run whose folder exists; see `run_distributed`."""
     suite, setup = request.suite, job.setup
-    release_copies(setup.device, setup.graph.root)  # this process has measured, and trains nothing
+    release_copies(setup.device, setup.graph.root)  # this process has measured on the device, but doesn't train
     if stored_decision(folder, suite.changes) is None:
         store_decision(folder, decision_of(job), suite.changes)
     if suite.resumed is not None:
-        folder.result()  # raises now what would be unreadable at the end
+        folder.result()  # raises an error now if the record is unreadable, rather than at the end
         folder.update(verbose=suite.verbose, silent=suite.silent)
     resume = ["--resume", str(folder.path)] if suite.resumed else []
     start = _start(suite, ["run", *resume, *request.words], choose_device(job.recipe.engine.device).type)
@@ -109,23 +112,25 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder, log: RunLog, ready
         if code == 0:
             why = "was the disk full, or was it removed?"
             print(f"pipebench: error: {folder.record_path} has no result: {why}", file=sys.stderr)
-        elif code != _USER_ERROR:  # else nothing has run and the earlier record stands
+        elif code != _USER_ERROR:  # after a user's mistake nothing has run, and an earlier record stays
             folder.say_how_to_go_on(suite.changes)
-        if code not in (_USER_ERROR, INTERRUPTED):  # a user who interrupts waits for no MLflow: `close_left` ends it
+        # A user who interrupts shouldn't wait for MLflow: the next command ends the record, by `close_orphaned`.
+        if code not in (_USER_ERROR, INTERRUPTED):
             close_record(folder, log)
         raise WorkersFailedError(code or _FAILED)
     end_record(folder, result, log)
-    tells = suite.prints and not request.is_one_of_many
-    if tells:
+    prints = suite.prints and not request.is_one_of_many
+    if prints:
         print_link(log.where())
-    folder.finish(result, suite.changes, job.recipe.train.checkpoint_keep, tells=tells)
+    folder.finish(result, suite.changes, job.recipe.train.checkpoint_keep, prints=prints)
     return Run(result, folder.mlflow_run_id, record=folder.record_path)
 
 
 def close_record(folder: RunFolder, log: RunLog) -> None:
-    """Send what is unsent of a run whose processes have failed, and its end; MLflow's failure leaves the record."""
+    """Send what is unsent of a run whose processes have failed, and its end; if MLflow fails, the record stays."""
     try:
-        if log.run_id is not None or read_record(folder.record_path) is not None:  # it has begun, removed or not
+        # The run has begun, even if its record has been removed.
+        if log.run_id is not None or read_record(folder.record_path) is not None:
             log.log_file()
             log.finish(status="FAILED")
     except Exception as error:  # any disk failure: the launcher's report stands
@@ -133,7 +138,7 @@ def close_record(folder: RunFolder, log: RunLog) -> None:
 
 
 def end_record(folder: RunFolder, result: RunResult, log: RunLog) -> None:
-    """Wait until MLflow has a run that has ended, whose end is missing in the record if the disk was full."""
+    """Wait until MLflow has the end of a run. The record lacks the end if the disk was full."""
     record = read_record(folder.record_path)
     if record is None or record.status is None:
         log.finish(status=outcome_status(result))
@@ -142,19 +147,19 @@ def end_record(folder: RunFolder, result: RunResult, log: RunLog) -> None:
 
 
 def _start(suite: Suite, words: Sequence[str], device_type: str) -> Start:
-    """Return what starts a worker with the words of a command: a copy of the template, or a new process.
+    """Return a function that starts a worker, with the words of a command: a copy of the template, or a new process.
 
-    Workers on GPUs are new processes: CUDA can't be used in copies of a process that has used it.
+    Workers on GPUs are new processes, because CUDA can't be used in copies of a process that has used it.
     """
-    template, anew = suite.template, spawned([*python_module("pipebench"), *words])
+    template, spawn = suite.template, spawned([*python_module("pipebench"), *words])
     if template is None or device_type != "cpu":
-        return anew
+        return spawn
 
     def start(settings: Mapping[str, str], passed: Mapping[str, int]) -> Process:
         try:
             return template.start(words, settings, passed)
-        except OSError:  # the system may have ended it when memory ran out
-            return anew(settings, passed)
+        except OSError:  # the system may have ended the template when memory ran out
+            return spawn(settings, passed)
 
     return start
 
@@ -167,14 +172,15 @@ def work(loaded: LoadedRecipe, suite: Suite) -> None:
         PeerLostError: another process has failed.
     """
     engine = loaded.recipe.engine
-    # The watchdog ends what hangs, and leaves a worker's own work ten times the limit for instructions.
+    # Longer than any work that the watchdog allows, since that is what reports a hanging process.
     operation_s = max(1800.0, 2 * LONGEST_WORK * engine.stall_limit_s)
     with ExitStack() as held:
-        # Before NCCL begins: torch then has it leave out sums in switches (NVLS), which aren't the same at every call.
+        # Before NCCL starts: for deterministic runs, torch turns off NCCL's sums in switches (NVLS), which differ from
+        # call to call.
         held.enter_context(torch_settings(engine))
 
         def start_heartbeat(world: World) -> None:
-            """Hear from the other hosts, also while groups are being made; on one host the system reports failures."""
+            """Start heartbeats between hosts, before groups are made. On one host the system reports failures."""
             if not world.place.one_host:
                 limit_s = engine.silence_limit_s
                 held.enter_context(Heartbeat(world.store, world.place, limit_s=limit_s, on_silence=fail_silent))
@@ -190,9 +196,9 @@ def work(loaded: LoadedRecipe, suite: Suite) -> None:
 
 
 def _held_by_first(world: World, folder: RunFolder, *, restarted: bool) -> AbstractContextManager[None]:
-    """Hold a run's folder in rank 0 for all processes if there is no launcher of ours.
+    """Hold a run's folder in rank 0, for all processes, unless `pipebench run` is the launcher.
 
-    After a restart the host of the previous rank 0 may be gone: a file server releases its lock only after a while.
+    After a restart the host of the previous rank 0 may be gone. A file server releases its lock only after a while.
     """
     if world.rank > 0 or launched_by_us():
         return nullcontext()
@@ -228,12 +234,12 @@ def _record_and_train(loaded: LoadedRecipe, suite: Suite, world: World, folder: 
             tracking = Tracking(request.suite.name, ready_listener())
             recorder = RunRecorder(request, job, tracking, collected, folder.record_path, policy.samples_done)
             result = recorder.record(train).result
-            if not launched_by_us():  # else the launcher says it
-                folder.finish(result, suite.changes, job.recipe.train.checkpoint_keep, tells=True)
+            if not launched_by_us():  # otherwise the launcher does so
+                folder.finish(result, suite.changes, job.recipe.train.checkpoint_keep, prints=True)
 
 
 def _remark(world: World, *, restarted: bool) -> None:
-    """Print the world's remark on its connections, if any, on rank 0, and on every other host that it has joined."""
+    """Print the world's remark on its connections, if any, on rank 0; and on every other host that it has joined."""
     is_other_host = world.rank > 0 and os.environ.get("LOCAL_RANK") == "0"
     joined = f"rank {world.rank} of {world.size} has joined; rank 0 prints progress and result" if is_other_host else ""
     remark = world.remark if world.rank == 0 else joined
@@ -346,10 +352,11 @@ def _checkpoint_policy(
 
 
 def _is_restart(world: World) -> bool:
-    """Return, before the run has a folder here, whether a launcher restarted these processes automatically.
+    """Return whether a launcher restarted these processes automatically.
 
-    torchrun counts on every host for itself, and on one whose workers were ended for a failure elsewhere not at all;
-    but its store outlives all, and has the folder. Rank 0's answer matters, the others' only for what they print.
+    Each torchrun counts restarts on its own host. It doesn't count one after a failure on another host. But its store
+    outlives the processes, and then has the run's folder. What is trained depends on rank 0's answer only; the others'
+    answers decide only what they print.
     """
     if world.place.attempt is not None:
         return world.place.attempt > 0

@@ -28,7 +28,7 @@ from pipebench.schedule.csv_form import is_csv
 from pipebench.schedule.pipeline import SPLIT
 from pipebench.show import console
 from pipebench.show.answers import Run
-from pipebench.show.progress import RunProgress, Silent, Telling, preparing
+from pipebench.show.progress import ProgressEvents, RunProgress, Silent, preparing
 from pipebench.show.terminal import is_terminal, standard_output
 from pipebench.simulate.meter import MEMORY, PLAN, PREDICTION
 from pipebench.simulate.timeline import Timeline
@@ -38,7 +38,7 @@ from pipebench.tracking.identity import identity_tags
 from pipebench.tracking.inputs import Inputs
 from pipebench.tracking.record import Status
 from pipebench.tracking.run_log import RunLog, Tracking
-from pipebench.tracking.writers import Described, Writers
+from pipebench.tracking.writers import RunDescription, Writers
 from pipebench.train.interfaces import OnPoint, ProgressSink
 from pipebench.train.job import Job
 from pipebench.train.memory_forecast import MemoryForecast
@@ -110,11 +110,24 @@ def _modes_json(comparison: Comparison) -> str:
     return json.dumps({"compared": compared, "refused": comparison.refused}, indent=1)
 
 
-class RunRecorder:
-    """The record of a run, opened with all inputs; `record` does the rest.
+class EndedRunInterrupt(KeyboardInterrupt):
+    """Ctrl-C after a run's result was recorded; `run` has it."""
 
-    `collected` is the process's log; `folder` is None for a temporary record, removed once MLflow has everything.
-    Training goes on after `samples_done`, with a later process.
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        super().__init__()
+
+
+class RunRecorder:
+    """The record of a run. Making it opens the record and records all inputs; `record` does the rest.
+
+    Args:
+        request: the run.
+        job: its prepared recipe.
+        tracking: where it is recorded.
+        collected: the process's log.
+        folder: the record's; None for a temporary one, which is removed once MLflow has everything.
+        samples_done: samples that earlier processes of a resumed run have trained on.
     """
 
     def __init__(
@@ -128,6 +141,7 @@ class RunRecorder:
     ) -> None:
         self._request, self._job, self._tracking, self._collected = request, job, tracking, collected
         self._kind = engine_kind(job.recipe)
+        self._recorded: RunResult | None = None  # the result, once the record has it
         facts = {**environment(job.setup.device), **hardware()}
         self._device = facts["device"]
         title, params = run_title(request, job), logged_params(request.loaded.flat)
@@ -144,7 +158,7 @@ class RunRecorder:
         )
         collected.move_to(self.log.folder)
         unique = self.log.unique_name
-        described = Described(request.suite.name, title, unique, params, not self._kind.measures, samples_done)
+        described = RunDescription(request.suite.name, title, unique, params, not self._kind.measures, samples_done)
         self._writers = Writers(request.loaded.recipe.tracking, described)
         self._began_ms = time.time_ns() // 1_000_000
         self.log.inputs(Inputs.of(request.loaded, job.setup.dataset))
@@ -153,9 +167,22 @@ class RunRecorder:
     def record(self, train: Train, forecast: MemoryForecast | None = None) -> Run:
         """Train, record the result and print it.
 
-        `train` gets the progress display and the receiver of points; it fills `forecast` with memory over time, None to
-        simulate that afterwards.
+        Args:
+            train: the training; it gets the progress display and the receiver of points.
+            forecast: memory over time, which `train` fills; None to simulate it afterwards.
+
+        Raises:
+            EndedRunInterrupt: Ctrl-C came while pictures were drawn, or the record was closed.
         """
+        try:
+            return self._record(train, forecast)
+        except KeyboardInterrupt as error:
+            if self._recorded is None:
+                raise
+            run = Run(self._recorded, self.log.run_id, link=self.log.where(), record=self.log.folder)
+            raise EndedRunInterrupt(run) from error
+
+    def _record(self, train: Train, forecast: MemoryForecast | None) -> Run:
         log, measures = self.log, self._kind.measures
         result: RunResult | None = None
         status: Status | None = None
@@ -164,19 +191,21 @@ class RunRecorder:
             result, timeline = self._train(train)
             shown_work.enter_context(self._showing("drawing pictures and recording the run"))
             result = self._named(result)
-            # Late: matplotlib, which a worker that records nothing needs not at all and none before it trains.
+            # Late imports: matplotlib, which takes time that no worker should spend before it trains.
             from pipebench.run import drawings
             from pipebench.show.pictures import text_picture
 
             forecast = forecast or self._forecast(result)
             result = drawings.record_features(log, self._completed(result, forecast), self._job)
             self._log_result(result)
+            self._recorded = result
             drawings.record_run(log, self._request, self._job, result, timeline, forecast)
         except KeyboardInterrupt:
             if result is None:
                 status = "KILLED"
-            elif not log.has_result:  # what was trained isn't lost, nor a failure
+            elif not log.has_result:  # an interrupted drawing must not lose the result, nor is it a failure
                 log.result(result)
+                self._recorded = result
             raise
         finally:
             with shown_work:
@@ -191,11 +220,11 @@ class RunRecorder:
         return made
 
     def _showing(self, work: str) -> AbstractContextManager[object]:
-        """Show what the run is at once that lasts, if progress is printed."""
+        """Show what the run does, if that lasts and progress is printed."""
         return nullcontext() if self._request.suite.is_quiet else preparing(self._request.name, work=work)
 
     def _print(self, made: Run) -> None:
-        # A worker must end normally even if its output's reader is gone; rich raises SystemExit for a broken pipe.
+        # A worker must end normally even if nothing reads its output. rich raises SystemExit for a broken pipe.
         with contextlib.suppress(OSError, SystemExit) if self._kind.in_processes else nullcontext():
             if self._request.is_one_of_many:
                 console.print_outcome(made.result)
@@ -236,7 +265,7 @@ class RunRecorder:
         per_epoch = self._job.setup.sampler.num_samples
         suite = self._request.suite
         if suite.on_progress is not None:
-            return train(Telling(self._request.name, suite.on_progress), self._point)
+            return train(ProgressEvents(self._request.name, suite.on_progress), self._point)
         with RunProgress(
             self._request.name,
             self._job.recipe.train.max_epochs * per_epoch,
@@ -263,11 +292,11 @@ class RunRecorder:
             return None
 
     def _with_prediction(self, result: RunResult) -> RunResult:
-        """Return a result with the simulator's prediction, if that is about the device and the stages it ran on."""
+        """Return a result with the simulator's prediction, if that is for the device and the stages of the run."""
         job, note = self._job, result.notes.get(PREDICTION, "")
         unpredicted = replace(result, notes={fact: text for fact, text in result.notes.items() if fact != PREDICTION})
         is_measured_here = job.profile.source == "measured" or job.cluster.device in self._device
-        keeps_first_stages = not result.moves and result.search is None  # of which the predicted epoch is
+        keeps_first_stages = not result.moves and result.search is None  # the prediction is for these
         if not (is_measured_here and keeps_first_stages):
             return unpredicted
         periods = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch)
@@ -275,7 +304,7 @@ class RunRecorder:
         try:
             metrics |= compare(metrics, predicted_metrics(job.setup, periods))
             self.log.text("prediction.md", prediction_markdown(metrics, note))
-        except Exception as error:  # likewise
+        except Exception as error:  # a failed prediction must not lose the training's result
             _LOG.warning("the run could not be predicted: %s", error)
             return unpredicted
         return replace(result, metrics=metrics)

@@ -21,16 +21,16 @@ class RunRequest:
     name: str
     suite: Suite
     parent: RunLog | str | None = None  # the comparison or group of seeds, or its MLflow id
-    decision: Decision | None = None  # None if one process runs it
+    decision: Decision | None = None  # plan and profile of a run in several processes; None if one process runs it
 
     @property
     def is_one_of_many(self) -> bool:
-        """Whether it is a run of a sweep or one of several seeds: the table below them has its numbers."""
+        """Whether it is a run of a sweep or one of several seeds, whose numbers are in a table printed at the end."""
         return self.suite.resumed is None and (bool(self.loaded.varied) or self.name != self.loaded.run_name)
 
     @property
     def words(self) -> Sequence[str]:
-        """Command line for another process: recipe and overrides, or only these in a resumed run."""
+        """Command line for another process: recipe and overrides, or only overrides in a resumed run."""
         reference = () if self.suite.resumed is not None else (str(self.loaded.path),)
         return (*reference, *self.loaded.listed_words_with(self.suite.overrides))
 
@@ -52,7 +52,7 @@ class RunRequest:
 
 
 def with_seed(loaded: LoadedRecipe, seed: int) -> LoadedRecipe:
-    """Return a recipe with a run's seed; `config` stays the recipe's."""
+    """Return a recipe with a run's seed."""
     recipe = replace(loaded.recipe, train=replace(loaded.recipe.train, seed=seed))
     return replace(loaded, recipe=recipe, flat={**loaded.flat, "train.seed": str(seed)})
 
@@ -60,7 +60,8 @@ def with_seed(loaded: LoadedRecipe, seed: int) -> LoadedRecipe:
 def recipe_yaml(loaded: LoadedRecipe) -> str:
     """Return a self-contained recipe with the run's seed.
 
-    Microbatches not given by the recipe follow from the plan, so they stay open for a resumed run under another.
+    A number of microbatches that the recipe doesn't give follows from the plan. It is left out, so that the run may be
+    resumed under another plan.
     """
     train = {**loaded.plain["train"], "seed": loaded.recipe.train.seed}
     parallelism = {**loaded.plain["parallelism"]}

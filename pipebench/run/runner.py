@@ -19,6 +19,7 @@ from pipebench.run.deciding import decision_of, prepare_job, stored_decision
 from pipebench.run.folder import records
 from pipebench.run.one_process import run_simulated, run_virtual
 from pipebench.run.processes import run_distributed
+from pipebench.run.recorder import EndedRunInterrupt
 from pipebench.run.request import RunRequest, with_seed
 from pipebench.run.suite import Suite, telling_what_is_left
 from pipebench.schedule.orders import as_csv
@@ -37,16 +38,16 @@ from pipebench.train.job import Decision
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.result import INTERRUPTED, RunResult
 
-# What runs a recipe, records and prints it, by kind of engine.
+# Functions that run a recipe, and record and print the result, by kind of engine.
 RUNS: dict[str, Callable[[RunRequest, Tracking], Run]] = {
     "virtual": run_virtual,
     "simulated": run_simulated,
     "distributed": run_distributed,
 }
 _MOST_NAMED = 6  # runs in a comparison's name
-_MOST_DRAWN = 16  # simulated runs that have pictures of their own: these take a second of a run, the rest half of one
-_MOST_BLOCKS = 2  # of a picture too wide for a terminal; then columns stand for longer
-# MLflow's, or the folder of its record if it has none, by name and seed (None for a group of seeds)
+_MOST_DRAWN = 16  # simulated runs with pictures, which take one second of a run; the rest of it takes half a second
+_MOST_BLOCKS = 2  # of a picture too wide for a terminal; if it has more, columns stand for longer times
+# A run's id in MLflow or, if it has none, its record's folder, by name and seed (None for a group of seeds)
 _Ids = dict[tuple[str, int | None], str | Path | None]
 
 
@@ -70,7 +71,7 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
     # Faults visible only in the traced model must be raised before the first recipe runs.
     decisions = [decide(each, suite, alone=not several) for each in loaded]
     tracking = Tracking(suite.name)
-    tracking.close_left(records(besides=suite.resumed))
+    tracking.close_orphaned(records(besides=suite.resumed))
     total, numbers = len(loaded) * len(seeds or [0]), itertools.count(1)
     suite = _drawing_few(suite, len(seeds or [0]) * sum(not engine_kind(each.recipe).trains for each in loaded))
 
@@ -88,8 +89,8 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
                 _run_with_seeds(request, seeds, tracking, begin, (runs, ids))
                 if runs[-1].result.outcome == INTERRUPTED:
                     break
-    except KeyboardInterrupt:  # between two runs
-        if suite.prints and runs:
+    except KeyboardInterrupt:  # between two runs, or while pictures of one were drawn
+        if suite.prints and runs and total > 1:
             RunComparison(tuple(runs), parent.where() if parent else "").print_to(standard_output())
         raise
     finally:
@@ -101,7 +102,7 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
 
 
 def _drawing_few(suite: Suite, num_simulated: int) -> Suite:
-    """Return a suite with no pictures of so many simulated runs if they are too many, and print that."""
+    """Return a suite without pictures of simulated runs if these are too many, and print that."""
     if num_simulated <= _MOST_DRAWN:
         return suite
     if suite.prints:
@@ -110,10 +111,10 @@ def _drawing_few(suite: Suite, num_simulated: int) -> Suite:
 
 
 def decide(loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decision | None:
-    """Decide a run for all its processes and seeds; None if one process runs it.
+    """Decide plan and profile of a run for all its processes and seeds; None if one process runs it.
 
-    Also refuses, before any recipe runs, faults visible only in the traced model; skipped if the recipe is `alone`, as
-    nothing is lost by finding them later.
+    It also refuses faults that are visible only in the traced model, before any recipe runs. If the recipe is `alone`,
+    this is skipped, as nothing is lost by finding them later.
     """
     if engine_kind(loaded.recipe).in_processes:
         stored = stored_decision(suite.resumed, suite.overrides)
@@ -124,9 +125,14 @@ def decide(loaded: LoadedRecipe, suite: Suite, *, alone: bool) -> Decision | Non
 
 
 def draw(loaded: LoadedRecipe, *, versions: bool = False, cut: bool = True) -> str:
-    """Return the start of a recipe's pipeline as text, in units of a fast stage's forward time, with free links.
+    """Return the start of a recipe's pipeline as text, in units of a fast stage's forward time.
 
-    `versions` adds the weight version of every forward and backward; `cut` limits lines to the terminal's width.
+    Transfers take no time.
+
+    Args:
+        loaded: the recipe.
+        versions: whether to show the weight version of every forward and backward.
+        cut: whether lines are limited to the terminal's width.
     """
     job = prepare_job(loaded, trains=False)
     setup = job.setup
@@ -172,15 +178,20 @@ def _run_with_seeds(
     begin: Callable[[str], None],
     made: tuple[list[Run], _Ids],
 ) -> None:
-    """Run a recipe once per seed, grouped if several; add each to `made` as it ends, lest a later failure lose it."""
-    loaded, name = given.loaded, given.name
-    run = RUNS[loaded.recipe.engine.kind]
-    runs, ids = made
+    """Run a recipe once per seed, as a group if there are several.
+
+    Args:
+        given: the run, without a seed.
+        seeds: None for the recipe's own.
+        tracking: where runs are recorded.
+        begin: called with every run's name before it starts.
+        made: gets every run and its id as it ends, so that a later failure doesn't lose them.
+    """
+    loaded, name, (runs, ids) = given.loaded, given.name, made
     if seeds is None or len(seeds) == 1:
         begin(name)
         seed = loaded.recipe.train.seed if seeds is None else seeds[0]
-        runs.append(run(replace(given, loaded=with_seed(loaded, seed)), tracking))
-        ids[name, seed] = runs[-1].mlflow_run_id or runs[-1].record
+        _run_one(replace(given, loaded=with_seed(loaded, seed)), tracking, made)
         return
     title = f"{name}, seeds {', '.join(map(str, seeds))}"
     group, first = start_parent(tracking, title, "seeds", [loaded], given.parent), len(runs)
@@ -188,8 +199,7 @@ def _run_with_seeds(
         for seed in seeds:
             begin(f"{name}-seed{seed}")
             request = replace(given, loaded=with_seed(loaded, seed), name=f"{name}-seed{seed}", parent=group)
-            runs.append(run(request, tracking))
-            ids[name, seed] = runs[-1].mlflow_run_id or runs[-1].record
+            _run_one(request, tracking, made)
             if runs[-1].result.outcome == INTERRUPTED:
                 break
     finally:
@@ -198,6 +208,21 @@ def _run_with_seeds(
             group.metrics(ranked(summarise_seeds(results) | seed_medians(results), results[0].clock))
         finish_parent(group, runs[first:], complete=len(results) == len(seeds))
         ids[name, None] = group.run_id or group.folder
+
+
+def _run_one(request: RunRequest, tracking: Tracking, made: tuple[list[Run], _Ids]) -> None:
+    """Run a recipe with its seed and add the run to `made`, also if it was interrupted once it had its result."""
+    runs, ids = made
+    recipe = request.loaded.recipe
+    interrupt: EndedRunInterrupt | None = None
+    try:
+        run = RUNS[recipe.engine.kind](request, tracking)
+    except EndedRunInterrupt as error:
+        run, interrupt = error.run, error
+    runs.append(run)
+    ids[request.loaded.run_name, recipe.train.seed] = run.mlflow_run_id or run.record
+    if interrupt is not None:
+        raise interrupt
 
 
 def comparison_title(names: Sequence[str], begun: datetime) -> str:
@@ -227,7 +252,7 @@ _TABLES_TAG = "mlflow.loggedArtifacts"
 def start_parent(
     tracking: Tracking, title: str, kind: str, loaded: Sequence[LoadedRecipe], parent: RunLog | str | None = None
 ) -> RunLog:
-    """Begin the record of runs of these recipes: params are the keys that they share, tags list those they don't."""
+    """Begin the record of several runs: params are the keys that all recipes share, tags list modes and engines."""
     shared = {
         key: value for key, value in loaded[0].flat.items() if all(each.flat.get(key) == value for each in loaded)
     }

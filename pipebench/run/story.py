@@ -1,8 +1,9 @@
-"""Pages, `about.html`. Of a run: recipe, plan, timeline, where the time went, curves, and what to try next.
+"""The page `about.html` of a run or a comparison.
 
-Of a comparison: who is first and why, the table with links to its runs, curves, what differs.
+A run's page has recipe, plan, timeline, where the time went, curves, and what to try next. A comparison's page has
+which run is first and why, the table with links to its runs, curves, and what differs.
 
-MLflow lists a run's artifacts by name, and this one stands first. The page needs no other file and no network.
+MLflow lists a run's artifacts by name, so this one comes first. The page needs no other file and no network.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from pipebench.train.request import plan_request
 from pipebench.train.result import RunResult
 
 PAGE = "about.html"
-_BAR = 30  # characters of a whole
+_BAR = 30  # characters of a bar for 100 %
 # Pictures and what they show, in the order of the page.
 _PLAN = {"plan": "layers with their times and cuts, and what fills every stage's time by the cost model"}
 _TIMELINE = {"timeline": "what workers and links did, from the start", "memory": "memory of every worker, as simulated"}
@@ -38,7 +39,14 @@ _CURVES = {"curves": "training loss and scores against the run's clock"}
 
 
 def story(request: RunRequest, recipe: Recipe, result: RunResult, folder: Path | None) -> str:
-    """Return the page of a run as HTML, with those pictures that are in `folder`; `recipe` has the mode resolved."""
+    """Return the page of a run as HTML.
+
+    Args:
+        request: the run.
+        recipe: its recipe with the mode resolved.
+        result: its result.
+        folder: the record's, with the pictures that the page shows; None for none.
+    """
     loaded, overrides = request.loaded, request.suite.overrides
     given = "\n".join(f"{key}: {loaded.flat[key]}" for key in loaded.flat if key in loaded.origins)
     tried = "\n\n".join(f"{why}\n\n    {line}" for why, line in advice(loaded, recipe, result, overrides))
@@ -94,7 +102,7 @@ def _time_tables(result: RunResult) -> list[Block]:
 
 
 def _parts_of_workers(metrics: Mapping[str, float]) -> list[tuple[str, str, float]]:
-    """Return name, seconds (where measured) and share of what workers did: measured seconds, or simulated shares."""
+    """Return name, seconds as text ("" if simulated) and fraction of each part of the workers' time."""
     measured = {
         "computing": "compute_s", "waiting": "waiting_s", "sending": "sending_s", "swapping": "swapping_s",
         "other": "other_s",
@@ -119,13 +127,16 @@ _LINKS = (
     "Links lead to the runs in `pipebench ui`. MLflow shows this page in a frame that follows no links: there the runs "
     "are listed under Overview, Child runs."
 )
-_MOST_COLUMNS = 12  # of recipes beside each other; more are a sweep, whose names have what differs
+_MOST_COLUMNS = 12  # recipes side by side; more are a sweep, whose runs' names say what differs
 
 
 def comparison_story(parent: RunLog, runs: Sequence[Run], pictures: Sequence[str]) -> str:
     """Return the page of a comparison, or of one recipe's seeds, as HTML.
 
-    `parent` is its record, which has `pictures`, names of PNG files in order; there is at least one run.
+    Args:
+        parent: its record.
+        runs: at least one.
+        pictures: names of PNG files in the record, in the order of the page.
     """
     results = [run.result for run in runs]
     blocks: list[Block] = [
@@ -144,7 +155,7 @@ def comparison_story(parent: RunLog, runs: Sequence[Run], pictures: Sequence[str
 
 
 def _tables(parent: RunLog, runs: Sequence[Run]) -> Iterator[Block]:
-    """Yield every group's verdict around its table."""
+    """Yield every group's verdict and its table: the verdict's first sentence, the table, the other sentences."""
     results = [run.result for run in runs]
     for group in groups(results):
         if group.title:

@@ -29,8 +29,8 @@ class Suite:
     resumed: RunFolder | None = None  # the run to resume; None for new runs
     brief: bool = False  # one of many runs summarised elsewhere: print nothing, record no pages
     draws: bool = True  # pictures of simulated runs, which take most of their time
-    silent: bool = False  # print no result: who asked for the runs shows it
-    on_progress: Callable[[dict[str, Any]], None] | None = None  # called instead of printing progress, see `Telling`
+    silent: bool = False  # print no result, because the caller shows it
+    on_progress: Callable[[dict[str, Any]], None] | None = None  # gets `ProgressEvents` in place of the terminal
     template: Template | None = None  # where workers come from; None starts new processes
 
     @property
@@ -50,11 +50,12 @@ class Suite:
 
 
 def suite_name(loaded: Sequence[LoadedRecipe]) -> str:
-    """Return the common, stable name of runs of these recipes (at least one) and others beside them.
+    """Return the name of the MLflow experiment for runs of these recipes, at least one.
 
-    It is the folder's path below the shipped recipes (`small/gnmt8`) or the working directory, elsewhere the last two
-    parts of the path; a recipe at the top, or stored by a run, uses its own name. Several recipes use their common
-    prefix; without one the name of the folder that they are all in, or their names.
+    A recipe's experiment has the path of its folder below the shipped recipes (`small/gnmt8`) or below the working
+    directory, elsewhere the last two parts of the path. So recipes of a folder share an experiment. A recipe at the
+    top, or stored by a run, has its own name. Several recipes have the common prefix of these names. If there is none,
+    they have the name of the folder that they are all in, or all their names.
     """
     names = [*dict.fromkeys(_name(each) for each in loaded)]
     folders = {each.path.resolve().parent for each in loaded}
@@ -80,9 +81,13 @@ Ids = Collection[tuple[str, int | None]]
 def telling_what_is_left(
     loaded: Sequence[LoadedRecipe], suite: Suite, seeds: Sequence[int] | None, ids: Ids
 ) -> Iterator[None]:
-    """Print on exit, for whatever reason, how to run what is left of `loaded`, in order, each with all seeds.
+    """Print on exit, for whatever reason, the commands for runs that are not done.
 
-    `ids` gets a name and a seed per finished run; a name alone is a group of seeds.
+    Args:
+        loaded: all recipes, in the order in which they run, each with all seeds.
+        suite: how they run.
+        seeds: None for a recipe's own.
+        ids: gets the name and the seed of every finished run. Without a seed a name is a group of seeds.
     """
     try:
         yield
@@ -110,13 +115,13 @@ def left(loaded: Sequence[LoadedRecipe], suite: Suite, seeds: Sequence[int] | No
 
 
 def _shared(part: tuple[LoadedRecipe, tuple[int, ...]]) -> tuple[Path | None, tuple[str, ...], tuple[int, ...]]:
-    """Return what runs of one command have in common: in a sweep all but the key that varies fastest."""
+    """Return what runs of one command have in common: in a sweep, all keys but the one that varies fastest."""
     loaded, seeds = part
     return loaded.path if loaded.words else None, loaded.words[:-1], seeds
 
 
 def _last_list(runs: Sequence[LoadedRecipe]) -> list[str]:
-    """Return the last word of a sweep's runs with the elements of all; empty without a sweep."""
+    """Return the last word of a sweep's runs, with the values of all runs; nothing without a sweep."""
     words = [each.words[-1] for each in runs if each.words]
     values = "".join(word.partition("=")[2] for word in words)
     # A single element stays a list, `depth=4,`, so that its run has its name in the sweep.

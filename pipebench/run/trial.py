@@ -1,9 +1,9 @@
 """Try the user's code before anything runs: samples through model, loss and metrics, and the optimizer.
 
-A mismatch is then reported in one sentence instead of by one worker during the run. An optimizer is tried on small
-parameters: a stage's has only the stage's parameters, steps without a closure, and finds its parameters in another
-buffer after each update that can't be in place because of minibatches in flight. It must agree with a plain loop over
-the whole model.
+A mistake is then reported in one sentence, instead of by one worker during the run. An optimizer is tried on small
+parameters, because a stage uses it differently from a plain loop: it has only the stage's parameters, and steps without
+a closure. After an update that can't be in place, because of minibatches in flight, it finds its parameters in another
+buffer. Its updates must be the same as in a plain loop over the whole model.
 """
 
 import copy
@@ -41,12 +41,12 @@ _SAMPLES = 16
 
 
 def try_out(loaded: LoadedRecipe) -> None:
-    """Try a recipe's targets, and optimizers that don't suit every model; raises a RecipeError in one sentence."""
+    """Try a recipe's targets, and optimizers that don't suit every model; raises a RecipeError."""
     recipe = loaded.recipe
     with faults_of(loaded), seeded(0), _all_cores():
         _try_schedule(recipe)
         own = [section for section in (recipe.model, recipe.dataset) if section.get("target") is not None]
-        tries_optimizer = recipe.train.optimizer.name not in FUSED  # fused ones are tested under every plan
+        tries_optimizer = recipe.train.optimizer.name not in FUSED  # pipebench's tests cover those under every plan
         if not own and not tries_optimizer:
             return
         model = initial_model(recipe, "cpu" if own else "meta")
@@ -65,7 +65,7 @@ def try_out(loaded: LoadedRecipe) -> None:
 
 @contextmanager
 def _all_cores() -> Iterator[None]:
-    """Use all cores under torchrun, which lets a process have one thread: the others wait for this one to join."""
+    """Use all cores, also under torchrun, which gives a process one thread: meanwhile the others wait for this one."""
     before = torch.get_num_threads()
     if "RANK" in os.environ:
         torch.set_num_threads(max(before, int(usable_cores())))
@@ -154,7 +154,7 @@ def _score(dataset: Dataset, name: str, output: Any, targets: Mapping[str, torch
 
 
 def _refuse_what_gets_lost(model: nn.Module) -> None:
-    """Refuse what a model does to its parameters outside of forward, and what needs all replicas in a forward."""
+    """Refuse what would have no effect: hooks on parameters, and modules that change weights or need all replicas."""
     _refuse_shared_memory(model)
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
@@ -178,20 +178,21 @@ def _refuse_what_gets_lost(model: nn.Module) -> None:
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
-    """Refuse a trained parameter whose memory another tensor of the model has, too: every weight version is a copy."""
+    """Refuse a trained parameter that shares memory with another tensor: in a weight version each is a copy."""
     of_storage = defaultdict[int, list[tuple[str, torch.Tensor]]](list)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.layout is torch.strided and tensor.numel():
             of_storage[tensor.untyped_storage().data_ptr()].append((name, tensor))
     for together in of_storage.values():
-        for (name, tensor), (other, its) in itertools.combinations(together, 2):
-            mine, theirs = _places(tensor), _places(its)
+        for (name, tensor), (other_name, other) in itertools.combinations(together, 2):
+            mine, theirs = _places(tensor), _places(other)
             overlap = max(mine.start, theirs.start) < min(mine.stop, theirs.stop)
-            is_dense = len(mine) == tensor.nbytes or len(theirs) == its.nbytes  # columns of one matrix lie in between
-            if overlap and is_dense and (tensor.requires_grad or its.requires_grad):
+            # Two columns of a matrix overlap in this sense, but share no element; neither is dense.
+            is_dense = len(mine) == tensor.nbytes or len(theirs) == other.nbytes
+            if overlap and is_dense and (tensor.requires_grad or other.requires_grad):
                 raise UserCodeError(
-                    f"{name} and {other} share memory, but are two tensors, which training would keep apart: give both "
-                    "places one parameter (b.weight = a.weight), or compute one from the other in forward",
+                    f"{name} and {other_name} share memory, but are two tensors, which training would keep apart: give "
+                    "both places one parameter (b.weight = a.weight), or compute one from the other in forward",
                     "model.target",
                 )
 
@@ -204,10 +205,10 @@ def _places(tensor: torch.Tensor) -> range:
 
 
 def _classes_last(output: Any, targets: Mapping[str, torch.Tensor]) -> str:
-    """Return what to change where a model of tokens has its classes last, as most have them; else nothing."""
+    """Return a hint if a model of tokens has its classes in the last dimension, as most models do; else ""."""
     labels = next(iter(targets.values()))
-    is_so = isinstance(output, torch.Tensor) and output.dim() == 3 and output.shape[:2] == labels.shape
-    return ", whose classes come last: cross_entropy takes them second, logits.transpose(1, 2)" if is_so else ""
+    are_last = isinstance(output, torch.Tensor) and output.dim() == 3 and output.shape[:2] == labels.shape
+    return ", whose classes come last: cross_entropy takes them second, logits.transpose(1, 2)" if are_last else ""
 
 
 def _check_sum(
@@ -218,7 +219,7 @@ def _check_sum(
     total: torch.Tensor,
     key: str,
 ) -> None:
-    """Refuse a sum over samples where a mean is required: it would count the number of samples twice."""
+    """Refuse a sum over samples where a mean is required; it would be multiplied by the number of samples again."""
     count = next(iter(targets.values())).shape[0]
 
     try:
@@ -242,9 +243,14 @@ _LARGEST_SIDE, _MOST_SHAPES = 3, 8
 
 
 def try_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor], *, changes_rates: bool = False) -> None:
-    """Train small parameters with the model's numbers of dimensions in three ways that must agree.
+    """Train small parameters, with the model's numbers of dimensions, in three ways that must agree.
 
-    `changes_rates`: whether the recipe's schedule does.
+    They are all parameters together, each one alone, and together with updates into other buffers and a restored state.
+
+    Args:
+        recipe: the optimizer.
+        parameters: the model's.
+        changes_rates: whether the recipe's schedule changes the learning rate.
 
     Raises:
         UserCodeError: the optimizer fails, the ways disagree, or it doesn't use the rates of updates.
@@ -256,30 +262,36 @@ def try_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor], *
     rates = [recipe.lr * factor for factor in (1.0, 1.0, 0.5, 0.25, 0.5)]
     name, key = called(recipe), key_of(recipe)
     with users_code(f"{name} can't take a step of a stage", key), _as_of(key):
-        whole, other = _trained(recipe, start, gradients, rates), _trained(recipe, start, gradients, rates, moving=True)
+        whole = _trained(recipe, start, gradients, rates)
+        moved = _trained(recipe, start, gradients, rates, moving=True)
         apart = [
             _values(_trained(recipe, [p], [[step[i]] for step in gradients], rates))[0] for i, p in enumerate(start)
         ]
-    together, moving = _values(whole), _values(other)
+    _refuse_disagreement(name, key, whole, moved, apart)
+    _refuse_other_rates(recipe, start, gradients, rates, _values(whole), changes_rates)
+
+
+def _refuse_disagreement(name: str, key: str, whole: Weights, moved: Weights, apart: Sequence[torch.Tensor]) -> None:
+    """Refuse an optimizer with other results for parameters that were `moved`, or trained `apart` from the others."""
+    together = _values(whole)
     if not _agree(together, apart):
         raise UserCodeError(
             f"{name} updates a parameter otherwise without the others; a stage has some of them, so the plan "
             "would change what is learnt",
             key,
         )
-    if not _agree(together, moving):
+    if not _agree(together, _values(moved)):
         raise UserCodeError(
             f"{name} comes to other weights when its parameters are moved or its state is taken up from a "
             "checkpoint; what it knows of a parameter has to be in its state",
             key,
         )
-    if differs := _beside_state(whole.optimizer, other.optimizer):
+    if differs := _beside_state(whole.optimizer, moved.optimizer):
         raise UserCodeError(
             f"{name} has another {differs} when its state is taken up from a checkpoint, which has what is in its "
             "state of every parameter and nothing else: keep it there (self.state[parameter])",
             key,
         )
-    _refuse_other_rates(recipe, start, gradients, rates, together, changes_rates)
 
 
 def _refuse_other_rates(
@@ -290,7 +302,7 @@ def _refuse_other_rates(
     together: Sequence[torch.Tensor],
     changes_rates: bool,
 ) -> None:
-    """Refuse an optimizer that takes its rate from elsewhere, or has none that a schedule could change."""
+    """Refuse an optimizer whose updates don't depend on the learning rate that is set before each."""
     name, key = called(recipe), key_of(recipe)
     with users_code(f"{name} can't take a step of a stage", key):
         faster = _values(_trained(recipe, start, gradients, [2 * rate for rate in rates]))
@@ -305,7 +317,7 @@ def _refuse_other_rates(
 
 @contextmanager
 def _as_of(key: str) -> Iterator[None]:
-    """Tell what a checkpoint can't hold as a fault of the optimizer."""
+    """Raise a CheckpointError, about what a checkpoint can't hold, as the mistake of the key `key`."""
     try:
         yield
     except CheckpointError as error:
@@ -320,9 +332,11 @@ def _trained(
     *,
     moving: bool = False,
 ) -> Weights:
-    """Train in place, or `moving`: two minibatches in flight, so that every update writes into another buffer.
+    """Return the weights after training in place or, `moving`, with two minibatches in flight.
 
-    What goes on from a state begins with other weights than those it gets, as an optimizer may read some when made.
+    With these, every update writes into another buffer. After some updates, the state then moves to a new optimizer, as
+    from a checkpoint. That one is made with other weights than those it gets, since an optimizer may read weights when
+    it is made.
     """
     weights = Weights(_module(start), partial(make_optimizer, recipe))
     held: list[int] = []
@@ -350,8 +364,8 @@ def _values(weights: Weights) -> list[torch.Tensor]:
 
 
 def _beside_state(one: object, other: object) -> str | None:
-    """Return the name of a value that two optimizers, or those they hold, have beside their parameters' states."""
-    these, those = ({**dict(_held_beside(each))} for each in (one, other))
+    """Return the name of an attribute outside the parameters' states in which two optimizers differ; None if none."""
+    these, those = (dict(_held_beside(each)) for each in (one, other))
     return next((name for name, value in these.items() if name not in those or not _same(value, those[name])), None)
 
 
@@ -366,7 +380,7 @@ def _held_beside(optimizer: object) -> Iterator[tuple[str, Any]]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether the numbers and texts in two values agree; parameters are another matter, objects unknown."""
+    """Return whether the numbers and texts in two values agree; parameters and other objects aren't compared."""
     these, those = pytree.tree_leaves(one), pytree.tree_leaves(other)
     if len(these) != len(those):
         return False

@@ -1,7 +1,7 @@
-"""What a loss or a metric of a user's own depends on beside its samples, found by calling it again.
+"""Checks that a user's own loss or metric depends on its samples only, made by calling it again.
 
-Minibatches reach it in several processes, in parts, and anew where a run goes on: what it counts or draws would be
-another number there, and what it trains would never be updated.
+Minibatches reach it in several processes, in parts, and again after a resume. If it counted calls or drew random
+numbers, its values would depend on that. If it had parameters of its own, no optimizer would update them.
 """
 
 import math
@@ -20,7 +20,7 @@ _CLOSE = 1e-4  # relative: other orders of addition
 
 
 def refuse_untrained(total: torch.Tensor, model: nn.Module, key: str) -> None:
-    """Refuse a loss with trained tensors that the model hasn't: no optimizer gets them."""
+    """Refuse a loss with parameters that aren't the model's, because no optimizer gets them."""
     own = {id(parameter) for parameter in model.parameters()}
     seen, waiting = set[Any](), [total.grad_fn]
     while waiting:
@@ -39,7 +39,7 @@ def refuse_untrained(total: torch.Tensor, model: nn.Module, key: str) -> None:
 
 
 def refuse_what_changes(what: str, measure: Summed, output: Any, targets: Mapping[str, torch.Tensor], key: str) -> None:
-    """Refuse a measure that gives another number for the same samples, once it has seen others."""
+    """Refuse a measure that gives another number for the same samples after it has been called with others."""
     first, _, again = _measured(measure, output, targets)
     if not math.isnan(first) and not math.isclose(first, again, rel_tol=_CLOSE, abs_tol=1e-6):
         raise UserCodeError(

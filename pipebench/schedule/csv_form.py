@@ -1,8 +1,8 @@
 """The CSV form of torch.distributed.pipelining: one row per worker, one cell per pass.
 
-`2F0` is the forward of microbatch 0 at stage 2, `2B0` its backward, `2I0` and `2W0` the latter's input and weight part.
-Empty cells are ignored, `(2F3;1B0)OVERLAP_F_B` is two passes in turn. Communication is implied by the passes (torch
-calls the form compute-only).
+`2F0` is the forward of microbatch 0 at stage 2, `2B0` its backward, `2I0` and `2W0` the backward's input and weight
+part. Empty cells are ignored; `(2F3;1B0)OVERLAP_F_B` is two passes, one after the other. The passes imply all
+communication (torch calls this form compute-only).
 """
 
 import csv
@@ -27,13 +27,13 @@ _COMMUNICATION = re.compile(r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD
 
 
 class CsvError(UserError, ValueError):
-    """A file that isn't a schedule in this form, or can't be executed; names row and cell."""
+    """A file isn't a schedule in this form, or can't be executed; names row and cell."""
 
 
 class ScheduleCell(NamedTuple):
-    """One pass: its number in the row, from 1, and what it does."""
+    """One pass of a file."""
 
-    number: int
+    number: int  # of its cell in the row, from 1
     stage: int
     op: Op
     microbatch: int
@@ -52,8 +52,8 @@ class CsvSchedule:
     @cached_property
     def placement(self) -> tuple[int, ...]:
         """The position of every stage."""
-        of = {cell.stage: position for position, row in enumerate(self.rows) for cell in row}
-        return tuple(of[stage] for stage in sorted(of))
+        positions = {cell.stage: position for position, row in enumerate(self.rows) for cell in row}
+        return tuple(positions[stage] for stage in sorted(positions))
 
     @property
     def chunks(self) -> int:
@@ -70,21 +70,6 @@ class CsvSchedule:
         """Whether backwards are split."""
         return any(cell.op is Op.BACKWARD_WEIGHT for row in self.rows for cell in row)
 
-    @cached_property
-    def overtaking(self) -> str | None:
-        """The first pass in another order than stage 0's of its kind, and where; None if all stages have one order."""
-        for way in ((Op.FORWARD,), (Op.BACKWARD, Op.BACKWARD_INPUT)):  # those that send
-            of_stage: dict[int, list[tuple[int, ScheduleCell]]] = {}
-            for row, cells in enumerate(self.rows, 1):
-                for cell in cells:
-                    if cell.op in way:
-                        of_stage.setdefault(cell.stage, []).append((row, cell))
-            for cells_of in of_stage.values():
-                for (row, cell), (_, first) in zip(cells_of, of_stage[0], strict=True):
-                    if cell.microbatch != first.microbatch:
-                        return f"row {row}, cell {cell.number}: {cell} where stage 0 has {first}"
-        return None
-
 
 def is_csv(order: str) -> bool:
     """Return whether an order of work is a file's path rather than a name."""
@@ -92,7 +77,7 @@ def is_csv(order: str) -> bool:
 
 
 def read_csv(path: str) -> CsvSchedule:
-    """Return the schedule of a file; cached by its text; raises a CsvError if it can't be read, or isn't one."""
+    """Return the schedule of a file, cached by its text; raises a CsvError if it can't be read or isn't one."""
     try:
         return _read(path, read_text(path))
     except FileError as error:
@@ -117,6 +102,7 @@ def write_csv(rows: Iterable[Iterable[tuple[int, Op, int]]]) -> str:
 
 @cache
 def _read(path: str, text: str) -> CsvSchedule:
+    """Parse and check a file's text."""
     try:
         rows = [row for row in csv.reader(io.StringIO(text, newline="")) if any(cell.strip() for cell in row)]
     except csv.Error as error:
@@ -131,6 +117,7 @@ def _read(path: str, text: str) -> CsvSchedule:
 
 
 def _cells(path: str, row: int, given: Sequence[str]) -> Iterator[ScheduleCell]:
+    """Yield the passes of a row; raises a CsvError for a cell that is none."""
     for number, text in enumerate(given, 1):
         together = _TOGETHER.fullmatch(text.strip())
         for part in (together[1] if together else text).split(";"):
@@ -162,7 +149,7 @@ def _places(schedule: CsvSchedule) -> str | None:
 
 
 def _passes(schedule: CsvSchedule) -> str | None:
-    """Return which stage doesn't run which microbatch once forward and once backward, or None."""
+    """Return which microbatch doesn't run once forward and once backward at which stage, or None."""
     for row, cells in enumerate(schedule.rows, 1):
         found: dict[tuple[int, int], dict[Op, int]] = {}
         for cell in cells:
@@ -181,9 +168,12 @@ def _passes(schedule: CsvSchedule) -> str | None:
 
 
 def _circle(schedule: CsvSchedule) -> str | None:
-    """Return which passes wait for later ones, in their row or through others, or None."""
+    """Return which passes wait for later ones, in their row or through others, or None.
+
+    All rows are executed side by side; passes that are left over wait in a circle.
+    """
     done: set[tuple[int, Op, int]] = set()
-    at = [0] * len(schedule.rows)
+    next_cell = [0] * len(schedule.rows)  # index, per row
     last = len(schedule.placement) - 1
 
     def is_ready(cell: ScheduleCell) -> bool:
@@ -199,11 +189,11 @@ def _circle(schedule: CsvSchedule) -> str | None:
     while moved:
         moved = False
         for row, cells in enumerate(schedule.rows):
-            while at[row] < len(cells) and is_ready(cells[at[row]]):
-                done.add(cells[at[row]][1:])
-                at[row] += 1
+            while next_cell[row] < len(cells) and is_ready(cells[next_cell[row]]):
+                done.add(cells[next_cell[row]][1:])
+                next_cell[row] += 1
                 moved = True
-    stuck = [(row, cells[at[row]]) for row, cells in enumerate(schedule.rows) if at[row] < len(cells)]
+    stuck = [(row, cells[next_cell[row]]) for row, cells in enumerate(schedule.rows) if next_cell[row] < len(cells)]
     if not stuck:
         return None
     waiting = "; ".join(f"row {row + 1} waits in cell {cell.number}, {cell}" for row, cell in stuck)

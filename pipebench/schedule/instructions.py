@@ -5,10 +5,10 @@ from typing import NamedTuple
 from pipebench.schedule.operations import COPY, MOVE, OPERATIONS, SEND, Op, with_role
 
 _LETTERS = {op: row.letters for op, row in OPERATIONS.items()}
-# Backwards, whole or in two parts; the part that comes first, and the one that ends a unit on its stage.
+# Backwards, whole or in two parts.
 BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-FIRST_PARTS = (Op.BACKWARD, Op.BACKWARD_INPUT)
-ENDS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+FIRST_PARTS = (Op.BACKWARD, Op.BACKWARD_INPUT)  # those that a unit's backward begins with
+ENDS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)  # those that it ends with
 # Copies between a device and its host, which run asynchronously.
 COPIES = with_role(COPY)
 # Transfers of layers, numbered by the first minibatch of the move.
@@ -21,18 +21,21 @@ class Instruction(NamedTuple):
     """One instruction of one worker."""
 
     op: Op
-    stage: int  # one of the worker's; a wait for the norm is for all of them and has the first
-    # Unit (a minibatch or one microbatch); round, of waits and updates; of a pull, the next minibatch or, at the end,
-    # the segment's last; of moves, the first minibatch whose forward runs at the layers' new stage
+    stage: int  # one of the worker's stages; of a wait for the norm, which is of all of them, the first
+    # Of a pass or message, the unit (a minibatch or microbatch); of a wait or update, the round; of a pull, the next
+    # minibatch or, at the end, the segment's last; of a move, the first minibatch whose forward runs at the layers' new
+    # stage
     number: int
-    # The other stage of a send, receive or transfer of layers, else -1, also if a stage is cut anew and keeps its
-    # layers. The unit determines its replica. Of a wait for tied weights, the group that sums, see `Pipeline.members`
+    # Of a send, a receive or a transfer of layers, the other stage, of which the unit determines the replica; of a wait
+    # for tied weights, the group that sums, see `Pipeline.members`. Else -1, also where a stage is rebuilt with the
+    # same layers
     peer: int = -1
-    reduce: int = -1  # round whose all-reduce a backward, or its weight part, starts, else -1
-    # Weights used by a pass; of an update, the oldest that the stage may still request afterwards; of a pull, the one
-    # it waits for; counted in the stage's updates since the drain. -1 for all others, and if the clock decides.
+    reduce: int = -1  # the round whose reduction a backward, or its weight part, starts, else -1
+    # A version of the stage's weights, counted in its updates since the drain: of a pass, the one it reads; of an
+    # update, the oldest that a later pass may read; of a pull, the one it waits for. Else -1, also where the virtual
+    # clock decides
     version: int = -1
-    # Of a pass: updates from `version` to the weights it needs: predicted if positive, moved back if negative
+    # Of a pass, the updates from `version` to the weights it needs: positive if predicted, negative if moved back
     ahead: int = 0
 
     def __str__(self) -> str:

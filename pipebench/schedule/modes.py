@@ -1,6 +1,6 @@
 """The table of parallelism modes: a mode is a row of data, not code.
 
-A recipe names a row, and may change its columns to get combinations that no paper has tried.
+A recipe names a row and may change its columns, to get combinations that no paper has tried.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from pipebench.schedule.placement import DUALPIPE, DUALPIPEV, ZBV
 from pipebench.schedule.syncs import ALL_REDUCE, ASYNCHRONOUS, GRADIENTS, NOT_SHARDED, OPTIMIZER, PARAMETERS, RING
 from pipebench.schedule.weights import CORRECT, DOUBLE_BUFFER, NEWEST_PULLED, ONE, PREDICT, WEIGHT_POLICIES
 
-KEEP, RECOMPUTE, SWAP = "keep", "recompute", "swap"  # of a layer's activations
-MEMORY_POLICIES = (KEEP, RECOMPUTE, SWAP)
-LAYER_GROUPS = 8  # of sharded data parallelism, at most: what is gathered, used and freed as one
+KEEP, RECOMPUTE, SWAP = "keep", "recompute", "swap"
+MEMORY_POLICIES = (KEEP, RECOMPUTE, SWAP)  # what becomes of a layer's activations between forward and backward
+LAYER_GROUPS = 8  # most groups of layers under sharding; the weights of a group are gathered, used and freed together
 AUTO = "auto"  # the planner chooses the mode or plan
 
 
@@ -22,30 +22,31 @@ AUTO = "auto"  # the planner chooses the mode or plan
 class Mode:
     """A way to parallelise training."""
 
-    summary: str  # one line for people
-    # Plans it takes: `one` (a single worker), `one-stage` (one stage on all workers), `straight` (one worker per
-    # stage), `equal` (equally many workers per stage), `even` (an even number) or `any`
+    summary: str  # one line, for lists of modes
+    # Which plans it allows: `one` (a single worker), `one-stage` (one stage on all workers), `straight` (one worker per
+    # stage), `equal` (equally many workers per stage), `even` (an even number per stage) or `any`
     shape: str
     order: str  # order of work: a name in `orders.ORDERS`, or the path of a file in torch's CSV form
     flush: bool  # whether every update empties the pipeline
     weights: str  # numbering of weight versions, a name in `weights.WEIGHT_POLICIES`
     sync: str = ALL_REDUCE  # how replicas of a stage agree, a name in `syncs.SYNCS`
-    accumulate: int | None = 1  # default minibatches of every replica per update; None: as many as are in flight
+    accumulate: int | None = 1  # minibatches of every replica per update by default; None: as many as are in flight
     chunks: int = 1  # default stages per worker
-    # `whole`, or `split` into its input part, whose gradients are sent at once, and its weight part
-    backward: str = WHOLE
+    backward: str = WHOLE  # `whole`, or `split` into an input part, whose gradients are sent at once, and a weight part
     depth: int | None = None  # minibatches in flight per input-stage replica; None for NOAM
     microbatches: bool = False  # whether a minibatch may be cut into microbatches
     recompute: bool = False  # whether activations are recomputed by default
-    # In which order replicas are added, a name in `syncs.SUMS`; AUTO: theirs, unless a ring is faster on the cluster
+    # In which order a sum adds the replicas' values, a name in `syncs.SUMS`; AUTO: `ordered`, unless a ring is faster
+    # on the cluster
     sums: str = RING
-    shard: str = NOT_SHARDED  # what replicas of a stage share out, a name in `syncs.SHARDS`
+    shard: str = NOT_SHARDED  # what replicas of a stage shard, a name in `syncs.SHARDS`
     reshard_after_forward: bool = True  # whether sharded parameters are freed between a forward and its backward
 
-    def cuts(self, flush: bool | None = None, weights: str | None = None) -> bool:
-        """Return whether minibatches may be cut, given the columns that a recipe changes.
+    def takes_microbatches(self, flush: bool | None = None, weights: str | None = None) -> bool:
+        """Return whether minibatches may be cut into microbatches; the arguments replace columns of the mode.
 
-        Without a flush a round must have the same minibatches on all stages, and its units share their weights.
+        Without a flush this takes the same minibatches per round on all stages, and weights that all units of a round
+        share.
         """
         flush, policy = self.flush if flush is None else flush, WEIGHT_POLICIES[weights or self.weights]
         return self.microbatches and (flush or (policy.aim is not None and self.shape == "equal"))
@@ -61,19 +62,19 @@ class Mode:
         return self.shard != NOT_SHARDED
 
     @property
-    def chooses(self) -> bool:
-        """Whether stages can choose their layers' activation policies, as vPipe's do.
+    def chooses_memory(self) -> bool:
+        """Whether the planner can choose a memory policy for every layer, as vPipe's does.
 
-        Requires several stages, one per worker, with whole backwards.
+        It can with several stages, one per worker, whose backwards aren't split.
         """
         return not self.is_one_stage and self.chunks == 1 and self.backward == WHOLE
 
     @property
     def ties(self) -> bool:
-        """Whether stages may have a copy each of a weight that their layers share, and sum its gradients.
+        """Whether stages whose layers share a weight may hold a copy each, and sum its gradients.
 
-        Their updates must be of the same minibatches, and none may be due before the first of them can make its own.
-        Replicas that share out what they hold sum shards, not copies.
+        Their updates must average the same minibatches, and none may be due before the first of these stages can make
+        its own. Sharded replicas are excluded: they sum shards, not copies.
         """
         return (
             not self.is_sharded
@@ -82,8 +83,8 @@ class Mode:
         )
 
     @property
-    def weights_kept(self) -> int | None:
-        """Sets of weights that a replica holds; None for one per minibatch in flight."""
+    def weight_sets(self) -> int | None:
+        """Most sets of weights that a replica holds; None for one per minibatch in flight."""
         return WEIGHT_POLICIES[self.weights].most_sets(shares=self.microbatches or self.accumulate != 1)
 
 

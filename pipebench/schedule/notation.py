@@ -23,13 +23,13 @@ def parse_plan(given: object, mode: Mode, num_workers: int) -> tuple[int, ...]:
     """Return the replicas of every stage, or of every position if workers have several stages.
 
     Args:
-        given: `straight`, a number of workers, replicas per stage joined by `-`, or `auto` in modes with a single
-            worker or stage; the planner resolves it elsewhere.
-        mode: which plans are allowed.
-        num_workers: of the cluster.
+        given: `straight`, a number of workers, or replicas per stage joined by `-`. In modes with one worker or one
+            stage also `auto`, which is for the planner to resolve in all others.
+        mode: decides which shapes of plans are allowed.
+        num_workers: the cluster's number of workers.
 
     Raises:
-        PlanError: not a plan, not one of this mode, or one that needs more workers.
+        PlanError: `given` is no plan, has a shape that the mode doesn't allow, or needs more workers.
     """
     replicas = _replicas(given, mode, num_workers)
     if not _has_shape(replicas, mode.shape):
@@ -40,14 +40,18 @@ def parse_plan(given: object, mode: Mode, num_workers: int) -> tuple[int, ...]:
 
 
 def format_plan(replicas: Sequence[int]) -> str:
-    """Return the papers' notation; `straight` for two or more stages of one worker."""
+    """Return the papers' notation; `straight` for two or more stages of one worker each."""
     if len(replicas) > 1 and set(replicas) == {1}:
         return STRAIGHT
     return "-".join(str(count) for count in replicas)
 
 
 def streams_problem(replicas: Sequence[int], streams: int | None) -> str | None:
-    """Return why a plan can't serve this many streams of text, or None: every stream stays on one replica."""
+    """Return why a plan can't train on this many streams of text, or None if it can.
+
+    Minibatches take turns over the streams and over a stage's replicas. A stream's carried state stays on one replica
+    only if the number of replicas divides that of streams.
+    """
     if streams is None or all(streams % r == 0 for r in replicas):
         return None
     needed = math.lcm(*replicas)
@@ -58,6 +62,7 @@ def streams_problem(replicas: Sequence[int], streams: int | None) -> str | None:
 
 
 def _replicas(given: object, mode: Mode, num_workers: int) -> tuple[int, ...]:
+    """Return the replicas of a plan as given, before checks against mode and cluster."""
     text = str(given).strip()
     if text == AUTO and mode.is_one_stage:
         return (1,) if mode.shape == "one" else (num_workers,)
@@ -65,17 +70,18 @@ def _replicas(given: object, mode: Mode, num_workers: int) -> tuple[int, ...]:
         return (2,) * (num_workers // 2) if mode.shape == "even" else (1,) * num_workers
     if isinstance(given, bool) or not isinstance(given, str | int) or not _NOTATION.fullmatch(text):
         others = "replicas per stage such as 15-1, 2-1-1 or 16, or a plan's file such as plan.json"
-        raise PlanError(f"{choice(text[:60], (AUTO, STRAIGHT))}, or {others}")
+        raise PlanError(f"{choice(given, (AUTO, STRAIGHT))}, or {others}")
     return tuple(int(part) for part in text.split("-"))
 
 
 def _shown(given: object) -> str:
-    """Return a plan as it was given, shortened."""
+    """Return a plan as it was given, cut to 40 characters."""
     text = str(given).strip()
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _has_shape(replicas: Sequence[int], shape: str) -> bool:
+    """Return whether a plan has one of the `SHAPES`."""
     if shape == "one":
         return tuple(replicas) == (1,)
     if shape == "one-stage":

@@ -1,8 +1,8 @@
 """The table of operations: what each instruction is called, what it sends and what it waits for.
 
-Text forms, pictures, the simulator, memory, meters and the description of stalled workers read it. What an operation
-does is its handler in `engine/worker.py`; its seconds are in `simulate/simulation.py`, its bytes in
-`simulate/replica_memory.py`.
+Text forms, pictures, the simulator, meters and the description of stalled workers read it. Elsewhere are the handlers
+that execute operations (`engine/worker.py`), their seconds (`simulate/simulation.py`) and their bytes
+(`simulate/replica_memory.py`).
 """
 
 import enum
@@ -41,28 +41,30 @@ class Op(enum.IntEnum):
     WAIT_SCATTER = 26
 
 
-# What an instruction's number is: a minibatch or microbatch, a round of updates, the first minibatch of a move.
+# What an instruction's number counts: minibatches or microbatches, rounds of updates, or the first minibatch of a move.
 UNIT, ROUND, MOVE = "unit", "round", "move"
+# Roles of operations.
 COMPUTE, SEND, RECEIVE, WAIT, COPY, OTHER = "compute", "send", "receive", "wait", "copy", "other"
-# What messages carry, and copies between a device and its host.
+# Kinds of messages.
 ACTIVATION, GRADIENT, MIGRATION = "activation", "gradient", "migration"
+# Kinds of copies between a device and its host.
 SWAP_OUT, SWAP_IN = "swap-out", "swap-in"
-# What computes, as timelines call it.
+# Kinds of computation, as timelines call their spans.
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
-BACKWARD_INPUT, BACKWARD_WEIGHT = "backward input", "backward weight"  # the parts of a split one
+BACKWARD_INPUT, BACKWARD_WEIGHT = "backward input", "backward weight"  # the parts of a split backward
 
 
 class Operation(NamedTuple):
     """One row of the table."""
 
-    letters: str  # in the text form of instructions
+    letters: str  # its name in the text form of instructions
     role: str  # one of COMPUTE, SEND, RECEIVE, WAIT, COPY, OTHER
-    words: str  # what a worker is doing, with `{unit}`, `{round}`, worker `{peer}` or `{others}`
-    about: str = UNIT  # what an instruction's number is
-    kind: str = ""  # what it sends, receives or copies; of COMPUTE, the kind of its span
-    label: str = ""  # prefix of the span's label; of a wait, what is waited for
-    cell: str = ""  # letter in drawings, if it is drawn
-    column: str = ""  # measured seconds that it counts as
+    words: str  # what a worker is doing, to be filled in with `{unit}`, `{round}`, worker `{peer}` or `{others}`
+    about: str = UNIT  # what the instruction's number counts: UNIT, ROUND or MOVE
+    kind: str = ""  # kind of its message, copy or computation
+    label: str = ""  # prefix of its span's label; of a wait, what it waits for
+    cell: str = ""  # its letter in drawings; "" if it isn't drawn
+    column: str = ""  # the column of measured seconds that its duration adds to; "" for none
 
 
 OPERATIONS = {
@@ -147,10 +149,10 @@ OPERATIONS = {
 
 
 def with_role(*roles: str) -> tuple[Op, ...]:
-    """Return the operations of some roles."""
+    """Return the operations that have one of the roles."""
     return tuple(op for op, row in OPERATIONS.items() if row.role in roles)
 
 
 def with_kind(role: str, *kinds: str) -> dict[Op, str]:
-    """Return the kinds of a role's operations, only the given ones if there are any."""
+    """Return operation to kind for the operations of a role; if `kinds` are given, only for those of these kinds."""
     return {op: row.kind for op, row in OPERATIONS.items() if row.role == role and row.kind in (kinds or (row.kind,))}

@@ -1,6 +1,7 @@
-"""Orders of work: the sequence of a worker's forwards and backwards. A generator and a row of `ORDERS` each.
+"""Orders of work: the sequence of a worker's forwards and backwards. Each is a generator and a row of `ORDERS`.
 
-Generators yield a worker's passes between two flushes (without flushes: two drains), given the units of all replicas.
+A generator yields a worker's passes between two flushes, or two drains in a pipeline without flushes. Its arguments are
+the pipeline, the worker, and the units of all replicas, ascending.
 """
 
 from collections import deque
@@ -33,17 +34,17 @@ def sequential(p: Pipeline, worker: int, units: Sequence[int]) -> Iterator[Pass]
 
 def all_forwards(p: Pipeline, worker: int, units: Sequence[int]) -> Iterator[Pass]:
     """GPipe's order: all forwards, then all backwards in reverse. Paper: GPipe (2019), figure 2c."""
-    there = list(forwards(p, worker, units))
-    yield from there
-    for stage, _, unit in reversed(there):
+    first = list(forwards(p, worker, units))
+    yield from first
+    for stage, _, unit in reversed(first):
         yield Pass(stage, Op.BACKWARD, unit)
 
 
 def one_f_one_b(p: Pipeline, worker: int, units: Sequence[int]) -> Iterator[Pass]:
     """1F1B: d_s forwards, then a backward and a forward in turn, then the remaining backwards.
 
-    Paper: PipeDream (SOSP'19) section 3.2, 1F1B-RR. A short group between two flushes has its own order, see
-    `_short_group_orders`.
+    Paper: PipeDream (SOSP'19) section 3.2, 1F1B-RR. An epoch's last group of units between two flushes may be short,
+    see `_short_group_orders`.
     """
     (stage,) = p.stages_of(worker)
     if p.flushes and len(units) < p.period * p.microbatches:
@@ -60,15 +61,16 @@ def one_f_one_b(p: Pipeline, worker: int, units: Sequence[int]) -> Iterator[Pass
 
 
 def _short_group_orders(replicas: Sequence[int], depths: Sequence[int], units: Sequence[int]) -> list[list[_Step]]:
-    """Return every worker's passes in a group of units whose replicas have unequal shares: fixed depths may deadlock.
+    """Return every worker's passes in a group of so few units that replicas have unequal shares.
 
-    Unit u belongs to replica u mod r; `depths` are the most units in flight per replica. The order is that of a
-    simulated execution in which every pass takes one unit of time and every worker prefers backwards, else runs a
-    forward unless d_s units are in flight. Lists read off a finished execution can't deadlock, and this one always
-    finishes, because the oldest unfinished unit is first in line everywhere.
+    Then warm-ups of a fixed depth may deadlock: a replica may wait for more forwards than it has units. So the order is
+    read off a simulated execution in which every pass takes one time step. In each step a worker runs its next backward
+    if it can, else its next forward, unless d_s units (`depths`) are in flight on it. Lists read off a finished
+    execution can't deadlock, and this one always finishes, because the oldest unfinished unit is first in line at every
+    worker. Unit u belongs to replica u mod r.
     """
     last = len(replicas) - 1
-    places = [(stage, replica) for stage, r in enumerate(replicas) for replica in range(r)]
+    places = [(stage, replica) for stage, r in enumerate(replicas) for replica in range(r)]  # per worker
     own = [[unit for unit in units if unit % replicas[stage] == replica] for stage, replica in places]
     orders: list[list[_Step]] = [[] for _ in places]
     forwarded = [0] * len(places)
@@ -99,10 +101,10 @@ def interleaved(p: Pipeline, worker: int, units: Sequence[int]) -> Iterator[Pass
 
     Paper: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters (SC'21) section 2.2. With P
     positions and v stages per worker, a worker at position p runs 2 (P - p - 1) + (v - 1) P forwards, then one forward
-    and one backward in turn; units pass a stage in groups of P. The bubble is 1/v of that of 1F1B.
+    and one backward in turn; units pass a stage in groups of P. The bubble is 1/v of 1F1B's.
 
-    Differs: the paper requires P to divide the number of units. Here the last group is padded and the padding left out;
-    leaving units out of a list can't deadlock.
+    Differs: the paper requires P to divide the number of units. Here the last group is padded to P units, whose passes
+    are left out again, which can't deadlock.
     """
     stages, positions, chunks = p.stages_of(worker), p.num_positions, p.chunks
     own = p.own_units(stages[0], worker, units)
@@ -127,10 +129,10 @@ def zero_bubble(p: Pipeline, worker: int, units: Sequence[int]) -> Iterator[Pass
     """ZB-H1: 1F1B with split backwards, whose weight parts fill time that would be idle.
 
     Paper: Qi et al., Zero Bubble Pipeline Parallelism (ICLR'24) section 2.1 and figure 2. Forwards and input parts are
-    in 1F1B's order. A stage of depth d_s delays its weight parts by depth - d_s units: then no stage has more units in
-    flight than 1F1B's first. With p equal stages the bubble is (p - 1) (T_F + T_B - T_W).
+    in 1F1B's order. A stage of depth d_s delays its weight parts by depth - d_s units, so that no stage has more units
+    in flight than the first stage under 1F1B. With p equal stages the bubble is (p - 1) (T_F + T_B - T_W).
     """
-    waiting: deque[Pass] = deque()
+    waiting: deque[Pass] = deque()  # weight parts
     for stage, op, unit in one_f_one_b(p, worker, units):
         if op is Op.FORWARD:
             yield Pass(stage, op, unit)
@@ -143,16 +145,18 @@ def zero_bubble(p: Pipeline, worker: int, units: Sequence[int]) -> Iterator[Pass
 
 
 def zbv(p: Pipeline, worker: int, units: Sequence[int]) -> Iterator[Pass]:
-    """ZB-V: two stages per worker, in a V, and split backwards; nobody idles if all passes take as long.
+    """ZB-V: two stages per worker, in a V, and split backwards; no worker is idle if all passes take equally long.
 
     Paper: Qi et al., Zero Bubble Pipeline Parallelism (ICLR'24) section 6. Worker w of P holds stages w and 2P - 1 - w,
-    so that the last stage's backward begins where the first stage's forwards are, and no worker has more than 2P units
-    in flight over both stages, 1F1B's memory. The order is that of ScheduleZBVZeroBubble of
-    torch.distributed.pipelining.
+    so that the last stage's backward begins on the worker of the first stage. No worker has more than 2P units in
+    flight over both stages, which is 1F1B's memory. The order is that of torch.distributed.pipelining's
+    ScheduleZBVZeroBubble.
     """
     down, up = p.stages_of(worker)
-    own, after = p.own_units(down, worker, units), p.num_positions - 1 - down
-    steady = max(0, len(own) - 2 * p.num_positions + 1)  # with fewer units the last ones are left out
+    own = p.own_units(down, worker, units)
+    after = p.num_positions - 1 - down  # positions behind this one
+    # Units beyond those that fill the pipeline. If there are fewer, `numbered` leaves the last ones out.
+    steady = max(0, len(own) - 2 * p.num_positions + 1)
     forward, backward, inputs, weights = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT
     steps = [
         *[(down, forward)] * (2 * after + 1),
@@ -169,23 +173,23 @@ def zbv(p: Pipeline, worker: int, units: Sequence[int]) -> Iterator[Pass]:
 
 
 def dualpipev(p: Pipeline, worker: int, units: Sequence[int]) -> Iterator[Pass]:
-    """DualPipeV: two stages per worker, in a V; then every forward is beside a backward of the other stage.
+    """DualPipeV: two stages per worker, in a V; in the steady state every forward is beside the other stage's backward.
 
     Paper: DeepSeek-V3 (2024) section 3.2.1, DualPipe, cut in half (Qi et al., "DualPipe could be better without the
-    Dual"). Worker w of P holds stages w and 2P - 1 - w. The order is that of ScheduleDualPipeV of
-    torch.distributed.pipelining.
+    Dual"). Worker w of P holds stages w and 2P - 1 - w. The order is that of torch.distributed.pipelining's
+    ScheduleDualPipeV.
 
-    Differs: a forward and a backward that the paper overlaps run one after the other, and fewer than 2P units are
-    allowed.
+    Differs: a forward and a backward that the paper overlaps run one after the other. Fewer than 2P units are allowed.
     """
     down, up = p.stages_of(worker)
     forward, backward, inputs, weights = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT
-    own, after = {stage: p.own_units(stage, worker, units) for stage in (down, up)}, p.num_positions - 1 - down
-    # Units beyond those of a full pipeline; of fewer the last are left out.
+    own = {stage: p.own_units(stage, worker, units) for stage in (down, up)}
+    after = p.num_positions - 1 - down  # positions behind this one
+    # Units beyond those that fill the pipeline. If there are fewer, `numbered` leaves the last ones out.
     steady = max(0, max(map(len, own.values())) - 2 * p.num_positions)
-    # The last backwards: the first half of them whole, of the others the weight parts fill the end.
-    whole, apart = [up, down] * (down + 1), [down] * after
-    whole, waiting = whole[: down + 1], [*whole[down + 1 :], *apart]
+    # The stages of the last backwards: the first ones run whole; of the others the weight parts fill the end.
+    ending = [up, down] * (down + 1) + [down] * after
+    whole, waiting = ending[: down + 1], ending[down + 1 :]
     steps = [
         *[(down, forward)] * (2 * after),
         *[(down, forward), (up, forward)] * (down + 1),
@@ -201,7 +205,7 @@ def dualpipev(p: Pipeline, worker: int, units: Sequence[int]) -> Iterator[Pass]:
 
 
 def from_file(schedule: CsvSchedule, p: Pipeline, worker: int, units: Sequence[int]) -> Iterator[Pass]:
-    """The order of a file, without units that don't exist; leaving units out can't deadlock."""
+    """The order of a file; leaving out its microbatches beyond the worker's last unit can't deadlock."""
     first, *_ = p.stages_of(worker)
     own = p.own_units(first, worker, units)
     for _, stage, op, microbatch in schedule.rows[schedule.placement[first]]:
@@ -213,12 +217,10 @@ def from_file(schedule: CsvSchedule, p: Pipeline, worker: int, units: Sequence[i
 class Order:
     """An order of work."""
 
-    summary: str  # one line for people
-    # Lazily from (pipeline, worker, units): units are those of all replicas between two flushes (without flushes: two
-    # drains), ascending
-    passes: Callable[[Pipeline, int, Sequence[int]], Iterable[Pass]]
+    summary: str  # one line, for lists
+    passes: Callable[[Pipeline, int, Sequence[int]], Iterable[Pass]]  # the generator
     needs_flush: bool = False  # whether it requires a flush at every update
-    chunks: int | None = 1  # stages per worker; None for any number
+    chunks: int | None = 1  # stages per worker; None: any number
     splits: bool = False  # whether backwards are split, and weight parts may wait
     keeps_all: bool = False  # whether every unit of an update runs forward before the first runs backward
 
@@ -236,7 +238,7 @@ ORDERS: Final[dict[str, Order]] = {
 
 
 def order_of(name: str) -> Order:
-    """Return an order by its name or of a file; raises a CsvError if that can't be read, or isn't a schedule."""
+    """Return the order of a name or of a file's path; raises a CsvError if the file isn't a schedule."""
     if not is_csv(name):
         return ORDERS[name]
     schedule = read_csv(name)
@@ -244,7 +246,7 @@ def order_of(name: str) -> Order:
 
 
 def as_csv(p: Pipeline) -> str:
-    """Return the passes between two flushes: a row per position, for its first replica.
+    """Return the passes between two flushes in torch's CSV form: a row per position, of its first replica.
 
     Raises:
         UserError: the form can't express the schedule; says why.
@@ -261,7 +263,7 @@ def as_csv(p: Pipeline) -> str:
     for worker in range(0, p.num_workers, replicas):
         rows.append([])
         for stage, op, unit in passes(p, worker, units):
-            apart = op is Op.BACKWARD and p.backward == SPLIT
-            ops = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) if apart else (op,)
+            is_split = op is Op.BACKWARD and p.backward == SPLIT
+            ops = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) if is_split else (op,)
             rows[-1] += [(stage, each, unit // replicas) for each in ops]
     return write_csv(rows)

@@ -1,9 +1,9 @@
-"""Passes, of which orders of work consist: the order of forwards that several share, and what stands between passes.
+"""Passes, the elements of orders of work, and what is inserted between them: copies to the host, and collectives.
 
-Sharded replicas gather weights, free them, and wait for their gradients' shards. Paper: ZeRO (Rajbhandari et al.,
-SC'20). Each stage is a group of layers; its weights are gathered one pass ahead, so that the transfer overlaps with the
-pass before. Gathers are collective: a replica without a unit takes part in those of the first replica, which has the
-most units.
+Sharded replicas gather weights before a pass, free them after it, and wait for the shards of their gradients. Paper:
+ZeRO (Rajbhandari et al., SC'20). Each stage is a group of layers. Its weights are gathered one pass ahead, so that the
+transfer overlaps with the pass before. These operations are collective: all replicas follow the list of the first one,
+which has the most units, even where they have no unit of their own.
 """
 
 from collections import Counter
@@ -24,10 +24,11 @@ class Pass(NamedTuple):
 
 
 def forwards(p: Pipeline, worker: int, units: Sequence[int]) -> Iterator[Pass]:
-    """Yield a worker's forwards: as many units as there are positions through its first stage, then its next, and on.
+    """Yield a worker's forwards, in groups of as many units as there are positions.
 
-    So the first unit reaches the worker's second stage when the last of the group has left its first. With one stage,
-    units are in ascending order.
+    A group passes the worker's first stage, then its second, and so on. The first unit has been through the positions
+    in between, and reaches the second stage, when the last unit leaves the first stage. With one stage, units are in
+    ascending order.
     """
     own, positions = {stage: p.own_units(stage, worker, units) for stage in p.stages_of(worker)}, p.num_positions
     for start in range(0, max(map(len, own.values())), positions):
@@ -37,7 +38,10 @@ def forwards(p: Pipeline, worker: int, units: Sequence[int]) -> Iterator[Pass]:
 
 
 def numbered(steps: Iterable[tuple[int, Op]], units: Mapping[int, Sequence[int]]) -> Iterator[Pass]:
-    """Yield passes (stage, op), each of the stage's next unit; leaving out those beyond `units` can't deadlock."""
+    """Yield the passes of steps (stage, op): the n-th of a stage and an op is of the n-th of the stage's units.
+
+    Steps beyond a stage's last unit are left out, which can't deadlock.
+    """
     done: Counter[tuple[int, Op]] = Counter()
     for stage, op in steps:
         kinds = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) if op is Op.BACKWARD else (op,)
@@ -48,23 +52,18 @@ def numbered(steps: Iterable[tuple[int, Op]], units: Mapping[int, Sequence[int]]
 
 
 def with_copies(passes: Iterable[Pass], swaps: Container[int]) -> Iterator[Pass]:
-    """Yield a worker's passes between two flushes and, as passes too, the copies of the stages in `swaps`.
+    """Yield a worker's passes between two flushes and, as further passes, the copies of the stages in `swaps`.
 
-    A unit's copy out follows its forward. Its copy in stands right before the worker's preceding backward if the unit
-    has run forward by then, and overlaps with it; else right before its own. Paper: vPipe (TPDS'21) section 4.1
-    prefetches before the predicted backward; here the order of work predicts it.
+    A unit's copy out follows its forward. Its copy in precedes the backward before its own, to overlap with it, or its
+    own backward if the unit runs forward between the two. Paper: vPipe (TPDS'21) section 4.1 prefetches before the
+    predicted backward. Differs: the schedule knows which backward comes next.
     """
-    held: list[Pass] = []  # from the last backward on: what comes in before it is known at the next
+    held: list[Pass] = []  # from the last backward on, which the copy for the next backward may have to precede
     for each in passes:
         if each.op in FIRST_PARTS:
-            ahead = []
             if each.stage in swaps:
                 back = Pass(each.stage, Op.SWAP_IN, each.unit)
-                if Pass(each.stage, Op.FORWARD, each.unit) in held:
-                    held.append(back)
-                else:
-                    ahead.append(back)
-            yield from ahead
+                held.insert(len(held) if Pass(each.stage, Op.FORWARD, each.unit) in held else 0, back)
             yield from held
             held = [each]
             continue
@@ -75,12 +74,12 @@ def with_copies(passes: Iterable[Pass], swaps: Container[int]) -> Iterator[Pass]
 
 
 def with_gathers(passes: Sequence[Pass], *, reshards: bool) -> Iterator[Pass]:
-    """Yield passes and, as passes too, what gathers their stages' weights before and frees them after.
+    """Yield passes and, as further passes, those that gather their stages' weights before them and free them after.
 
     `reshards`: whether weights are also freed after a forward, and gathered again for its backward.
     """
-    there: set[int] = set()  # stages whose weights are gathered or on their way
-    coming: set[int] = set()  # of these, the latter
+    gathered: set[int] = set()  # stages whose gather has begun and whose weights haven't been freed since
+    waited_for: set[int] = set()  # of these, the stages whose weights have arrived
     ahead = (each for each in [*passes, None] if each is None or each.op not in COPIES)
     next(ahead)
     for each in passes:
@@ -88,24 +87,28 @@ def with_gathers(passes: Sequence[Pass], *, reshards: bool) -> Iterator[Pass]:
             yield each
             continue
         for wanted in (each, next(ahead)):
-            if wanted is not None and wanted.stage not in there:
-                there.add(wanted.stage)
-                coming.add(wanted.stage)
+            if wanted is not None and wanted.stage not in gathered:
+                gathered.add(wanted.stage)
                 yield Pass(wanted.stage, Op.GATHER, wanted.unit)
-        if each.stage in coming:
-            coming.discard(each.stage)
+        if each.stage not in waited_for:
+            waited_for.add(each.stage)
             yield Pass(each.stage, Op.WAIT_GATHER, each.unit)
         yield each
         if reshards or each.op in ENDS:
-            there.discard(each.stage)
+            gathered.discard(each.stage)
+            waited_for.discard(each.stage)
             yield Pass(each.stage, Op.FREE, each.unit)
 
 
 def with_scatters(passes: Sequence[Pass]) -> Iterator[Pass]:
-    """Yield passes and, as passes too, the waits for gradients' shards, one backward after those that end a round."""
+    """Yield passes and, as further passes, the waits for the gradients' shards.
+
+    A wait follows the backward after the one that ends the stage's round, so that the reduce-scatter overlaps with a
+    backward.
+    """
     last = {each.stage: index for index, each in enumerate(passes) if each.op in ENDS}
-    waiting: list[Pass] = []
-    due: list[Pass] = []
+    waiting: list[Pass] = []  # for the next backward to have run
+    due: list[Pass] = []  # now, but after the weights of that backward have been freed
     for index, each in enumerate(passes):
         if each.op is not Op.FREE:
             yield from due
@@ -119,11 +122,14 @@ def with_scatters(passes: Sequence[Pass]) -> Iterator[Pass]:
 
 
 def own_passes(p: Pipeline, worker: int, passes: Sequence[Pass], units: Sequence[int]) -> Iterator[Pass]:
-    """Yield a replica's passes, given those of the first with all that is collective, which it takes part in."""
-    replica, there = p.replica_of(worker), units if isinstance(units, range) else {*units}
+    """Yield a replica's own passes, and the collective ones, given the passes of the first replica.
+
+    `units` are those of all replicas.
+    """
+    replica, existing = p.replica_of(worker), units if isinstance(units, range) else {*units}
     for each in passes:
         unit = each.unit + replica
-        if each.op in COLLECTIVE or unit in there:
+        if each.op in COLLECTIVE or unit in existing:
             yield each._replace(unit=unit)
 
 

@@ -1,11 +1,12 @@
 """The shape of a pipeline: its stages, their workers, and the numbering and grouping of minibatches.
 
-Units. A unit travels through the pipeline: a minibatch, or one microbatch of it. Unit u runs on replica u mod r of
-every stage, forward and backward (1F1B-RR, PipeDream section 3.2); microbatches of the minibatches of one block (the
-least common multiple of the replica counts) are interleaved to keep that true.
+Units. What travels through the pipeline is a unit: a minibatch, or one microbatch of it. Unit u runs on replica u mod r
+of a stage with r replicas, forward and backward (1F1B-RR, PipeDream section 3.2). To keep that true, the microbatches
+of the minibatches of one block are interleaved; a block is as many minibatches as the least common multiple of the
+replica counts.
 
-Positions. Workers form a row of positions, each with as many workers as its stages have replicas. Which stages are
-where is the order's, see `placement`.
+Positions. Workers form a row of positions, each with as many workers as its stages have replicas. Which stages are at
+which position depends on the order of work, see `placement`.
 """
 
 import math
@@ -29,13 +30,13 @@ from pipebench.schedule.syncs import (
 )
 
 STASH = "stash"
-MOST_BEYOND_NOAM = 1  # extra minibatches in flight that a planner may choose to hide transfers
+MOST_BEYOND_NOAM = 1  # extra minibatches in flight, to hide transfers, that a planner may choose
 WHOLE, SPLIT = "whole", "split"  # how a backward runs
 
 
 @dataclass(frozen=True)
 class Edge:
-    """Values go from a stage to a later one; `has_gradient`: whether gradients come back."""
+    """An edge from a stage to a later one, which reads values of it; `has_gradient`: whether gradients return."""
 
     source: int
     target: int
@@ -63,36 +64,35 @@ class Pipeline:
     weights: str = STASH  # numbering of weight versions, a name in `weights.WEIGHT_POLICIES`
     chunks: int = 1  # stages per worker
     sync: str = ALL_REDUCE  # how replicas of a stage agree, a name in `syncs.SYNCS`
-    # `whole`, or `split` into its input part, whose gradients are sent at once, and its weight part
-    backward: str = WHOLE
-    sums: str = RING  # in which order replicas are added, a name in `syncs.SUMS`
-    shard: str = NOT_SHARDED  # what replicas of a stage share out, a name in `syncs.SHARDS`
+    backward: str = WHOLE  # `whole`, or `split` into an input part, whose gradients are sent at once, and a weight part
+    sums: str = RING  # in which order a sum adds the replicas' values, a name in `syncs.SUMS`
+    shard: str = NOT_SHARDED  # what replicas of a stage shard, a name in `syncs.SHARDS`
     reshards: bool = True  # whether sharded parameters are freed after a forward, and gathered again for its backward
     swaps: tuple[int, ...] = ()  # stages that swap saved activations to the host between forward and backward
     ties: tuple[tuple[int, ...], ...] = ()  # stages that have copies of the same weights, ascending; see `members`
-    extensions: Mapping[str, Any] = field(default_factory=dict, hash=False)  # that are on, with their settings
+    extensions: Mapping[str, Any] = field(default_factory=dict, hash=False)  # name to settings of those that are on
 
     @property
     def is_sharded(self) -> bool:
         """Whether replicas of a stage each step on a shard of its parameters."""
         return self.shard != NOT_SHARDED
 
-    def shards(self, stage: int) -> bool:
-        """Whether replicas of a stage share something out."""
+    def shards_stage(self, stage: int) -> bool:
+        """Return whether a stage is sharded: it has several replicas, each with a shard."""
         return self.is_sharded and self.replicas[stage] > 1
 
-    def parts(self, stage: int) -> int:
-        """Return into how many shards a stage's parameters are divided."""
+    def num_shards(self, stage: int) -> int:
+        """Return the number of shards of a stage's parameters; 1 if they aren't sharded."""
         return self.replicas[stage] if self.is_sharded else 1
 
     @property
     def gathers(self) -> bool:
-        """Whether passes need weights that are gathered first."""
-        return self.shard == PARAMETERS and self.shards(0)
+        """Whether weights are gathered before passes, because parameters are sharded."""
+        return self.shard == PARAMETERS and self.shards_stage(0)
 
     @property
     def way(self) -> str:
-        """How replicas sum a buffer or, if they are sharded, how they scatter one and gather another."""
+        """The algorithm by which replicas sum a buffer or, if they are sharded, reduce-scatter and all-gather it."""
         if self.is_sharded:
             return ALL_TO_ALL if self.sums == ORDERED else RING
         way = SYNCS[self.sync].way
@@ -100,12 +100,12 @@ class Pipeline:
 
     @property
     def buffer_way(self) -> str:
-        """How replicas sum running statistics."""
+        """The algorithm by which replicas sum running statistics."""
         return PARAMETER_SERVER if self.sums == ORDERED else ALL_REDUCE
 
     @property
     def sum_kind(self) -> str:
-        """As which the bytes of a sum are counted."""
+        """The kind of transfer as which the bytes of a sum of gradients are counted."""
         return REDUCE_SCATTER if self.is_sharded else SYNCS[self.sync].way
 
     @property
@@ -115,7 +115,7 @@ class Pipeline:
 
     @property
     def num_positions(self) -> int:
-        """Number of positions; that of stages if each worker has one."""
+        """Number of positions: the number of stages if each worker has one stage."""
         return len(self.replicas) // self.chunks
 
     @cached_property
@@ -147,9 +147,9 @@ class Pipeline:
         """Depth d_s of every stage in 1F1B: units that a replica runs forward before its first backward.
 
         d_s = min(ceil(W_s / r_s), 1 + floor((d_t - 1) r_t / r_s) for t < s), d_0 = depth. W_s is the number of workers
-        from stage s on plus, for every stage but the last, the input stage's (depth - NOAM) r_0 extra minibatches, as
-        if as many more workers preceded the last stage. The second bound is what earlier stages can send before their
-        first backward.
+        of stage s and all later stages. For every stage but the last it also includes the input stage's extra
+        minibatches, (depth - NOAM) r_0, as if that many workers more preceded the last stage. The second bound is the
+        number of units that an earlier stage t can send before its first backward.
         """
         beyond = max(0, self.depth - noam(self.replicas)) * self.replicas[0]
         depths = [self.depth]
@@ -162,7 +162,7 @@ class Pipeline:
 
     @cached_property
     def _workers(self) -> tuple[tuple[int, ...], ...]:
-        """Stages of every worker, ascending."""
+        """The stages of every worker, ascending."""
         held: dict[int, list[int]] = {}
         for stage, workers in enumerate(self.places):
             for worker in workers:
@@ -174,7 +174,7 @@ class Pipeline:
         return self.places[stage][unit % self.replicas[stage]]
 
     def members(self, group: int) -> Sequence[int]:
-        """Return the workers that sum gradients: of a stage, or of tie k as group `num_stages` + k."""
+        """Return the workers of a group that sums gradients: a stage, or tie k as group `num_stages` + k."""
         if group < self.num_stages:
             return self.places[group]
         stages = self.ties[group - self.num_stages]
@@ -185,7 +185,7 @@ class Pipeline:
         return self._workers[worker]
 
     def replica_of(self, worker: int, stage: int | None = None) -> int:
-        """Return which replica of a stage, or of its first one, a worker is."""
+        """Return a worker's index among the replicas of `stage`, one of its stages; of its first stage if None."""
         return self.places[self._workers[worker][0] if stage is None else stage].index(worker)
 
     @cached_property
@@ -201,7 +201,7 @@ class Pipeline:
         return tuple(names)
 
     def minibatch(self, unit: int) -> tuple[int, int]:
-        """Return a unit's minibatch (numbered since the drain) and microbatch."""
+        """Return a unit's minibatch, counted from the last drain, and its microbatch in that minibatch."""
         if self.microbatches == 1:
             return unit, 0
         block, within = divmod(unit, self.block * self.microbatches)
@@ -215,25 +215,25 @@ class Pipeline:
         return [start + index * self.block for index in range(self.microbatches)]
 
     def own_units(self, stage: int, worker: int, units: Sequence[int]) -> Sequence[int]:
-        """Return those of the ascending units that a worker runs at a stage."""
+        """Return those of `units`, which ascend, that a worker runs at a stage."""
         r, replica = self.replicas[stage], self.replica_of(worker, stage)
         if isinstance(units, range):
             return units[(replica - units.start) % r :: r]
         return [unit for unit in units if unit % r == replica]
 
     def round_minibatches(self, stage: int, round_index: int, num_minibatches: int) -> range:
-        """Return the minibatches whose mean gradient is one update of a stage; the last round may be short."""
+        """Return the minibatches whose mean gradient makes update `round_index` of a stage; the last may be fewer."""
         size = self.round_size(stage)
         return range(round_index * size, min((round_index + 1) * size, num_minibatches))
 
     def round_size(self, stage: int) -> int:
-        """Return the minibatches that one update of a stage averages over."""
+        """Return how many minibatches one update of a stage averages over."""
         if not SYNCS[self.sync].waits:
             return 1
         return (self.block if self.flushes else self.replicas[stage]) * self.accumulate
 
     def hooks(self, name: str) -> dict[str, Any]:
-        """Return what the extensions that are on bring for a hook of the core, by extension; see `pipebench.hooks`."""
+        """Return, by extension, the objects that the enabled extensions provide for a hook; see `pipebench.hooks`."""
         synced = SYNCS[self.sync].extension
         return hooks(name, {**dict.fromkeys([synced] if synced else []), **self.extensions})
 
@@ -244,9 +244,9 @@ class Pipeline:
 
 
 def default_microbatches(num_stages: int, minibatch_size: int) -> int:
-    """Return how many microbatches a minibatch is cut into by default.
+    """Return the default number of microbatches per minibatch.
 
-    One per stage, so that all stages work at once, or else the largest number below that divides a minibatch.
+    It is the number of stages, so that all work at once, or else the largest smaller one that divides a minibatch.
     """
     return next(count for count in range(num_stages, 0, -1) if minibatch_size % count == 0)
 

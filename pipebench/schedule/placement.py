@@ -1,8 +1,9 @@
-"""Placements: the worker of every replica of every stage, which the order of work decides.
+"""Placements: the worker of every replica of every stage, which depends on the order of work.
 
-In a *loop*, the usual one, stage s is at position s mod P of P. In a *V* workers hold stages from both ends: of n
-stages, s and n - 1 - s are on the same one. In *two ways* replicas meet in a V: a worker that has replica j of r of
-stage s has replica r - 1 - j of stage n - 1 - s. An order read from a file stands where the file has it.
+In a *loop*, the usual placement, stage s is at position s mod P of P positions. In a *V* of n stages, s and n - 1 - s
+share a worker, so that workers hold stages from both ends. In *two ways* pipelines run through a V in both directions:
+a worker that has replica j of r of stage s has replica r - 1 - j of stage n - 1 - s. A file's stages are at the
+positions of their rows.
 """
 
 import itertools
@@ -15,10 +16,14 @@ _IN_A_V, _TWO_WAYS = (ZBV, DUALPIPEV, DUALPIPE), (DUALPIPE,)
 
 
 def places(order: str, replicas: Sequence[int], chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the workers of every stage's replicas, of which stages of one position have equally many.
+    """Return, per stage, the workers of its replicas.
 
-    Workers are numbered position by position, positions in the order of their first stages. The order of work is a name
-    in `orders.ORDERS`, or the path of a file; `chunks` are the stages per worker.
+    Workers are numbered position by position, positions in the order of their first stages.
+
+    Args:
+        order: of work, a name in `orders.ORDERS` or the path of a file.
+        replicas: per stage; stages of one position have equally many.
+        chunks: stages per worker.
     """
     count, num_positions = len(replicas), len(replicas) // chunks
     found = read_csv(order).placement if is_csv(order) else ()
@@ -32,4 +37,4 @@ def places(order: str, replicas: Sequence[int], chunks: int) -> tuple[tuple[int,
     widths = [replicas[positions.index(position)] for position in range(num_positions)]
     workers = [tuple(range(a, b)) for a, b in itertools.pairwise([0, *itertools.accumulate(widths)])]
     mirrored = range(num_positions, count) if order in _TWO_WAYS and chunks == 2 else ()
-    return tuple(workers[at][:: -1 if stage in mirrored else 1] for stage, at in enumerate(positions))
+    return tuple(workers[position][:: -1 if stage in mirrored else 1] for stage, position in enumerate(positions))

@@ -1,4 +1,4 @@
-"""How replicas of a stage agree on gradients."""
+"""How replicas of a stage synchronise gradients: the algorithm, when it runs, and what they shard."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -6,13 +6,14 @@ from typing import Final
 
 ALL_REDUCE, PARAMETER_SERVER, ASYNCHRONOUS = "all-reduce", "parameter-server", "asynchronous"
 ALL_REDUCE_AFTER, PARAMETER_SERVER_AFTER = "all-reduce-after", "parameter-server-after"
-# In which order a buffer's members are added: as a ring passes them on, or in their own, whatever their number.
+# In which order a sum adds its members' values: as a ring passes them on, so that the order differs from part to part
+# of a buffer, or always by replica.
 RING, ORDERED = "ring", "ordered"
 SUMS: Final = (RING, ORDERED)
-# Halves of a sum, kinds of bytes: every member gets the sum of its shard; all get all shards.
+# The halves of a sum, as kinds of bytes: every member gets the sum of its shard; every member gets all shards.
 REDUCE_SCATTER, ALL_GATHER = "reduce-scatter", "all-gather"
-ALL_TO_ALL = "all-to-all"  # a way: every member sends every other its part, as Gloo scatters and gathers
-# What replicas of a stage share out instead of each holding all (ZeRO, Rajbhandari et al., SC'20, stages 1 to 3): the
+ALL_TO_ALL = "all-to-all"  # an algorithm: every member sends every other its part, as Gloo scatters and gathers
+# What replicas of a stage shard instead of each holding all (ZeRO, Rajbhandari et al., SC'20, stages 1 to 3): the
 # optimizer's state; gradients, too; parameters, too.
 NOT_SHARDED, OPTIMIZER, GRADIENTS, PARAMETERS = "none", "optimizer", "gradients", "parameters"
 SHARDS: Final = (NOT_SHARDED, OPTIMIZER, GRADIENTS, PARAMETERS)
@@ -20,16 +21,17 @@ SHARDS: Final = (NOT_SHARDED, OPTIMIZER, GRADIENTS, PARAMETERS)
 
 @dataclass(frozen=True)
 class Sync:
-    """A way to agree."""
+    """A way to synchronise."""
 
-    summary: str  # one line for people
-    way: str  # how a buffer is summed, as which its bytes are counted, too: ALL_REDUCE, a ring, or PARAMETER_SERVER
+    summary: str  # one line, for lists
+    # How a buffer is summed, and as which kind its bytes are counted: ALL_REDUCE, in a ring, or PARAMETER_SERVER
+    way: str
     overlaps: bool = True  # whether buckets are sent during a backward (wait-free backpropagation), else after it
-    extension: str = ""  # brings what workers do if they don't wait for each other
+    extension: str = ""  # of a way in which replicas don't wait for each other, the extension that implements it
 
     @cached_property
     def waits(self) -> bool:
-        """Whether an update waits for a gradient of every replica; else each is an update of its own."""
+        """Whether an update averages gradients of all replicas; else every gradient makes an update of its own."""
         return not self.extension
 
 

@@ -1,28 +1,28 @@
-"""Which versions of a stage's weights are alive: what holds the tensors and what predicts their bytes both ask here."""
+"""Which versions of a stage's weights are alive, for the engine, which holds them, and for predictions of memory."""
 
 import sys
 
 
 class VersionLedger:
-    """The lifetimes of a stage's weight versions, as numbers: it holds no weights.
+    """The lifetimes of a stage's weight versions, by number, without the weights.
 
-    Alive are the newest version, those that units in flight use, and those that a later forward may request. It takes
-    no lock: where threads share one, its owner does. `in_place`: whether every update overwrites the newest, whoever
-    uses it.
+    Alive are the newest version, those that units in flight use, and those that a later forward may request. It isn't
+    thread-safe: if threads share a ledger, its owner has to lock it.
     """
 
     def __init__(self, *, in_place: bool, newest: int = 0) -> None:
+        """Begin with one version, `newest`; `in_place`: whether updates overwrite the newest even while it is used."""
         self._in_place = in_place
-        self.most_alive = 1  # the most that have been alive at once
+        self.most_alive = 1  # the most versions that have been alive at once
         self.restart(newest)
 
     def restart(self, newest: int) -> None:
         """Begin anew with one version, which nothing uses."""
-        self.newest = newest  # the version of the most updates; -1 once retired
-        self.alive = {newest}  # the versions that are alive
-        self._users: dict[int, int] = {}
-        self._keep_from = 0
-        self._held: int | None = None
+        self.newest = newest  # -1 once retired
+        self.alive = {newest}
+        self._users: dict[int, int] = {}  # version to the number of units in flight that use it
+        self._keep_from = 0  # the oldest version that a forward may still request
+        self._held: int | None = None  # see `hold`
 
     @property
     def in_use(self) -> bool:
@@ -30,11 +30,11 @@ class VersionLedger:
         return bool(self._users)
 
     def use(self, number: int) -> None:
-        """A unit in flight uses a version."""
+        """Note that another unit in flight uses a version."""
         self._users[number] = self._users.get(number, 0) + 1
 
     def release(self, number: int) -> bool:
-        """A unit that used a version has left; return whether nothing needs that version any more."""
+        """Note that a unit no longer uses a version; return whether nothing needs that version any more."""
         left = self._users[number] - 1
         if left:
             self._users[number] = left
@@ -46,7 +46,7 @@ class VersionLedger:
         return is_over
 
     def hold(self) -> int:
-        """Use the newest version in place of the one held before, however many updates follow; return its number."""
+        """Hold the newest version, in place of the one held before, until the next call; return its number."""
         if self._held is not None:
             self.release(self._held)
         self._held = self.newest
@@ -54,9 +54,9 @@ class VersionLedger:
         return self._held
 
     def step(self, keep_from: int) -> bool:
-        """Make the next version; return whether it takes the place of the newest, which nothing needs.
+        """Make the next version; return whether it may overwrite the newest one.
 
-        `keep_from` is the oldest version that a forward may still request; older ones go as soon as no unit uses them.
+        `keep_from` is the oldest version that a forward may still request. Older ones die as soon as no unit uses them.
         """
         self._keep_from = keep_from
         self._collect()
@@ -74,7 +74,7 @@ class VersionLedger:
         self._collect()
 
     def copied(self) -> "VersionLedger":
-        """Return that of a copy, which has the newest version alone."""
+        """Return the ledger of a copy of the weights, which has the newest version only."""
         return VersionLedger(in_place=self._in_place, newest=self.newest)
 
     def _collect(self) -> None:

@@ -1,8 +1,8 @@
 """Weight policies: the version of a stage's weights that a minibatch uses, counted in updates since the drain.
 
-Versions are part of the schedule, so the staleness of a gradient can be read off its text form; engines keep a version
-while it may still be requested. A policy may also predict: passes read the newest version moved ahead, or back, by a
-number of updates that the schedule gives; how weights are moved is the engine's.
+Versions are part of the schedule, so that the staleness of a gradient can be read off its text form. Engines keep a
+version while a pass may still request it. A policy may also move weights: passes read the newest version predicted
+ahead, or corrected back, by a number of updates that the schedule gives. The engine computes the moved weights.
 """
 
 import math
@@ -22,23 +22,23 @@ CORRECTION_DECAY = 0.135  # PipeMare's D, about e^-2
 class WeightPolicy:
     """A numbering of versions."""
 
-    summary: str  # one line for people
-    # From (pipeline, stage, minibatch, the stage's updates so far) to the version that its forward uses
+    summary: str  # one line, for lists
+    # From (pipeline, stage, minibatch, the stage's updates so far) to the version that the minibatch's forward reads
     version: Callable[[Pipeline, int, int, int], int]
-    needs_flush: bool = False  # whether it requires a flush at every update; the others require none
-    stashed: bool = True  # whether the backward uses its forward's version; else the newest
+    needs_flush: bool = False  # whether it requires a flush at every update; if not, it excludes flushes
+    stashed: bool = True  # whether a backward reads its forward's version; else the newest
     versions: int | None = None  # most versions alive at once; None: one per minibatch in flight
     accumulates: bool = False  # whether an update must cover at least `depth` minibatches of every replica
-    waits: bool = True  # whether it requires a `sync` that waits for all replicas; the others one that doesn't
-    # From (pipeline, stage, round) to the version that the weights of the round's passes predict, if any
+    waits: bool = True  # whether it requires a `sync` that waits for all replicas; if not, it requires one that doesn't
+    # From (pipeline, stage, round) to the version that the round's passes predict; None: it predicts none
     aim: Callable[[Pipeline, int, int], int] | None = None
     # Whether a backward moves the newest weights back to about its forward's, and learning rates shrink with the delay
     corrects: bool = False
     copies: int = 0  # extra sets of the stage's parameters that a replica holds where weights are moved
-    # Of an update, and of moving weights per minibatch, in optimizer steps
+    # Time of an update, including moving the weights for each of its minibatches, in optimizer steps
     update_cost: float = 1.0
     as_input_stage: bool = False  # whether a stage keeps versions for all minibatches in flight on the input stage
-    # Whether all stages use one version for a minibatch, and none needs an update before the input stage can make it
+    # Whether all stages read one version for a minibatch, and none needs an update before the input stage can make it
     together: bool = False
 
     def moves(self, p: Pipeline, stage: int) -> bool:
@@ -56,24 +56,24 @@ class WeightPolicy:
         return self.most_sets(shares=units_per_update(p) > 1)
 
     def most_sets(self, *, shares: bool) -> int | None:
-        """Return `num_sets` of a stage that moves weights, if any can; `shares`: whether updates have several units."""
+        """Return the most that `num_sets` is of any stage; `shares`: whether several units make up an update."""
         if self.versions is None:
             return None
-        # A prediction shared by units is kept during an update between them.
+        # A prediction that several units share outlives an update between them.
         return self.versions + self.copies + (self.aim is not None and shares)
 
 
 def update_costs(p: Pipeline) -> list[float]:
-    """Return, per stage, what an update and moving weights for its minibatches take, in optimizer steps."""
+    """Return, per stage, the time of an update and of moving weights for its minibatches, in optimizer steps."""
     policy = WEIGHT_POLICIES[p.weights]
     return [policy.update_cost if policy.moves(p, stage) else 1.0 for stage in range(p.num_stages)]
 
 
 def delay(p: Pipeline, stage: int) -> float:
-    """Return the long-run delay of a 1F1B pipeline's gradients in updates, if forwards use the newest version.
+    """Return the delay of a gradient, in updates, in the steady state of 1F1B where forwards use the newest version.
 
-    PipeMare's tau: a replica runs d_s - 1 forwards between a unit's forward and its backward, over the units per
-    update.
+    PipeMare's tau: a replica runs d_s - 1 other forwards between a unit's forward and its backward, which are as many
+    updates as that number over the units per update.
     """
     return (p.warmups[stage] - 1) / units_per_update(p)
 
@@ -84,18 +84,18 @@ def units_per_update(p: Pipeline) -> int:
 
 
 def _newest(p: Pipeline, stage: int, minibatch: int, updates: int) -> int:
-    """The newest: in 1F1B max(0, floor(k / r_s) - d_s + 1), the updates made before."""
+    """The newest version, the number of updates made so far: in 1F1B max(0, floor(k / r_s) - d_s + 1)."""
     return updates
 
 
 def _vertical_sync(p: Pipeline, stage: int, minibatch: int, updates: int) -> int:
-    """PipeDream section 3.3, vertical sync: the version that has seen the same minibatches as the input stage's."""
+    """PipeDream section 3.3, vertical sync: the version made of the same minibatches as the input stage's version."""
     r = p.replicas[0]
     return max(0, minibatch // r - p.depth + 1) * r // p.replicas[stage]
 
 
 def _pulled(p: Pipeline, stage: int, minibatch: int, updates: int) -> int:
-    """The newest that the worker has pulled, unknown to the schedule."""
+    """The newest version that the worker has pulled, which the schedule can't know."""
     return -1
 
 
@@ -105,18 +105,19 @@ def _one_update_late(p: Pipeline, stage: int, minibatch: int, updates: int) -> i
 
 
 def _round_trip_end(p: Pipeline, stage: int, round_index: int) -> int:
-    """XPipe (Guan et al. 2019), SpecTrain (Chen et al. 2018): predict the weights at the end of a round's backwards.
+    """XPipe (Guan et al. 2019), SpecTrain (Chen et al. 2018): the version at the end of a round's backwards.
 
-    That is when its last unit ends on the input stage. Both count the updates of a stage, their rank of N, from a pass
-    until then: from the backward of the round's first unit of T, floor((T + floor(rank / 2) - 1) / T), where
-    SpecTrain's T is 1; and N - 1 - rank more from its forward, for T = 1.
-    Differs: for forwards XPipe has a formula, floor((N + T - rank / 2 - 2) / T); here forwards aim at the same version
-    as their backwards, at a distance that the schedule gives; the same number for T = 1. A unit is taken to need r
-    times as long on a stage of r replicas as on one, which covers replicated plans; below NOAM, no more units end
-    meanwhile than are in flight besides.
+    A round of T units ends when its last unit has returned to the input stage. Both papers count the updates that a
+    stage, their rank of N, makes from a pass until then. From the backward of the round's first unit they are
+    floor((T + floor(rank / 2) - 1) / T), where SpecTrain's T is 1; from its forward, N - 1 - rank more, for T = 1.
+
+    Differs: forwards aim at the same version as their backwards, and the schedule gives the distance. XPipe has a
+    formula for forwards, floor((N + T - rank / 2 - 2) / T), which is equal for T = 1. To cover replicated plans, a unit
+    is assumed to take r times as long on a stage of r replicas as on a stage of one. With a depth below NOAM, the units
+    that end in the meantime are at most the others in flight.
     """
     units, r = units_per_update(p), p.replicas
-    # Units that a replica ends while the round's last returns to stage 0
+    # Units that a replica ends while the round's last unit returns to stage 0
     after = min(sum(r[:stage]) // (2 * r[stage]), (p.depth - 1) * r[0] // r[stage])
     return round_index + (units - 1 + after) // units
 

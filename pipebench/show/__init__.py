@@ -1,1 +1,1 @@
-"""What people look at: console, progress, tables, pictures, traces."""
+"""Output for people: console, progress, tables, pictures, traces."""

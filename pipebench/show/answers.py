@@ -1,4 +1,4 @@
-"""The answers of `run`, `compare`, `plan`, `profile` and `largest`, each as text, JSON, rows and a figure."""
+"""The answers of the commands `run`, `compare`, `plan`, `profile` and `largest`: text, JSON, rows and a figure."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -45,11 +45,11 @@ class Run(Shown):
 
     Attributes:
         result: outcome, metrics, curves, stages.
-        mlflow_run_id: MLflow's; None if not recorded there.
-        timeline: its first minibatches, of runs in this process.
-        picture: these as text.
-        link: how to open its record.
-        record: the folder of its record, which is removed once MLflow has it unless the run has a folder of its own.
+        mlflow_run_id: MLflow's id; None if MLflow lacks the run.
+        timeline: of the first minibatches; None for a run in other processes.
+        picture: the timeline as text.
+        link: how to open the run's record.
+        record: the folder of the record; unless the run has a folder of its own, it is removed once MLflow has it.
     """
 
     result: RunResult
@@ -90,9 +90,9 @@ class RunComparison(Shown):
     """Runs side by side.
 
     Attributes:
-        runs: in order.
-        link: how to open their record.
-        tells_differences: print what differs in the recipes, too.
+        runs: in the order of the request.
+        link: how to open the comparison's record.
+        tells_differences: whether the keys in which the recipes differ are printed, too.
     """
 
     runs: tuple[Run, ...]
@@ -119,7 +119,7 @@ class RunComparison(Shown):
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the table's rows: one per recipe, medians over its seeds; what its sweep varies comes last."""
+        """Return a row per recipe: medians over its seeds, and last the keys that its sweep varies."""
         found = groups(self.results)
         named = len(found) > 1
         return [
@@ -129,7 +129,7 @@ class RunComparison(Shown):
         ]
 
     def print_to(self, console: Console) -> None:
-        """Print a row per recipe; of one recipe's seeds their spread."""
+        """Print a row per recipe; for the seeds of a single recipe their spread."""
         results = self.results
         if self.tells_differences:
             print_differences(results, differences(results), console)
@@ -139,19 +139,24 @@ class RunComparison(Shown):
             print_comparison(results, self.link, console)
 
     def figure(self) -> "Figure":
-        """Return all curves, a panel per metric; of simulations, which have none, bars."""
+        """Return all curves, a panel per metric; bars for simulations, which have none."""
         made: Figure = _figures().curves_figure(self.results)
         return made
 
 
 def recorded(references: Sequence[str], folders: Sequence[Path]) -> RunComparison:
-    """Return recorded runs side by side; a single reference names a comparison, all of whose runs these are.
+    """Return recorded runs side by side.
 
-    Of several comparisons, such as a sweep that was interrupted and what was left of it, a run counts once, and one
-    that was interrupted not at all if it was made again.
+    If references name comparisons, such as an interrupted sweep and its continuation, a run in several of them counts
+    once, and an interrupted run does not count if its recipe was run again.
+
+    Args:
+        references: runs or comparisons; a single one must be a comparison and stands for all of its runs.
+        folders: records on this disk.
 
     Raises:
-        UserError: no run, several, or the same as another goes by a reference; or the only one is a run.
+        UserError: a reference matches no run or several, or the same run as another reference; or the only one is a
+            run.
     """
     found = find_runs(references, folders) if len(references) > 1 else runs_of(references[0], folders)
     if partly := [run for run in found if run.lacks]:
@@ -171,7 +176,7 @@ def recorded(references: Sequence[str], folders: Sequence[Path]) -> RunCompariso
 
 
 def _without_interrupted(runs: Iterable[Recorded]) -> list[Recorded]:
-    """Return the runs without those that were interrupted and whose recipe another one of them has ended."""
+    """Return the runs without the interrupted ones whose recipe another of the runs has completed."""
     ended = [run.result.recipe for run in runs if run.result.outcome != INTERRUPTED]
     return [run for run in runs if run.result.outcome != INTERRUPTED or run.result.recipe not in ended]
 
@@ -201,20 +206,20 @@ class PlanAnswer(Shown):
         print_modes(self.answer, console)
 
     def figure(self) -> "Figure":
-        """Return the layers, where they are cut, and what each stage's time goes to."""
+        """Return the layers with the cuts, and how each stage spends its time."""
         made: Figure = _figures().plan_figure(self.answer)
         return made
 
 
 @dataclass(frozen=True, repr=False)
 class ModelProfile(Shown):
-    """What every layer of a model costs.
+    """The costs of every layer of a model.
 
     Attributes:
-        name: the recipe's or the file's.
+        name: of the recipe or the file.
         profile: at every size that is needed.
-        num_samples: the size shown.
-        show_all: every layer, however many there are.
+        num_samples: the size that is shown.
+        show_all: whether a long model's text shows every layer.
     """
 
     name: str
@@ -223,7 +228,7 @@ class ModelProfile(Shown):
     show_all: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the profile as its file has it."""
+        """Return the profile in the form of its file."""
         made: dict[str, Any] = json.loads(write_profile(self.profile))
         return made
 
@@ -250,7 +255,7 @@ class LargestMinibatch(Shown):
     Attributes:
         loaded: the recipe.
         found: the size.
-        trials: every size that was tried.
+        trials: one for every size that was tried.
     """
 
     loaded: LoadedRecipe

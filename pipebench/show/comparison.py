@@ -1,10 +1,10 @@
 """Runs side by side: a row per recipe, with the speed-up over data parallelism, for the console and MLflow.
 
-A comparison varies one thing: rows share a group, and a dp baseline, only if their recipes agree in all but the
-parallelism. Runs of one recipe under several seeds are one row, with median and range, in which a missed target counts
-as an infinite time (`pipebench.train.seeds`). The runs of a sweep share a
-group whatever it varies; a sweep over workers adds columns of scaling. Rows are sorted by what was asked for: the time
-to accuracy, throughput without a target; those of a sweep over numbers keep its order.
+A comparison varies one thing: rows share a group, and a dp baseline, only if their recipes agree in all keys but those
+of the parallelism. The runs of a sweep share a group whichever key it varies, and a sweep over the number of devices
+adds columns of scaling. Runs of one recipe under several seeds are one row, with median and range, in which a missed
+target counts as an infinite time (`pipebench.train.seeds`). Rows are sorted by time to accuracy, or by throughput
+without a target; those of a sweep over numbers keep its order.
 """
 
 import math
@@ -21,14 +21,14 @@ from pipebench.units import quantity
 
 BASELINE_MODE = "dp"
 REACHED_HEADING = "reached"
-MARK = " *"  # of samples per update other than the first row's
-# What two recipes of a comparison may differ in: the way of parallelising, what it asks of the learning rate (samples
-# per update differ), where the model may be cut, and what changes neither the training nor its clock.
+MARK = " *"  # after a number of samples per update that differs from the first row's
+# Keys in which comparable recipes may differ: the parallelism, the learning rate (as samples per update differ), where
+# the model may be cut, and keys that change neither the training nor its clock.
 _FREE = (
     "name",
     "tracking",
     "parallelism",
-    "train.seed",  # runs with the same seeds are compared
+    "train.seed",  # `baseline` compares equal seeds
     "train.optimizer.lr",
     "train.optimizer.lr_scaling",
     "train.schedule.warmup_epochs",
@@ -38,10 +38,10 @@ _FREE = (
     "engine.silence_limit_s",
     "engine.join_limit_s",
 )
-# Schedules whose rate depends on when training would end, a target's among them, whose name is null; for the others the
-# number of epochs is only patience.
+# Schedules whose rate depends on `train.max_epochs`; null is the name of a schedule of the user's own. For the others
+# the number of epochs only limits how long a run tries to reach its target.
 _ENDING_SCHEDULES = ("cosine", "polynomial", "null")
-# Keys that say how many devices.
+# Keys that determine the number of devices.
 _COUNTING = ("cluster.name", "cluster.servers", "cluster.count", "parallelism.plan", "parallelism.tensor")
 _Format = Callable[[float], str]
 
@@ -50,7 +50,7 @@ _Format = Callable[[float], str]
 class ComparedRun:
     """One row: the runs of one recipe, which differ in their seed only."""
 
-    name: str  # the recipe's; in a sweep with the varied values
+    name: str  # the recipe's name, in a sweep with the varied values
     runs: tuple[RunResult, ...]  # at least one
 
     @property
@@ -65,7 +65,7 @@ class ComparedRun:
 
     @property
     def num_devices(self) -> float | None:
-        """Devices of the row's runs, None if not recorded; of runs of older versions, workers times slices."""
+        """Number of devices; workers times slices for runs of older versions; None if not recorded."""
         devices, workers = self.median("num_devices"), self.median("num_workers")
         if devices is not None or workers is None:
             return devices
@@ -73,17 +73,19 @@ class ComparedRun:
 
     @property
     def setting(self) -> Mapping[str, str]:
-        """The recipe's keys that rows must share to be compared."""
+        """The recipe's keys and values that comparable rows share."""
         recipe = self.runs[0].recipe
         ends = recipe.get("train.schedule.name") in _ENDING_SCHEDULES
         free = _FREE if ends else (*_FREE, "train.max_epochs")
-        given = {
-            key: value for key, value in recipe.items() if value != "null"
-        }  # what older runs don't know of is null
-        return {k: value for k, value in given.items() if not any(f"{k}.".startswith(f"{each}.") for each in free)}
+        return {
+            key: value
+            for key, value in recipe.items()
+            # Older runs lack later keys, which are null by default.
+            if value != "null" and not any(f"{key}.".startswith(f"{each}.") for each in free)
+        }
 
     def median(self, metric: str) -> float | None:
-        """Return the median over the runs, None if unknown or if half or more missed the target that it tells of."""
+        """Return a metric's median over the runs; None if unknown, or if half or more missed their target."""
         return median(values_of(self.runs, metric))
 
     def has_succeeded(self) -> bool:
@@ -95,28 +97,18 @@ def _has_target(results: Iterable[RunResult]) -> bool:
     return any(result.outcome != COMPLETED for result in results)
 
 
-def _time_to_target(entry: ComparedRun) -> float:
-    time_s = entry.median("time_to_accuracy_s")
-    return math.inf if time_s is None else time_s
-
-
-def _time_per_sample(entry: ComparedRun) -> float:
-    rate = entry.median("throughput_samples_per_s")
-    return math.inf if rate is None else -rate
-
-
 @dataclass(frozen=True)
 class ComparisonRow:
-    """What a comparison says of a row: medians over its runs, None where unknown."""
+    """The values of a row: medians over its runs, None if unknown."""
 
-    name: str  # the recipe's, without what all names begin with
+    name: str  # the recipe's, without the beginning that all names share
     mode: str  # its parallelism mode
     plan: str  # in the papers' notation
-    is_dp: bool  # whether a mode that may have several stages has data parallelism on all workers as its plan
-    is_marked: bool  # whether its updates are made of other numbers of samples than the first row's
+    is_dp: bool  # whether its mode allows several stages but its plan is data parallelism on all workers
+    is_marked: bool  # whether its number of samples per update differs from the first row's
     outcome: str  # of its runs
-    num_reached: int  # of its runs, those that reached their target
-    num_targeted: int  # of its runs, those that have one
+    num_reached: int  # runs that reached their target
+    num_targeted: int  # runs that have a target
     samples_per_update: float | None
     throughput_samples_per_s: float | None
     time_to_accuracy_s: float | None
@@ -126,10 +118,10 @@ class ComparisonRow:
     comm_bytes_per_sample: float | None
     peak_memory_bytes_max: float | None
     bubble_fraction: float | None
-    num_devices: float | None  # this and the next two in a sweep over the number of devices
-    speed_up: float | None
-    efficiency: float | None
-    # Smallest and largest value of metrics in which its runs differ; infinity where a target was missed
+    num_devices: float | None  # None unless a sweep varies it
+    speed_up: float | None  # of epochs, over the row with the fewest devices; None unless a sweep varies devices
+    efficiency: float | None  # that speed-up over the ratio of devices
+    # Smallest and largest value of metrics in which the runs differ; infinity if a target was missed
     ranges: Mapping[str, tuple[float, float]]
 
     @property
@@ -138,9 +130,9 @@ class ComparisonRow:
         return 0 < self.num_reached < self.num_targeted
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as plain data; of metrics in which its runs differ, `<metric>_min` and `<metric>_max`, too.
+        """Return the row as plain data, with `<metric>_min` and `<metric>_max` for metrics in which its runs differ.
 
-        The largest is None if a run missed its target.
+        The maximum is None if a run missed its target.
         """
         row = {name: value for name, value in vars(self).items() if name != "ranges"}
         for metric, (low, high) in self.ranges.items():
@@ -148,7 +140,7 @@ class ComparisonRow:
         return row
 
     def text(self, metric: str, say: _Format) -> str:
-        """Return a metric's median and, where it differs, its range."""
+        """Return a metric's median and, if its runs differ, their range."""
         value = getattr(self, metric)
         if value is None:
             is_missed = metric == "time_to_accuracy_s" and self.num_targeted
@@ -163,8 +155,9 @@ def _count(value: float) -> str:
 
 
 _UPDATE = "samples_per_update"
+_TO_TARGET, _OF_EPOCHS = "time_to_accuracy_s", "epoch_time_s"
 _VS_DP = ("vs dp", "vs_dp", ratio)
-# Heading, attribute, format; columns without any value are left out.
+# Heading, attribute of `ComparisonRow`, formatter; columns without any value are left out.
 _COLUMNS: tuple[tuple[str, str, _Format], ...] = (
     ("samples per update", _UPDATE, _count),
     ("samples/s", "throughput_samples_per_s", number),
@@ -188,11 +181,11 @@ class RunGroup:
 
     title: str  # the keys in which the group differs from others; empty for a single group
     entries: tuple[ComparedRun, ...]
-    rows: tuple[ComparisonRow, ...]  # what is said of each of them
+    rows: tuple[ComparisonRow, ...]  # the values of each entry
 
 
 def groups(results: Sequence[RunResult]) -> list[RunGroup]:
-    """Return a row per recipe, in groups of comparable rows: groups in the order of their first runs, rows sorted."""
+    """Return a row per recipe in groups of comparable rows; groups are in the order of their first runs."""
     runs: dict[str, list[RunResult]] = {}
     for result in results:
         runs.setdefault(result.name, []).append(result)
@@ -201,9 +194,14 @@ def groups(results: Sequence[RunResult]) -> list[RunGroup]:
         entry = ComparedRun(name, tuple(each))
         found.setdefault(frozenset(_shared(entry).items()), []).append(entry)
     titles = _titles([_shared(entries[0]) for entries in found.values()])
-    keeps = any(quantity(text) is not None for result in results for text in result.varied.values())
-    asked = (lambda entry: 0.0) if keeps else _time_to_target if _has_target(results) else _time_per_sample
-    grouped = [tuple(sorted(each, key=asked)) for each in found.values()]
+    keeps_order = any(quantity(text) is not None for result in results for text in result.varied.values())
+    metric, sign = (_TO_TARGET, 1) if _has_target(results) else ("throughput_samples_per_s", -1)
+
+    def cost(entry: ComparedRun) -> float:
+        value = entry.median(metric)
+        return math.inf if value is None else sign * value
+
+    grouped = [tuple(each if keeps_order else sorted(each, key=cost)) for each in found.values()]
     return [RunGroup(title, each, _rows_of(results, each)) for title, each in zip(titles, grouped, strict=True)]
 
 
@@ -214,7 +212,8 @@ def _rows_of(results: Sequence[RunResult], entries: Sequence[ComparedRun]) -> tu
     usual = entries[0].median(_UPDATE)
     found = []
     for entry in entries:
-        first, values = entry.runs[0], {metric: values_of(entry.runs, metric) for metric in _METRICS}
+        first = entry.runs[0]
+        values = {metric: values_of(entry.runs, metric) for metric in _METRICS}
         base = baseline(entry, entries)
         scaled = (entry.num_devices, *scaling(entry, entries)) if scales else (None, None, None)
         found.append(
@@ -223,7 +222,7 @@ def _rows_of(results: Sequence[RunResult], entries: Sequence[ComparedRun]) -> tu
                 len({usual, median(values[_UPDATE])} - {None}) > 1,
                 ", ".join(dict.fromkeys(run.outcome for run in entry.runs)),
                 sum(run.outcome == REACHED for run in entry.runs), sum(run.outcome != COMPLETED for run in entry.runs),
-                vs_dp=speed_up(entry, base) if has_target else epoch_speed_up(entry, base),
+                vs_dp=speed_up(entry, base, _TO_TARGET if has_target else _OF_EPOCHS),
                 **{metric: median(each) for metric, each in values.items()},
                 **dict(zip(("num_devices", "speed_up", "efficiency"), scaled, strict=True)),
                 ranges={metric: (min(each), max(each)) for metric, each in values.items() if len({*each}) > 1},
@@ -233,10 +232,10 @@ def _rows_of(results: Sequence[RunResult], entries: Sequence[ComparedRun]) -> tu
 
 
 def headings(results: Sequence[RunResult]) -> tuple[str, ...]:
-    """Return the headings of `rows`, without columns of which nothing is known.
+    """Return the headings of `rows`, without columns that have no value.
 
-    Several seeds add a column of how many reached the target; a sweep over the number of devices adds that number, the
-    speed-up of epochs over the first number, and the efficiency per device.
+    Several seeds add a column with the number that reached the target. A sweep over the number of devices adds that
+    number, the speed-up of epochs over its first number, and the efficiency per device.
     """
     counted = (REACHED_HEADING,) if has_seeds(results) else ()
     return ("run", "plan", *counted, *(heading for heading, _, _ in _columns(results)))
@@ -245,9 +244,9 @@ def headings(results: Sequence[RunResult]) -> tuple[str, ...]:
 def rows(results: Sequence[RunResult], group: RunGroup) -> list[tuple[str, ...]]:
     """Return one row of texts per recipe of a group of `results`, under `headings`.
 
-    A run that missed or diverged shows that instead of a time. Several seeds show the median and, where they differ,
-    the range, which ends with `missed` if one of them missed its target. Samples per update are marked where they
-    aren't the first row's.
+    A run that missed its target or diverged shows its outcome instead of a time. Several seeds show the median and, if
+    they differ, the range, which ends with `missed` if one of them missed its target. Samples per update are marked if
+    they differ from the first row's.
     """
     counted, columns, table = has_seeds(results), _columns(results), []
     for row in group.rows:
@@ -271,7 +270,7 @@ def _columns(results: Sequence[RunResult]) -> list[tuple[str, str, _Format]]:
 
 
 def _is_dp(run: RunResult) -> bool:
-    """Return whether a run's plan, which might have several stages in its mode, is data parallelism."""
+    """Return whether a run's mode allows several stages but its plan is data parallelism."""
     mode = MODES.get(run.mode)
     has_choice = mode is not None and not mode.is_one_stage
     return has_choice and len(run.stages) == 1 and run.stages[0].get("replicas", 1) > 1
@@ -284,7 +283,7 @@ def markdown_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def notes(results: Sequence[RunResult]) -> list[str]:
-    """Return the runs' notes, a line each, with the names of all runs that have it."""
+    """Return the runs' notes, a line each, with the names of the rows that have the note."""
     names: dict[str, list[str]] = {}
     for entry, row in (pair for group in groups(results) for pair in zip(group.entries, group.rows, strict=True)):
         for fact, note in (item for run in entry.runs for item in run.notes.items()):
@@ -293,10 +292,9 @@ def notes(results: Sequence[RunResult]) -> list[str]:
 
 
 def baseline(entry: ComparedRun, others: Iterable[ComparedRun]) -> ComparedRun | None:
-    """Return a row's dp baseline: of its setting and with the same seeds; None without one.
+    """Return a row's dp baseline, which has the same setting and the same seeds; None without one.
 
-    Of several, such as those of a sweep over learning rates, it is the first of those that agree with the row in most
-    varied values.
+    Of several, as in a sweep over learning rates, it is the first of those that share most varied values with the row.
     """
     seeds = {run.seed for run in entry.runs}
     fitting = (other for other in others if other.runs[0].mode == BASELINE_MODE and other.setting == entry.setting)
@@ -308,17 +306,8 @@ def time_to_accuracy_s(result: RunResult) -> float | None:
     return result.metrics.get("time_to_accuracy_s") if result.outcome == REACHED else None
 
 
-def speed_up(entry: ComparedRun, base: ComparedRun | None) -> float | None:
-    """Return a row's speed-up to the target over the baseline, by medians; None if half or more of either's missed."""
-    return _faster(entry, base, "time_to_accuracy_s")
-
-
-def epoch_speed_up(entry: ComparedRun, base: ComparedRun | None) -> float | None:
-    """Return a row's speed-up of epochs over the baseline, by medians."""
-    return _faster(entry, base, "epoch_time_s")
-
-
-def _faster(entry: ComparedRun, base: ComparedRun | None, metric: str) -> float | None:
+def speed_up(entry: ComparedRun, base: ComparedRun | None, metric: str = _TO_TARGET) -> float | None:
+    """Return how many times as fast as the baseline a row is, by medians of the seconds `metric`; None if unknown."""
     return None if base is None else _divided(base.median(metric), entry.median(metric))
 
 
@@ -327,7 +316,7 @@ def speed_ups(results: Sequence[RunResult]) -> dict[tuple[str, int | None], dict
 
     Returns:
         By name and seed: `speedup_over_dp`, to the target, and `epoch_speedup_over_dp`, of epochs, over the dp run of
-        the same group and seed; unknown ones are left out. With None for the seed the row's, by medians.
+        the same group and seed; unknown ones are left out. The seed None stands for the row, by medians.
     """
     found: dict[tuple[str, int | None], dict[str, float]] = {}
     for group in groups(results):
@@ -342,34 +331,35 @@ def speed_ups(results: Sequence[RunResult]) -> dict[tuple[str, int | None], dict
 
 
 def _speed_ups(entry: ComparedRun, base: ComparedRun | None) -> dict[str, float]:
-    values = {"speedup_over_dp": speed_up(entry, base), "epoch_speedup_over_dp": epoch_speed_up(entry, base)}
+    names = {"speedup_over_dp": _TO_TARGET, "epoch_speedup_over_dp": _OF_EPOCHS}
+    values = {name: speed_up(entry, base, metric) for name, metric in names.items()}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def smallest(entry: ComparedRun, others: Iterable[ComparedRun]) -> ComparedRun:
-    """Return the baseline of a row's scaling: of its sweep, with the first row's number of devices.
+    """Return the baseline of a row's scaling: a row of its sweep with the first row's number of devices.
 
-    Of several it is the one that agrees with the row in most varied values.
+    Of several it is the one that shares most varied values with the row.
     """
     own = [other for other in others if other.recipe_name == entry.recipe_name]
     return _closest(entry, [other for other in own if other.num_devices == own[0].num_devices]) or entry
 
 
 def _closest(entry: ComparedRun, others: Sequence[ComparedRun]) -> ComparedRun | None:
-    """Return the first of those that agree with a row in most varied values; None without any."""
+    """Return the first of the rows that share most varied values with a row; None without any."""
     varied = entry.varied.items()
     return max(others, key=lambda other: len(varied & other.varied.items()), default=None)
 
 
 def scaling(entry: ComparedRun, others: Iterable[ComparedRun]) -> tuple[float | None, float | None]:
-    """Return a row's speed-up of epochs over `smallest`, and that over the ratio of devices."""
+    """Return a row's speed-up of epochs over `smallest`, and that speed-up divided by the ratio of devices."""
     first = smallest(entry, others)
-    faster, wider = epoch_speed_up(entry, first), _divided(entry.num_devices, first.num_devices)
-    return faster, _divided(faster, wider)
+    faster = speed_up(entry, first, _OF_EPOCHS)
+    return faster, _divided(faster, _divided(entry.num_devices, first.num_devices))
 
 
 def _scales(results: Sequence[RunResult]) -> bool:
-    """Return whether a sweep varies the number of devices; one that only leaves some idle doesn't."""
+    """Return whether a sweep varies the number of devices by a key of `_COUNTING`, not only by idle workers."""
     numbers: dict[str, set[float]] = {}
     for result in results:
         entry = ComparedRun(result.name, (result,))
@@ -379,7 +369,7 @@ def _scales(results: Sequence[RunResult]) -> bool:
 
 
 def _shared(entry: ComparedRun) -> dict[str, str]:
-    """Return a row's setting without the keys that its sweep varies."""
+    """Return a row's setting without the keys that its sweep varies: rows that agree in it share a group."""
     return {key: value for key, value in entry.setting.items() if key not in entry.varied}
 
 
@@ -396,7 +386,7 @@ def _titles(settings: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Drop the names' common beginning, up to a dash.
+    """Return the names without their common beginning up to a dash, by full name.
 
     A sweep's varied values and modes come last: a dash there is part of a value.
     """

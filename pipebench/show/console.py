@@ -1,4 +1,4 @@
-"""Prints the results of a run, its seeds or a comparison."""
+"""Prints the results of a run, of its seeds, or of a comparison."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from pipebench.train.prediction import prediction_line
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, RunResult
 
 _STYLES = {REACHED: "bold green", COMPLETED: "bold", MISSED: "bold yellow", DIVERGED: "bold red", INTERRUPTED: "bold"}
-# Heading, column of RunResult.stages, how to write it.
+# Heading, key of a row of `RunResult.stages`, formatter.
 _STAGE_COLUMNS = (
     ("stage", "index", str),
     ("layers", "num_layers", str),
@@ -38,7 +38,7 @@ _STAGE_COLUMNS = (
     ("peak memory", "peak_memory_bytes", num_bytes),
     ("on the host", "host_peak_bytes", num_bytes),
 )
-# The same of RunResult.workers.
+# Heading, key of a row of `RunResult.workers`, formatter.
 _WORKER_COLUMNS = (
     ("worker", "worker", str),
     ("stage", "stage", str),
@@ -54,9 +54,9 @@ _WORKER_COLUMNS = (
     ("allocated", "allocated_peak_bytes", num_bytes),
     ("reserved", "reserved_peak_bytes", num_bytes),
 )
-_RESIDUE = 1e-9  # of the whole: what differences of floats leave
+_RESIDUE = 1e-9  # relative: a part of the time this small is a rounding error
 _Columns = Sequence[tuple[str, str, Callable[[Any], str]]]
-_Saying = tuple[str, Callable[[float], str]]  # a metric, and how it is said
+_Saying = tuple[str, Callable[[float], str]]  # a metric and its formatter
 _THROUGHPUT: tuple[_Saying, ...] = (
     ("throughput_samples_per_s", lambda rate: f"{number(rate)} samples/s"),
     ("samples_per_update", lambda samples: f"{samples:g} samples per update"),
@@ -84,7 +84,7 @@ _MEMORY: tuple[_Saying, ...] = (
 )
 
 
-# What stands in a pipeline drawn as text, and what it means. Capitals stand nowhere else in it.
+# Patterns found in a pipeline drawn as text, and their meaning. Workers' names have no capitals.
 _LEGEND = (
     (r"F\d+\.", "F3.1: forward of minibatch 3's microbatch 1"),
     (r"F\d+(?![\d.])", "F3: forward of minibatch 3"),
@@ -98,7 +98,14 @@ _LEGEND = (
 
 
 def print_summary(result: RunResult, picture: str, link: str, console: Console) -> None:
-    """Print a run's result, its pipeline as text, `picture`, and `link`, how to open its record."""
+    """Print a run's result.
+
+    Args:
+        result: of the run.
+        picture: the pipeline as text; "" for none.
+        link: how to open the run's record; "" if unknown.
+        console: where to print.
+    """
     print_plain(console, "")
     print_outcome(result, console)
     print_facts(console, facts(result))
@@ -119,7 +126,7 @@ def print_outcome(result: RunResult, console: Console | None = None) -> None:
 
 
 def print_comparison(results: Sequence[RunResult], link: str, console: Console) -> None:
-    """Print runs side by side: a row per recipe, one table for each group that may be compared."""
+    """Print runs side by side: a row per recipe, and a table for each group of comparable recipes."""
     print_plain(console, "")
     tables, verdicts = [], list[str]()
     for group in groups(results):
@@ -136,7 +143,7 @@ def print_comparison(results: Sequence[RunResult], link: str, console: Console) 
 
 
 def print_differences(results: Sequence[RunResult], differing: Sequence[tuple[str, ...]], console: Console) -> None:
-    """Print the keys in which recipes differ, a column per run; `differing` has the key and its text in every run."""
+    """Print the keys in which recipes differ, a column per run; `differing` as by `show.differences.differences`."""
     print_plain(console, "")
     if not differing:
         print_plain(console, "  The recipes are the same.")
@@ -156,17 +163,17 @@ def print_position(number: int, total: int, name: str, console: Console) -> None
 
 
 def print_undrawn(num_simulated: int, console: Console) -> None:
-    """Print that runs are too many to have pictures."""
+    """Print that these runs have no pictures because they are too many."""
     said = f"{num_simulated:,} simulated runs: of so many none has pictures, which a run alone has, the comparison does"
     print_plain(console, said)
 
 
 def print_seeds(name: str, results: Sequence[RunResult], spread: Mapping[str, float], console: Console) -> None:
-    """Print median and spread over the seeds of one recipe, as `pipebench.tracking.summarise_seeds` returns them."""
+    """Print median and spread over the seeds of one recipe; `spread` as by `tracking.summary.summarise_seeds`."""
     table = new_table("", "median", "smallest", "largest", "mean", "spread (std)")
     finals = sorted({metric for result in results for metric in result.metrics if metric.startswith("best_")})
     for metric in (*SPREAD_METRICS, *finals):
-        if f"{metric}_min" in spread:  # of a target that half or more missed, all that is finite
+        if f"{metric}_min" in spread:  # the others may be missing: they are infinite if seeds missed the target
             columns = ("median", "min", "max", "mean", "std")
             table.add_row(metric, *(measure(metric, spread.get(f"{metric}_{column}")) for column in columns))
     reached = sum(result.outcome == REACHED for result in results)
@@ -190,7 +197,7 @@ def print_link(link: str, console: Console | None = None) -> None:
 
 
 def _table_of(lines: Sequence[Mapping[str, Any]], columns: _Columns) -> Table:
-    """Return a table of these lines, without empty columns."""
+    """Return a table with a row per mapping, without empty columns."""
     columns = [column for column in columns if any(row.get(column[1]) is not None for row in lines)]
     table = new_table(*(heading for heading, _, _ in columns))
     for row in lines:
@@ -199,7 +206,7 @@ def _table_of(lines: Sequence[Mapping[str, Any]], columns: _Columns) -> Table:
 
 
 def facts(result: RunResult) -> list[tuple[str, str]]:
-    """Return what is said of a run's result: names and texts, with the run's notes."""
+    """Return the facts of a run's summary, each a name and a text; a note on a fact is appended to its text."""
     metrics = result.metrics
     to_target = (("epochs_to_target", lambda epochs: f"{epochs:g} to the target"),) if result.outcome == REACHED else ()
     named = [
@@ -220,14 +227,17 @@ def facts(result: RunResult) -> list[tuple[str, str]]:
 
 
 def parts_of_time(metrics: Mapping[str, float], *, to_target: bool = False) -> dict[str, float]:
-    """Return the seconds of each part of a run on its clock, which add up; `to_target`: of its time to accuracy."""
+    """Return the seconds of each part of a run on its clock, which add up to the whole.
+
+    The whole is the run's total time or, with `to_target`, its time to accuracy.
+    """
     whole, checkpoints = (
         ("time_to_accuracy_s", "time_to_accuracy_checkpoint_s") if to_target else ("total_time_s", "checkpoint_time_s")
     )
     names = {"evaluation": "evaluation_time_s", "checkpoints": checkpoints, "lost by restarts": "lost_time_s"}
     given = {name: metrics.get(key, 0.0) for name, key in names.items()}
     training_s = metrics.get("time_to_accuracy_without_evaluation_s")
-    if to_target and training_s is not None:  # of a run that went on with an easier target not all evaluations count
+    if to_target and training_s is not None:  # evaluations after the target don't count
         given["evaluation"] = metrics[whole] - training_s - given["checkpoints"] - given["lost by restarts"]
     least_s = _RESIDUE * metrics.get(whole, 0.0)
     found = {name: s for name, s in given.items() if s > least_s}
@@ -243,11 +253,12 @@ def _time_to_accuracy(result: RunResult) -> str:
 
 
 def _took(result: RunResult) -> str:
-    """Return the run's seconds here, their parts if it ran on the wall clock, and those before the clock began.
+    """Return the time that the run took here, and the time before its clock began.
 
-    The wall clock goes on where a run is resumed; what a run on the virtual clock took before isn't known.
+    For a run on the wall clock the parts are listed, those before it was resumed included.
     """
-    metrics, parts = result.metrics, parts_of_time(result.metrics) if result.clock == "wall" else {}
+    metrics = result.metrics
+    parts = parts_of_time(metrics) if result.clock == "wall" else {}
     if "wall_time_s" not in metrics:
         return ""
     whole_s = sum(parts.values()) if parts else metrics["wall_time_s"]
@@ -260,7 +271,7 @@ def _parts(parts: Mapping[str, float]) -> str:
 
 
 def _said(metrics: Mapping[str, float], *parts: _Saying) -> str:
-    """Return the texts of those metrics that a run has."""
+    """Return the texts of those metrics of `parts` that a run has, joined by commas."""
     return ", ".join(say(metrics[name]) for name, say in parts if name in metrics)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from pipebench.files import start_of
 from pipebench.show.comparison import markdown_table
 from pipebench.show.sweep_lines import sweeps_of
 from pipebench.show.verdict import comparison_markdown
@@ -15,9 +16,9 @@ _FIRST_LINE = "<!-- pipebench compare -->"
 
 
 def labelled(runs: Sequence[Recorded]) -> list[RunResult]:
-    """Return the results under names that identify them: runs that differ in their seed only share a name.
+    """Return the results under names that identify their recipes: runs share a name if only their seeds differ.
 
-    Comparisons take runs of one name as seeds of one recipe, but recorded runs of one name may differ in anything.
+    Comparisons treat runs of one name as the seeds of one recipe, but recorded runs of one name may differ in any key.
     """
     asked: dict[tuple[str, tuple[tuple[str, str], ...]], list[Recorded]] = {}
     for run in runs:
@@ -33,15 +34,15 @@ def labelled(runs: Sequence[Recorded]) -> list[RunResult]:
 
 
 def differences(results: Sequence[RunResult]) -> list[tuple[str, ...]]:
-    """Return a row per key, but the name, in which recipes differ: the key, then its text in every run."""
+    """Return a row per key in which recipes differ, except the name: the key, then its text in every run."""
     keys = dict.fromkeys(key for result in results for key in result.recipe if key != _NAME)
-    # MLflow's params leave out what is null, and older recipes what came later
+    # A key may be missing: MLflow's params have no null values, and older recipes lack later keys.
     table = [(key, *(result.recipe.get(key, _NULL) for result in results)) for key in keys]
     return [row for row in table if len({*row[1:]}) > 1]
 
 
 def markdown(results: Sequence[RunResult], picture: str | None) -> str:
-    """Return the comparison as a page; `picture` is the curves' file beside it, None without curves."""
+    """Return the comparison as a Markdown page; `picture` is the file of curves beside it, None without curves."""
     rows = differences(results)
     table = markdown_table(("key", *(f"{result.name}, seed {result.seed}" for result in results)), rows)
     parts = [_FIRST_LINE, comparison_markdown(results).rstrip()]
@@ -52,12 +53,11 @@ def markdown(results: Sequence[RunResult], picture: str | None) -> str:
 
 def is_our_page(path: Path) -> bool:
     """Return whether a file is a page made by `markdown`."""
-    with path.open("rb") as file:
-        return file.read(len(_FIRST_LINE)) == _FIRST_LINE.encode()
+    return start_of(path, len(_FIRST_LINE)) == _FIRST_LINE.encode()
 
 
 def curves_of(results: Sequence[RunResult]) -> list[str]:
-    """Return the metrics that have curves, scores before losses."""
+    """Return the names of the metrics that have curves, scores before losses."""
     metrics = {name for result in results for point in result.points for name in point.metrics}
     return sorted(metrics, key=lambda name: ("loss" in name, name))
 

@@ -1,4 +1,4 @@
-"""Answers as figures, which a notebook shows; imports matplotlib."""
+"""The figures of answers, in one module that imports matplotlib."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -18,7 +18,7 @@ __all__ = ["MADE_BY", "curves_figure", "plan_figure", "profile_figure", "timelin
 
 MADE_BY = "pipebench compare"
 _WIDTH_IN, _ROW_IN = 8.0, 4.2
-# What every run has, simulated ones too, and a name for it.
+# Metrics that every run has, simulated ones too, and their axis labels.
 _BARS = (
     ("throughput_samples_per_s", "samples/s"),
     ("comm_bytes_per_sample", "bytes sent per sample"),
@@ -27,7 +27,7 @@ _BARS = (
 
 
 def curves_figure(results: Sequence[RunResult]) -> InlineFigure:
-    """Return each sweep over a quantity and all curves of all runs, a panel each; bars of runs that have neither."""
+    """Return a panel per sweep over a quantity and per metric with curves; bars for runs that have neither."""
     panels = [partial(draw_lines, sweep=sweep) for sweep in sweeps_of(results)]
     panels += [partial(draw_metric, results=results, metric=metric) for metric in curves_of(results)]
     if not panels:
@@ -39,11 +39,12 @@ def curves_figure(results: Sequence[RunResult]) -> InlineFigure:
 
 
 def _bars_figure(results: Sequence[RunResult]) -> InlineFigure:
-    """Return a panel per number that simulations give, a bar per run."""
+    """Return a panel per metric of `_BARS`, with a bar per run."""
     figure = InlineFigure(1.5 * _WIDTH_IN, 1 + 0.4 * len(results), MADE_BY)
     for axes, (metric, heading) in zip(figure.subplots(1, len(_BARS), sharey=True), _BARS, strict=True):
         axes.barh([result.name for result in results], [result.metrics.get(metric, 0.0) for result in results])
-        axes.invert_yaxis() if metric == _BARS[0][0] else None
+        if metric == _BARS[0][0]:  # the panels share their vertical axis
+            axes.invert_yaxis()
         axes.xaxis.set_major_formatter(EngFormatter())
         axes.set_xlabel(heading)
         axes.spines[["top", "right"]].set_visible(False)

@@ -1,6 +1,7 @@
 """Render a page as one self-contained HTML file; every text is escaped."""
 
 import base64
+import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -111,7 +112,7 @@ def _cell(cell: Cell, server: str) -> str:
 
 
 def _known(links: Sequence[PageLink], server: str) -> list[str]:
-    """Return links to recorded runs; others as plain text."""
+    """Return the runs as links, those that are not recorded as plain text."""
     written = []
     for link in links:
         title, text = escape(link.tooltip), escape(link.text)
@@ -134,4 +135,4 @@ def _inline(text: str) -> str:
 
 
 def _anchor(text: str) -> str:
-    return "-".join("".join(each if each.isalnum() else " " for each in text.lower()).split())
+    return re.sub(r"[\W_]+", "-", text.lower()).strip("-")

@@ -1,4 +1,7 @@
-"""Figures as files, and as what a notebook shows; IPython shows matplotlib's own only where pyplot is in use."""
+"""Figures that can be written to files and shown by a notebook.
+
+IPython shows matplotlib's own figures only if pyplot is in use.
+"""
 
 import io
 import os
@@ -13,7 +16,7 @@ _DOTS_PER_INCH = 110
 
 
 class InlineFigure(Figure):
-    """matplotlib's figure, which IPython can show; `made_by` is kept in its file as its origin."""
+    """A matplotlib figure that IPython can show; `made_by` is written into its file as its origin."""
 
     def __init__(self, width_in: float, height_in: float, made_by: str | None = None) -> None:
         super().__init__(figsize=(width_in, height_in), layout="constrained")
@@ -22,7 +25,7 @@ class InlineFigure(Figure):
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write a PNG."""
         self.set_dpi(_DOTS_PER_INCH)
-        # `savefig` would draw everything twice, first for a layout, which drawing finds anyway.
+        # Not `savefig`: it would draw everything twice, the first time only for the layout.
         metadata = None if self.made_by is None else {"Software": self.made_by}
         FigureCanvasAgg(self).print_png(path, metadata=metadata)  # type: ignore[no-untyped-call]
 
@@ -33,10 +36,10 @@ class InlineFigure(Figure):
 
 
 def writes(figure: Callable[..., InlineFigure], *of: Any) -> Callable[[Path], None]:
-    """Return what draws a figure and writes it to a path."""
+    """Return a function that draws `figure(*of)` and writes it to a path."""
     return lambda path: draw(figure, of, path)
 
 
 def draw(figure: Callable[..., InlineFigure], of: Sequence[Any], path: Path) -> None:
-    """Draw a figure of these arguments and write it to a path."""
+    """Draw `figure(*of)` and write it to a path; tests replace this function."""
     figure(*of).write(path)

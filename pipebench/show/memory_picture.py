@@ -1,4 +1,4 @@
-"""Memory over time as an image: every worker's, by kind, below its device's limit."""
+"""Memory over time as an image: every worker's memory by kind, with its device's limit."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -29,15 +29,15 @@ COLOURS: Final = {
     kinds.SENT: "#CC79A7",
     kinds.RECEIVED: "#E8C4D8",
 }
-_ROOMY = 2.5  # a limit so many times the highest peak, or more, is said and not drawn: it would leave nothing to see
+_ROOMY = 2.5  # a limit of so many times the highest peak is not drawn, as the scale would hide the values
 _BARS_IN, _PART_IN, _MOST_NAMES = 12.0, 2.0, 16
 _UNITS: Final = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
 def memory_figure(memory: MemoryTimeline) -> InlineFigure:
-    """Return a picture of memory over time: a row per worker; of many, the fullest one's above a map of all."""
+    """Return a picture of memory over time: a row per worker; for many workers the fullest one's above a map of all."""
     highest, limit = memory.fullest.num_bytes or 1, memory.limit_bytes
-    scale, unit = next((scale, unit) for scale, unit in _UNITS if highest >= scale)
+    scale, unit = _unit_of(highest)
     is_drawn = limit is not None and limit < _ROOMY * highest
     top = 1.15 * max(highest, *memory.host_peaks, limit if is_drawn and limit is not None else 0) / scale
     few = len(memory.curves) <= MOST_ROWS
@@ -67,11 +67,13 @@ def memory_figure(memory: MemoryTimeline) -> InlineFigure:
 def peaks_figure(parts: Mapping[str, Sequence[MemoryPeak]], memory: MemoryTimeline) -> InlineFigure:
     """Return a picture of workers' peak memory: a row per part of the run, with a bar per worker.
 
-    `parts` has every worker's peak, by part; `memory`, of any part, has workers' names and the limit.
+    Args:
+        parts: every worker's peak, by part of the run.
+        memory: of any part; for the workers' names and the limit.
     """
     limit, names = memory.limit_bytes, memory.worker_names
     most = max(peak.num_bytes for row in parts.values() for peak in row)
-    scale, unit = next((scale, unit) for scale, unit in _UNITS if (most or 1) >= scale)
+    scale, unit = _unit_of(most or 1)
     figure = InlineFigure(_BARS_IN, 1.3 + _PART_IN * len(parts), MADE_BY)
     every = figure.subplots(len(parts), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, (part, peaks) in zip(every, parts.items(), strict=True):
@@ -84,7 +86,7 @@ def peaks_figure(parts: Mapping[str, Sequence[MemoryPeak]], memory: MemoryTimeli
         peak = f"{part}: {num_bytes(fullest.num_bytes)} at most, on {names[fullest.worker]}"
         axes.set_title(f"{peak}, {fullest.when}", loc="left", fontsize=9, pad=3)
         if limit is not None and limit < _ROOMY * most:
-            axes.axhline(limit / scale, color="#333333", linestyle="--", linewidth=1.0)
+            _draw_limit(axes, limit / scale)
         axes.set_ylabel(unit)
         axes.spines[["top", "right"]].set_visible(False)
     step = -(-len(names) // _MOST_NAMES)
@@ -94,10 +96,19 @@ def peaks_figure(parts: Mapping[str, Sequence[MemoryPeak]], memory: MemoryTimeli
     return figure
 
 
+def _unit_of(num_bytes: int) -> tuple[float, str]:
+    """Return the largest unit of which there is at least one: its bytes and its name."""
+    return next((scale, unit) for scale, unit in _UNITS if num_bytes >= scale)
+
+
+def _draw_limit(axes: Axes, height: float) -> None:
+    axes.axhline(height, color="#333333", linestyle="--", linewidth=1.0)
+
+
 def _mark(axes: Axes, memory: MemoryTimeline, worker: int, scale: float, limit: int | None) -> None:
-    """Draw the device's limit, and where a worker first exceeds it."""
+    """Draw the device's limit, and a mark where the worker first exceeds it."""
     if limit is not None:
-        axes.axhline(limit / scale, color="#333333", linestyle="--", linewidth=1.0)
+        _draw_limit(axes, limit / scale)
     found = memory.overflow
     if found is not None and found.worker == worker:
         moment = found.time_s / axis_unit(memory.end_s)[0]
@@ -105,9 +116,9 @@ def _mark(axes: Axes, memory: MemoryTimeline, worker: int, scale: float, limit: 
 
 
 def _draw_host(axes: Axes, curve: Curve, end_s: float, scale: float) -> None:
-    """Draw the host's memory, if any, as a line, since it isn't on the device."""
+    """Draw memory on the host, if any, as a line, since the stacked areas show the device."""
     if curve.host_bytes.any():
-        lasts = np.append(np.diff(curve.times_s) > 0, True)  # of several changes at one moment only the last does
+        lasts = np.append(np.diff(curve.times_s) > 0, True)  # of several changes at one moment, only the last
         times_s = np.append(curve.times_s[lasts], end_s) / axis_unit(end_s)[0]
         on_host = np.append(curve.host_bytes[lasts], curve.host_bytes[-1]) / scale
         axes.step(times_s, on_host, where="post", color="#333333", linestyle=":", linewidth=1.2, label=kinds.ON_HOST)
@@ -130,7 +141,7 @@ def _note(memory: MemoryTimeline, worker: int) -> str:
 
 
 def _stack(curve: Curve, end_s: float) -> NDArray[np.float64]:
-    """Return [kind, part]: the bytes at the fullest moment of each part."""
+    """Return the bytes at the fullest moment of each part of the time: [kind, part of the time]."""
     totals = curve.num_bytes.sum(axis=0)
     found = np.zeros((len(kinds.KINDS), NUM_PARTS))
     for part, (start, stop) in enumerate(_moments(curve, end_s)):
@@ -140,15 +151,16 @@ def _stack(curve: Curve, end_s: float) -> NDArray[np.float64]:
 
 
 def _totals(curve: Curve, end_s: float) -> NDArray[np.float64]:
-    """Return the most bytes in every part, of all kinds together."""
+    """Return the largest sum of bytes over all kinds in each part of the time: [part of the time]."""
     totals = curve.num_bytes.sum(axis=0)
     return np.array([totals[start:stop].max() if stop > start else 0 for start, stop in _moments(curve, end_s)])
 
 
 def _moments(curve: Curve, end_s: float) -> Sequence[tuple[int, int]]:
-    """Return, for every part, the range of changes that take effect in it, the last excluded."""
+    """Return, for every part of the time, the range of indices of the curve's values in it, the stop excluded."""
     edges_s = np.linspace(0.0, end_s or 1.0, NUM_PARTS + 1)
-    # Of several changes at one moment only the last lasts.
+    # Of several changes at one moment, only the last counts.
+    # A part begins with the value of the last change before it.
     before = np.maximum(np.searchsorted(curve.times_s, edges_s[:-1], side="right") - 1, 0)
     after = np.searchsorted(curve.times_s, edges_s[1:], side="left")
     return [(int(a), int(max(a + 1, b)) if len(curve.times_s) else int(a)) for a, b in zip(before, after, strict=True)]

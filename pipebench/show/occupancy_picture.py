@@ -14,7 +14,7 @@ COLOURS: Final = {COMPUTING: "#56B4E9", COMMUNICATING: "#D55E00", IDLE: "#E8E8E8
 
 
 def occupancy_figure(occupancy: Occupancy) -> InlineFigure:
-    """Return a picture of workers' occupancy: a row per worker; of many, their mean above a map of all."""
+    """Return a picture of workers' occupancy: a row per worker; for many workers the mean above a map of all."""
     assert tuple(COLOURS) == STATES
     shares, names = occupancy.shares, occupancy.worker_names
     few = len(names) <= MOST_ROWS

@@ -1,7 +1,4 @@
-"""Workers' values over time as an image: stacked, a row per worker; of many workers as a map of one value.
-
-The colours are those of `pictures`: Okabe and Ito's, which colour-blind readers can distinguish.
-"""
+"""Workers' values over time as an image: stacked, with a row per worker; for many workers a map of one value."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +10,8 @@ from numpy.typing import NDArray
 from pipebench.show.inline import InlineFigure
 from pipebench.show.pictures import axis_unit, explain_colours
 
-MOST_ROWS = 12  # workers with a row of their own; of more, one has, and all have a line in a map
-NUM_PARTS = 700  # of the time: about one per two pixels
+MOST_ROWS = 12  # workers that have a row each; if there are more, one row stands above a map of all
+NUM_PARTS = 700  # into which the time is divided: about one per two pixels
 _WIDTH_IN, _ROW_IN, _STACK_IN, _MAP_IN, _MOST_LABELS = 14.0, 0.95, 2.4, 6.0, 24
 
 
@@ -23,13 +20,13 @@ class Stacks:
     """Stacked values of every worker over time."""
 
     worker_names: Sequence[str]
-    heights: NDArray[np.float64]  # [worker, label, part of the time]; above a map, of the one worker that has a row
+    heights: NDArray[np.float64]  # [row, label, part of the time]
     colours: Mapping[str, str]  # by label, in the order of stacking
     end_s: float  # when the last part ends; the first begins at 0
     top: float  # upper end of the vertical axes
-    unit: str  # theirs
+    unit: str  # of the vertical axes
     title: str
-    notes: Sequence[str]  # of every worker, at the right of its row
+    notes: Sequence[str]  # one per row, at its right end
 
 
 @dataclass(frozen=True)
@@ -37,8 +34,8 @@ class Map:
     """One value of every worker over time."""
 
     worker_names: Sequence[str]
-    values: NDArray[np.float64]  # [worker, part]
-    label: str  # the value's name
+    values: NDArray[np.float64]  # [worker, part of the time]
+    label: str  # the value's name and unit
     top: float  # the value with the darkest colour
 
 

@@ -1,4 +1,4 @@
-"""A page as data: reports and runs make them, `html` and `pipebench.report.render` render them.
+"""A page as data: reports and runs make pages, `show.html` and `report.render` render them.
 
 All texts are Markdown: one line in tables and headings, paragraphs in `Text`.
 """
@@ -13,8 +13,8 @@ class PageLink:
 
     text: str
     tooltip: str
-    experiment_id: str  # MLflow's; "" if not recorded
-    run_id: str  # likewise
+    experiment_id: str  # MLflow's; "" if the run is not recorded
+    run_id: str  # MLflow's; "" if the run is not recorded
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class RenderedTable:
 
     headings: Sequence[str]
     rows: Sequence[Sequence[Cell]]  # a cell per heading in each
-    left: int = 1  # number of first columns with text instead of numbers
-    long: bool = False  # for reference; HTML folds it
+    left: int = 1  # the first columns have text and are left-aligned; the others have numbers
+    long: bool = False  # whether HTML folds the table
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,17 @@ _NAME_WIDTH = 44
 
 
 def print_past_runs(runs: Sequence[PastRun], word: str, most: int | None, console: Console) -> None:
-    """Print the runs that have `word` in their name or their recipe's, or whose comparison has.
+    """Print past runs, comparisons with their runs below them.
 
-    At most so many that are below none.
+    Args:
+        runs: the newest first.
+        word: print only runs and comparisons with this text in their name, their recipe's name, or that of a run below.
+        most: runs and comparisons at the top level at most; None for all.
+        console: where to print.
     """
     known = {run.ids[0] for run in runs}
     below: dict[str, list[PastRun]] = {}
-    for run in reversed(runs):  # of a comparison the first to begin stands on top
+    for run in reversed(runs):  # the runs of a comparison are listed in the order of their start
         if run.parent_id in known:
             below.setdefault(str(run.parent_id), []).append(run)
     tops = [run for run in runs if run.parent_id not in known and _has(run, word, below)]

@@ -1,12 +1,12 @@
 """Pictures of runs: the timeline as an image, curves for a comparison, and the pipeline as text.
 
-Figures are made without pyplot, whose global state is not for a library. The colours are Okabe and Ito's, which
+Figures are made without pyplot, as a library must not change its global state. The colours are Okabe and Ito's, which
 colour-blind readers can distinguish.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
@@ -28,9 +28,6 @@ from pipebench.simulate.timeline import (
     Transfer,
 )
 from pipebench.train.result import REACHED, RunResult
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 _SPAN_COLOURS = {
     operations.FORWARD: "#56B4E9",
@@ -54,11 +51,11 @@ _TRANSFER_COLOURS = {
     operations.SWAP_IN: "#332288",
 }
 CURVE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_CURVE_STYLES = ("-", "--", "-.", ":")
+LINE_STYLES = ("-", "--", "-.", ":")
 _AXIS_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
-# A row is one unit high: the worker's boxes above, its transfers in two strips below. Copies to the host and back go on
-# at the same time: each has half of a strip.
+# A row is one unit high: the worker's boxes above, its transfers in two strips below. Copies to and from the host may
+# overlap, so each direction has half of a strip.
 _BOX_BOTTOM, _BOX_HEIGHT = -0.18, 0.58
 _STRIP_HEIGHT = 0.11
 _UPPER_STRIP, _LOWER_STRIP = -0.31, -0.43
@@ -71,7 +68,7 @@ _PLOT_IN = 0.88 * _WIDTH_IN  # the rest of the width is for the workers' names
 
 
 def timeline_figure(timeline: Timeline) -> InlineFigure:
-    """Return a picture of a timeline, the whole if it is readable, else its first part; one row per worker."""
+    """Return a picture of a timeline up to `readable_end_s`, with one row per worker."""
     num_workers = len(timeline.worker_names)
     figure = InlineFigure(_WIDTH_IN, 1.35 + _ROW_IN * num_workers)
     axes = figure.add_subplot()
@@ -94,9 +91,10 @@ def timeline_figure(timeline: Timeline) -> InlineFigure:
 
 
 def readable_end_s(timeline: Timeline) -> float:
-    """Return the picture's end: the run's, if most boxes can hold their numbers, else earlier.
+    """Return the end of the part that a picture shows, in seconds.
 
-    It is never before the first backward of the last worker to have one: a picture shows the whole fill.
+    It is the timeline's end if most boxes are then wide enough for their numbers, else earlier, but never before every
+    worker's first backward: a picture shows the whole fill of the pipeline.
     """
     work = [span for span in timeline.spans if span.kind in PASSES and span.end_s > span.start_s]
     if not work:
@@ -106,7 +104,7 @@ def readable_end_s(timeline: Timeline) -> float:
     for span in work:
         if span.kind in (operations.BACKWARD, operations.BACKWARD_INPUT):
             first_backward_s.setdefault(span.worker, span.end_s)
-    # Stages of about the same speed should all have their numbers, hence the tenth.
+    # A tenth less than what fits the quartile, so that stages of about the same speed all have their numbers.
     readable_s = max(0.9 * s_per_inch[len(work) // 4] * _PLOT_IN, *first_backward_s.values(), 0.0)
     return min(readable_s, max(span.end_s for span in timeline.spans))
 
@@ -124,7 +122,7 @@ def draw_metric(axes: Axes, results: Sequence[RunResult], metric: str) -> None:
     scale_s, unit = axis_unit(max(clocks_s, default=1.0))
     recipes = list(dict.fromkeys(result.name for result in results))
     drawn: set[str] = set()
-    for result in results:  # the seeds of a recipe have one colour, and one line in the legend
+    for result in results:  # the seeds of a recipe share a colour and an entry of the legend
         label = "" if result.name in drawn else _curve_label([each for each in results if each.name == result.name])
         _draw_curve(axes, result, metric, scale_s, recipes.index(result.name), label)
         drawn.add(result.name)
@@ -141,11 +139,15 @@ def draw_metric(axes: Axes, results: Sequence[RunResult], metric: str) -> None:
 
 
 def text_picture(timeline: Timeline, unit_s: float | None = None, width: int = 80) -> str:
-    """Draw the pipeline as text: a row per worker, a cell per `unit_s`, `.` where a worker waits.
+    """Draw the pipeline as text: a row per worker such as `stage 0 F0 F1 F2 F3 . . B0`, with `.` where it waits.
 
-    A line is like `stage 0 F0 F1 F2 F3 . . B0`. A cell by default lasts as long as a short forward or backward; lines
-    have at most `width` characters. A pipeline so long that rows would be empty begins when its last worker does, which
-    a line above says, or has longer cells.
+    If the pipeline is so long that a worker's row would be empty, the picture begins when the last worker begins, which
+    a line above it says, or has longer cells.
+
+    Args:
+        timeline: of all workers.
+        unit_s: seconds per cell, by default `natural_unit_s`.
+        width: characters per line at most.
     """
     if not timeline.spans:
         return ""
@@ -156,6 +158,8 @@ def text_picture(timeline: Timeline, unit_s: float | None = None, width: int = 8
             starts_s.setdefault(span.worker, span.start_s)
     filled_s = int(max(starts_s.values(), default=0.0) / unit_s) * unit_s
     lines, begin_s = list[str](), 0.0
+    # The first of these views in which every worker's row shows work: from the start, from the moment when all workers
+    # have begun, from the start in longer cells. If there is none, the first view.
     for since_s, longer in ((0.0, 1), (filled_s, 1), *((0.0, 2**power) for power in range(1, 6))):
         drawn, working = _text_lines(timeline.shifted(-since_s), unit_s, longer, width)
         is_whole = working >= starts_s.keys()
@@ -168,7 +172,7 @@ def text_picture(timeline: Timeline, unit_s: float | None = None, width: int = 8
 
 
 def _text_lines(timeline: Timeline, unit_s: float, longer: int, width: int) -> tuple[list[str], set[int]]:
-    """Return a line per worker, in cells of `longer` units, and the workers whose lines show work."""
+    """Return a line per worker, in cells of `longer` units each, and the workers whose lines show work."""
     work = [span for span in timeline.spans if span.kind not in (operations.SEND, operations.WAIT) and span.end_s > 0]
     name_width = max(len(name) for name in timeline.worker_names)
     cell_s = unit_s * longer
@@ -183,7 +187,7 @@ def _text_lines(timeline: Timeline, unit_s: float, longer: int, width: int) -> t
 
 
 def natural_unit_s(timeline: Timeline) -> float:
-    """Return the shortest typical duration of a forward or backward: the fastest worker's median."""
+    """Return the shortest median duration over workers of their forwards or backwards, in seconds."""
     durations_s: dict[tuple[int, str], list[float]] = {}
     for span in timeline.spans:
         if span.kind in PASSES and span.end_s > span.start_s:
@@ -194,7 +198,10 @@ def natural_unit_s(timeline: Timeline) -> float:
 
 
 def _cells(spans: Sequence[Span], unit_s: float, width: int) -> tuple[int, int]:
-    """Return number and width of cells such that most of them fit; a label too long for its cell ends the picture."""
+    """Return the number of cells and their width in characters that show the longest time in `width` characters.
+
+    The picture ends before the first label that is too long for its cell.
+    """
     best = (0, 2)
     for cell_width in range(2, 2 + max((len(span.label) for span in spans), default=1)):
         num_cells = (width + 1) // cell_width  # the last cell needs no blank after it
@@ -213,10 +220,10 @@ def _text_rows(
     for span in spans:
         for cell in range(max(0, int(span.start_s / unit_s)), min(num_cells, _cells_until(span.end_s, unit_s))):
             overlap_s = min(span.end_s, (cell + 1) * unit_s) - max(span.start_s, cell * unit_s)
-            # A cell shows the span that fills most of it, if that is at least `least_s`.
+            # A cell shows the span that fills most of it, if that takes at least `least_s`.
             if overlap_s > max(filled_s[span.worker][cell] + 1e-9 * unit_s, least_s):
                 filled_s[span.worker][cell] = overlap_s
-                # Forwards of evaluations have a letter of their own where no colour says what they are.
+                # Forwards of evaluations have a letter of their own, as text has no colours.
                 rows[span.worker][cell] = span.label.replace("F", "E") if span.kind == EVALUATE else span.label
     return rows
 
@@ -226,13 +233,15 @@ def _cells_until(end_s: float, unit_s: float) -> int:
 
 
 def _draw_spans(axes: Axes, spans: Sequence[Span], scale_s: float) -> None:
-    bottom, height = _BOX_BOTTOM, _BOX_HEIGHT
-    for (worker, kind), group in _grouped(spans, lambda span: (span.worker, span.kind)).items():
+    groups = defaultdict[tuple[int, str], list[Span]](list)
+    for span in spans:
+        groups[span.worker, span.kind].append(span)
+    for (worker, kind), group in groups.items():
         bars = [(span.start_s / scale_s, (span.end_s - span.start_s) / scale_s) for span in group]
         edge, line = ("none", 0.0) if kind == operations.WAIT else ("white", 0.6)
         axes.broken_barh(
             bars,
-            (worker - bottom - height, height),
+            (worker - _BOX_BOTTOM - _BOX_HEIGHT, _BOX_HEIGHT),
             facecolors=_SPAN_COLOURS.get(kind, "#BBBBBB"),
             edgecolors=edge,
             linewidth=line,
@@ -241,9 +250,12 @@ def _draw_spans(axes: Axes, spans: Sequence[Span], scale_s: float) -> None:
 
 
 def _draw_transfers(axes: Axes, transfers: Sequence[Transfer], scale_s: float) -> None:
-    sent = [(worker, transfer) for transfer in transfers for worker in transfer.senders]
-    for (worker, kind), group in _grouped(sent, lambda pair: (pair[0], pair[1].kind)).items():
-        bars = [(t.start_s / scale_s, (t.end_s - t.start_s) / scale_s) for _, t in group]
+    groups = defaultdict[tuple[int, str], list[Transfer]](list)
+    for transfer in transfers:
+        for worker in transfer.senders:
+            groups[worker, transfer.kind].append(transfer)
+    for (worker, kind), group in groups.items():
+        bars = [(sent.start_s / scale_s, (sent.end_s - sent.start_s) / scale_s) for sent in group]
         height = _STRIP_HEIGHT / 2 if kind in SWAP_KINDS else _STRIP_HEIGHT
         bottom = worker - _BOTTOMS.get(kind, _LOWER_STRIP) - height
         colour = _TRANSFER_COLOURS.get(kind, "#777777")
@@ -268,20 +280,21 @@ def _text_in(text: str) -> float:
 
 def _box_text(span: Span) -> str:
     if span.kind in PASSES:
-        # The colour says which of them it is; a stage stands first where workers have several: 4F0.1 is 4:0.1.
+        # The colour tells forwards from backwards. The stage comes first if workers have several: 4F0.1 is 4:0.1.
         return re.sub(r"[A-Za-z]+", ":", span.label).removeprefix(":")
     return "" if span.kind in (operations.SEND, operations.WAIT) else span.label
 
 
 def _add_legend(figure: InlineFigure, spans: Sequence[Span], transfers: Sequence[Transfer]) -> None:
-    span_kinds, transfer_kinds = {span.kind for span in spans}, {transfer.kind for transfer in transfers}
+    span_kinds = {span.kind for span in spans}
+    transfer_kinds = {transfer.kind for transfer in transfers}
     meanings = {kind: colour for kind, colour in _SPAN_COLOURS.items() if kind in span_kinds}
     sent = {f"{kind} on its way": colour for kind, colour in _TRANSFER_COLOURS.items() if kind in transfer_kinds}
     explain_colours(figure, meanings | sent)
 
 
 def explain_colours(figure: InlineFigure, meanings: Mapping[str, str]) -> None:
-    """Write what colours mean, by meaning, in a line above a picture."""
+    """Write a legend of colours in a line above a picture; `meanings` has the colour of each text."""
     if meanings:
         handles = [Patch(color=colour, label=meaning) for meaning, colour in meanings.items()]
         figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize=9)
@@ -309,7 +322,7 @@ def _draw_curve(axes: Axes, result: RunResult, metric: str, scale_s: float, inde
     if not points:
         return
     colour = CURVE_COLOURS[index % len(CURVE_COLOURS)]
-    style = _CURVE_STYLES[(index // len(CURVE_COLOURS)) % len(_CURVE_STYLES)]
+    style = LINE_STYLES[(index // len(CURVE_COLOURS)) % len(LINE_STYLES)]
     axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker="o", markersize=3, label=label or None)
     reached_s = result.metrics.get("time_to_accuracy_s")
     at_target = [point for point in points if reached_s is not None and point[0] * scale_s >= reached_s * (1 - 1e-9)]
@@ -318,12 +331,5 @@ def _draw_curve(axes: Axes, result: RunResult, metric: str, scale_s: float, inde
 
 
 def axis_unit(longest_s: float) -> tuple[float, str]:
-    """Return the unit of a time axis of this length: in seconds, and its name."""
+    """Return the unit of a time axis of this length: its seconds and its name."""
     return next(((scale_s, unit) for scale_s, unit in _AXIS_UNITS if longest_s >= 2 * scale_s), _AXIS_UNITS[-1])
-
-
-def _grouped(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:
-    groups: dict[K, list[V]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups

@@ -1,4 +1,4 @@
-"""The answer of `pipebench plan`, the bottleneck of a plan, and both as plain data, numbers unrounded."""
+"""The answer of `pipebench plan` and the bottleneck of a plan, also as plain data with unrounded numbers."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,7 +21,7 @@ _CAUSES = {
     LOADING: "loading of data",
 }
 _PARTS = {"compute_s": COMPUTE, "sync_s": SYNC, "transfer_s": TRANSFER}
-ALMOST = 1e-6  # relative: times closer than this are the same
+ALMOST = 1e-6  # relative difference below which two times are equal
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class PlanFindings:
     request: Request  # to the planner
     mode: Mode  # of the best plan
     comparison: Comparison  # the planner's result
-    says_samples: bool  # whether the minibatch size is known; otherwise rates are in minibatches
-    # Predicted seconds per minibatch of the best plan with one more minibatch in flight; None if not asked
+    says_samples: bool  # whether the minibatch size is known; if not, rates are in minibatches
+    # Predicted seconds per minibatch of the best plan with one more minibatch in flight; None if not simulated
     spare_s: float | None = None
-    # How every stage of the best plan spends its time in the simulator; empty if that is too large for it
+    # How every stage of the best plan spends its time in the simulator; empty if the plan is too large to simulate
     times: tuple[StageTime, ...] = ()
-    given: PlanEstimate | None = None  # the plan that the recipe names, if it does
-    total_s: float = 0.0  # seconds from the recipe or the file to the answer
+    given: PlanEstimate | None = None  # the plan that the recipe names; None if it names none
+    total_s: float = 0.0  # seconds that the command took until the answer
 
     @property
     def size(self) -> int:
@@ -52,7 +52,7 @@ class PlanFindings:
 
     @property
     def units(self) -> str:
-        """Its plural."""
+        """The plural of `unit`."""
         return "samples" if self.says_samples else "minibatches"
 
     @property
@@ -62,7 +62,7 @@ class PlanFindings:
 
     @property
     def rows_size(self) -> int:
-        """The samples that the times and bytes of `rows` are of."""
+        """Samples of a microbatch or minibatch in `rows`."""
         whole = self.request.minibatch_size
         part = -(-whole // self.comparison.best.microbatches)
         return part if part in self.request.profile.layers else whole
@@ -75,10 +75,10 @@ class PlanFindings:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What limits a plan: the stages of one worker, usually one, by `cause`; no stage for ports and the recurrence."""
+    """What limits a plan's speed."""
 
-    stages: tuple[int, ...]
-    cause: str
+    stages: tuple[int, ...]  # of one worker, usually a single one; empty for a port and the recurrence
+    cause: str  # COMPUTE, SYNC, TRANSFER, LOADING, WAITING, PORT or RECURRENCE
 
     def __str__(self) -> str:
         if not self.stages:
@@ -100,7 +100,7 @@ def bottleneck_of(answer: PlanFindings, found: PlanEstimate) -> Bottleneck:
         return Bottleneck((), PORT)
     if found.plan.chunks == 1:
         if found.bottleneck_s > stage_s * (1 + ALMOST):
-            return Bottleneck((), RECURRENCE)  # the hierarchical recurrence may charge for more than the stages do
+            return Bottleneck((), RECURRENCE)  # the hierarchical recurrence may count more than the stages' times
         unit_size = -(-answer.request.minibatch_size // found.microbatches)
         load_s = answer.request.profile.load_s.get(unit_size, 0.0) * found.microbatches / found.plan.replicas[index]
         if answer.request.model.has_ports and 0 < stage_s <= load_s * (1 + ALMOST):
@@ -112,12 +112,13 @@ def bottleneck_of(answer: PlanFindings, found: PlanEstimate) -> Bottleneck:
         elif stage_s > sum(parts.values()) * (1 + ALMOST):
             if not answer.mode.flush and index + 1 < len(sums_s):
                 return Bottleneck(own, WAITING)
-            parts[TRANSFER] = stage_s - parts[COMPUTE] - parts[SYNC]  # latencies and copies, too, which ports don't see
+            # The rest of the stage's time: transfers with latencies and copies, which ports don't count.
+            parts[TRANSFER] = stage_s - parts[COMPUTE] - parts[SYNC]
     return Bottleneck(own, max(parts, key=lambda cause: parts[cause]))
 
 
 def depth_is_lowered(answer: PlanFindings) -> bool:
-    """Return whether depth is below NOAM because more minibatches in flight don't fit in memory."""
+    """Return whether the best plan's depth is below NOAM because more minibatches in flight don't fit in memory."""
     best = answer.comparison.best
     asked = answer.request.depth is not None or answer.mode.depth is not None or answer.mode.flush
     return not asked and best.plan.depth < best.plan.noam
@@ -128,15 +129,16 @@ class TiedParameter:
     """A parameter of several layers."""
 
     parameter: str  # its name
-    layers: tuple[str, ...]  # those that use it
-    stages: tuple[int, ...]  # that have it; with several, a copy each
+    layers: tuple[str, ...]  # that use it
+    stages: tuple[int, ...]  # that have it; several have a copy each
     bytes_per_update: int  # that workers send to sum the gradients of all copies; 0 for a single stage
-    update_s: float  # seconds of that sum on links without other traffic, likewise
+    update_s: float  # seconds of that sum on links without other traffic; 0 for a single stage
 
 
 def ties(answer: PlanFindings) -> list[TiedParameter]:
     """Return the parameters that several layers of the best plan share."""
-    rows, best = [answer.rows[layer] for layer in answer.comparison.best.order], answer.comparison.best
+    best = answer.comparison.best
+    rows = [answer.rows[layer] for layer in best.order]
     stage_of, found = stage_of_layers(best.plan.stages), []
     for (kind, name), users in shared(rows).items():
         if kind == PARAMETER:

@@ -13,7 +13,7 @@ from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.show.inline import InlineFigure
 from pipebench.show.plan_answer import PlanFindings, bottleneck_of
-from pipebench.show.profile_picture import finish, plain_text
+from pipebench.show.profile_picture import LABEL_WIDTH, MOST_LABELS, finish, plain_text
 
 _STAGE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 _PARTS = (
@@ -21,19 +21,17 @@ _PARTS = (
     ("sync_s", "gradient sum", "#333333"),
     ("transfer_s", "transfers", "#0072B2"),
 )
-# What fills a stage's time: attribute of `StageTime`, label, colour, hatch.
+# Parts of a stage's time: attribute of `StageTime`, label, colour, hatch.
 _TIMES = (
     ("computing", "simulated: computes", "#56B4E9", "////"),
     ("transfers", "waits for transfers", "#CC79A7", "////"),
     ("waiting", "waits for others", "#E8E8E8", "////"),
 )
-_HATCHES = {KEEP: "", RECOMPUTE: "///", SWAP: "..."}  # of layers' bars, by what is done with their activations
+_HATCHES = {KEEP: "", RECOMPUTE: "///", SWAP: "..."}  # of layers' bars, by memory policy
 _SAID = {RECOMPUTE: "striped: recomputed", SWAP: "dotted: swapped"}
 MADE_BY = "pipebench plan"
 _WIDTH_IN, _HEIGHT_IN = 14.0, 7.5
-_MOST_LABELS = 64  # layers' names that fit beside each other, upright
-_LABEL_WIDTH = 20
-_ROOMY_LAYERS = 9.0  # per cent of the width that a label needs to lie flat
+_ROOMY_LAYERS = 9.0  # per cent of the width that a horizontal label needs
 _MOST_STAGES_LABELLED = 40
 
 
@@ -53,9 +51,9 @@ def plan_figure(answer: PlanFindings) -> InlineFigure:
 
 
 def cut_bytes(rows: Sequence[LayerProfile], found: PlanEstimate) -> list[int]:
-    """Return the bytes of activations that cross every cut, values that skip stages included."""
+    """Return the bytes of activations that cross each cut, those that skip stages included."""
     place = {layer: position for position, layer in enumerate(found.order)}
-    place[len(rows) - 1] = len(found.order)  # the loss, at the end of the last stage
+    place[len(rows) - 1] = len(found.order)  # the loss is computed at the end of the last stage
     last_reader: dict[int, int] = {}
     for reader, row in enumerate(rows):
         for read in row.reads:
@@ -72,7 +70,7 @@ def _draw_layers(axes: Axes, rows: Sequence[LayerProfile], found: PlanEstimate, 
     bounds = [0, *(stage.stop for stage in found.plan.stages)]
     heights = [row.forward_s + row.backward_s for row in ordered]
     top = max(heights, default=0.0) or 1.0
-    # A stage's name and the bytes of the cut behind it share a line only where there is room.
+    # Of many stages only some have a label, and no cut has its bytes.
     many = len(found.stages) > _MOST_STAGES_LABELLED
     for index, stage in enumerate(found.plan.stages):
         start, stop = bounds[index], bounds[index + 1]
@@ -96,7 +94,7 @@ def _draw_layers(axes: Axes, rows: Sequence[LayerProfile], found: PlanEstimate, 
     axes.set_ylim(0, 1.42 * top)
     axes.set_xlim(-0.5, len(ordered) - 0.5)
     finish(axes, f"forward and backward per {unit}", "s")
-    step = -(-len(ordered) // _MOST_LABELS)
+    step = -(-len(ordered) // MOST_LABELS)
     labels = [_layer_label(row) for row in ordered[::step]]
     axes.set_xticks(range(0, len(ordered), step), labels, rotation=90, fontsize=7)
     axes.set_xlabel(
@@ -108,7 +106,7 @@ def _draw_layers(axes: Axes, rows: Sequence[LayerProfile], found: PlanEstimate, 
 
 
 def _draw_stages(axes: Axes, found: PlanEstimate, times: Sequence[StageTime]) -> None:
-    """Draw what every stage takes by the cost model, beside what fills its time in the simulator."""
+    """Draw every stage's times by the cost model, beside the parts of its time in the simulator."""
     width = 0.2
     for number, (attribute, label, colour) in enumerate(_PARTS):
         places = [index + (number - 1.5) * width for index in range(len(found.stages))]
@@ -127,7 +125,7 @@ def _draw_stages(axes: Axes, found: PlanEstimate, times: Sequence[StageTime]) ->
     left, right = ([index + side for index in positions] for side in (-0.45, 0.45))
     axes.hlines(totals, left, right, colors="#D55E00", linewidth=1.6, label="in all, by the cost model")
     axes.axhline(found.bottleneck_s, color="#D55E00", linewidth=1.0, linestyle="--", label="bottleneck")
-    step = -(-len(found.stages) // _MOST_LABELS)
+    step = -(-len(found.stages) // MOST_LABELS)
     names = [f"{index} x {stage.replicas:,}" for index, stage in enumerate(found.plan.stages)][::step]
     axes.set_xticks(range(0, len(found.stages), step), names, rotation=90 if len(found.stages) > 20 else 0, fontsize=8)
     axes.set_xlim(-0.6, len(found.stages) - 0.4)
@@ -141,4 +139,4 @@ def _layer_label(row: LayerProfile) -> str:
     """Return the layer's name, with its kind if the name is only a number, as in the PipeDream artifact's files."""
     number = row.name.removeprefix("node")
     kind = row.kind.partition("(")[0].strip("_")
-    return plain_text(f"{number} {kind}" if number.isdecimal() and kind else row.name, _LABEL_WIDTH)
+    return plain_text(f"{number} {kind}" if number.isdecimal() and kind else row.name, LABEL_WIDTH)

@@ -1,4 +1,4 @@
-"""A plan as tables and sentences that give the reasons for it; those of a sweep as a table, a row per run."""
+"""A plan as tables, and sentences that give the reasons for it; the plans of a sweep as a table with a row per run."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
@@ -32,9 +32,9 @@ from pipebench.show.tables import new_table, print_facts, print_table
 from pipebench.show.terminal import print_plain
 from pipebench.simulate.timeline import TRAINING_KINDS
 
-_DIFFERS = 1.1
-_SEEN = 5e-4  # relative: below, nothing is said of it
-_HELPS = 1.02  # times as fast, for one more minibatch in flight to be the remedy
+_DIFFERS = 1.1  # ratio of two times from which on the reason for their difference is given
+_SEEN = 5e-4  # relative difference below which two times are called equal
+_HELPS = 1.02  # speed-up by one more minibatch in flight from which on more depth is suggested
 _TIMES = "computes / transfers / waits, %"
 _NAME_WIDTH, _PLAN_WIDTH = 16, 24
 _ROOMY_WIDTH = 100
@@ -157,7 +157,7 @@ def _reasons(answer: PlanFindings) -> Iterator[tuple[str, str]]:
 
 
 def _choices(answer: PlanFindings, best: PlanEstimate) -> str:
-    """Return what was compared so that plans fit, and how fast the best plans are."""
+    """Return the memory choices that were compared, and the rate of the fastest plan that fits under each."""
     rates = (
         f"{each} {number(answer.size / each.minibatch_s) if each.minibatch_s else 'fits nowhere'}"
         for each in best.choices
@@ -166,7 +166,7 @@ def _choices(answer: PlanFindings, best: PlanEstimate) -> str:
 
 
 def _ties(answer: PlanFindings) -> Iterator[tuple[str, str]]:
-    """Yield the parameters that several layers share, and what copies of them cost."""
+    """Yield the parameters that several layers share, and the cost of their copies."""
     for tied in ties(answer):
         text = f"{' and '.join(tied.layers)} share {tied.parameter}"
         if len(tied.stages) == 1:
@@ -177,7 +177,7 @@ def _ties(answer: PlanFindings) -> Iterator[tuple[str, str]]:
 
 
 def _not_kept(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield how many layers' activations a plan swaps and recomputes."""
+    """Yield the number of layers whose activations a plan swaps or recomputes."""
     for policy, word in ((SWAP, "swapped"), (RECOMPUTE, "recomputed")):
         counts = [(index, stage.memory.count(policy), len(stage.memory)) for index, stage in enumerate(plan.stages)]
         if total := sum(count for _, count, _ in counts):
@@ -248,7 +248,7 @@ def _parts(found: PlanEstimate, bottleneck: Bottleneck) -> str:
         sum(getattr(stage, part) for stage in mine) for part in ("compute_s", "sync_s", "transfer_s")
     )
     whole_s, computed_s = sum(stage.stage_s for stage in mine), compute_s + sync_s
-    if bottleneck.cause != WAITING and whole_s > computed_s * (1 + ALMOST):  # what else a stage takes: latencies, too
+    if bottleneck.cause != WAITING and whole_s > computed_s * (1 + ALMOST):  # the rest, which includes latencies
         transfer_s = max(transfer_s, whole_s - computed_s)
     parts = f"computing {seconds(compute_s)}"
     parts += f", gradient sum {seconds(sync_s)}" if sync_s else ""
@@ -264,7 +264,7 @@ def _prediction(found: PlanEstimate) -> str:
 
 
 def _why_it_differs(answer: PlanFindings, found: PlanEstimate) -> str:
-    """Return why the simulated time is more than a tenth off the bottleneck; empty if it isn't."""
+    """Return why the simulated time differs from the bottleneck by more than a tenth; "" if it doesn't."""
     if not found.is_simulated or found.minibatch_s <= found.bottleneck_s * _DIFFERS:
         faster = found.is_simulated and found.minibatch_s * _DIFFERS < found.bottleneck_s
         return "faster than the bottleneck: the cost model charges for what the simulator overlaps" if faster else ""
@@ -296,7 +296,7 @@ def _why_idle(answer: PlanFindings, best: PlanEstimate) -> str:
 
 
 def _at_best(answer: PlanFindings, best: PlanEstimate) -> str:
-    """Return a bound on how much faster than the plan any other can be."""
+    """Return, as a sentence, by how much any other plan can be faster than this one."""
     gap = best.minibatch_s / best.at_least_s - 1
     more = f"more than {percent(gap)} faster" if gap >= _SEEN else "faster"
     if best.tried_all:
@@ -365,7 +365,13 @@ _OF_RUNS = (
 
 
 def print_plans(answers: Sequence[PlanFindings], refused: Mapping[str, str], console: Console) -> None:
-    """Print a row per run with its plan, the recipe's if it names one; `refused` has runs without a plan, and why."""
+    """Print a row per run with its plan: the recipe's if it names one, else the best.
+
+    Args:
+        answers: one per run.
+        refused: runs without a plan, and the reason.
+        console: where to print.
+    """
     print_table(console, _run_table(answers))
     print_facts(console, refused.items())
 
@@ -396,7 +402,7 @@ def _run_table(answers: Sequence[PlanFindings]) -> Table:
 
 
 def _best_beside(found: PlanEstimate, best: PlanEstimate) -> str:
-    """Return the best plan, and what tells it from the row's own if that is written alike."""
+    """Return the best plan, and how it differs from the row's own plan if both have the same notation."""
     text, own, other = shortened(str(best.plan), _PLAN_WIDTH), found.plan, best.plan
     if str(own) != str(other):
         return text

@@ -17,8 +17,8 @@ from pipebench.show.profile_report import title
 _FORWARD, _BACKWARD, _ACTIVATION, _SAVED, _PARAMETER = "#56B4E9", "#E69F00", "#0072B2", "#D55E00", "#009E73"
 MADE_BY = "pipebench profile"
 _WIDTH_IN, _HEIGHT_IN = 14.0, 8.0
-_MOST_LABELS = 64  # that fit beside each other at this width, upright
-_LABEL_WIDTH = 20
+MOST_LABELS = 64  # of layers, upright, that fit into the width
+LABEL_WIDTH = 20  # characters
 
 
 def profile_figure(profile: Profile, num_samples: int, name: str) -> InlineFigure:
@@ -32,7 +32,7 @@ def profile_figure(profile: Profile, num_samples: int, name: str) -> InlineFigur
     _bars(time, backward_s, _BACKWARD, f"backward, {seconds(sum(backward_s))} together", forward_s)
     _bars(activation, [row.output_bytes for row in rows], _ACTIVATION, "output")
     saved = [row.saved_bytes for row in rows]
-    # White below the colour: a mark shows on a bar as well as above one.
+    # A white line below the coloured one keeps the mark visible in front of a bar.
     for colour, width in (("white", 2.6), (_SAVED, 1.4)):
         label = f"kept for the backward, {num_bytes(sum(saved))} together" if colour == _SAVED else None
         positions = range(len(rows))
@@ -49,7 +49,7 @@ def profile_figure(profile: Profile, num_samples: int, name: str) -> InlineFigur
 
 
 def _bars(axes: Axes, heights: Sequence[float], colour: str, label: str, bottom: Sequence[float] | None = None) -> None:
-    width = 0.85 if len(heights) <= 2 * _MOST_LABELS else 1.0  # gaps of less than a pixel would only flicker
+    width = 0.85 if len(heights) <= 2 * MOST_LABELS else 1.0  # gaps of less than a pixel would only flicker
     axes.bar(range(len(heights)), heights, width, bottom=bottom or 0.0, color=colour, label=label, linewidth=0)
 
 
@@ -70,8 +70,8 @@ def _finish_panel(axes: Axes, what: str, unit: str) -> None:
 
 
 def _label_layers(axes: Axes, rows: Sequence[tuple[int, LayerProfile]]) -> None:
-    """Label the layers; of a long model, every so many."""
-    step = -(-len(rows) // _MOST_LABELS)
+    """Label the layers; in a long model one in every `step`."""
+    step = -(-len(rows) // MOST_LABELS)
     positions = range(0, len(rows), step)
     labels = [f"{index} {_label(row)}" for index, row in rows[::step]]
     axes.set_xticks(list(positions), labels, rotation=90, fontsize=7)
@@ -81,9 +81,9 @@ def _label_layers(axes: Axes, rows: Sequence[tuple[int, LayerProfile]]) -> None:
 def _label(row: LayerProfile) -> str:
     """Return the layer's name, or its kind if the name is only a number, as in the PipeDream artifact's files."""
     anonymous = row.name.removeprefix("node").isdecimal()
-    return plain_text(row.kind.partition("(")[0].strip("_") if anonymous and row.kind else row.name, _LABEL_WIDTH)
+    return plain_text(row.kind.partition("(")[0].strip("_") if anonymous and row.kind else row.name, LABEL_WIDTH)
 
 
 def plain_text(text: str, width: int) -> str:
-    """Return text that any font can show, escaped from formulas."""
+    """Return text in ASCII, which any font can show, with `$` escaped so that matplotlib reads no formula."""
     return shortened(printable(text).encode("ascii", "replace").decode(), width).replace("$", r"\$")

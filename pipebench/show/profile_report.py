@@ -12,15 +12,20 @@ from pipebench.profile.model import LayerProfile, ParameterBytes, Profile
 from pipebench.show.tables import new_table, print_facts, print_table
 from pipebench.show.terminal import print_plain
 
-# A longer table is no table any more: a screen holds about this many lines, scrolled once.
+# Two screens of lines; of a model with more layers the heaviest are shown.
 _MOST_ROWS, _HEAVIEST = 60, 40
 _NAME_WIDTH, _KIND_WIDTH = 26, 22
 
 
 def print_profile(name: str, profile: Profile, num_samples: int, *, show_all: bool, console: Console) -> None:
-    """Print the origin of a profile's times and the layers' costs at one size, in samples.
+    """Print the origin of a profile's times, and the layers' costs.
 
-    `show_all` shows every layer; otherwise only the heaviest of a long model, in order of execution.
+    Args:
+        name: of the recipe or the file.
+        profile: of the model.
+        num_samples: the profiled size that is shown.
+        show_all: show every layer; otherwise only the heaviest of a long model, in order of execution.
+        console: where to print.
     """
     print_plain(console, "")
     print_plain(console, Text(printable(title(name, profile)), style="bold"))

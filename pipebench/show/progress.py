@@ -1,7 +1,7 @@
 """Progress of a run: a live line on a terminal; elsewhere plain lines, at the start, at evaluations, and in between.
 
-Plain lines between evaluations become ever rarer: the log of a long run stays short, and a short one's shows progress
-soon.
+Plain lines between evaluations become rarer with time, so that a short run shows progress soon and the log of a long
+run stays short.
 """
 
 import contextlib
@@ -25,14 +25,13 @@ from pipebench.train.result import Point
 
 _REDRAW_EVERY_S = 0.1
 _BAR_CELLS = 20
-_SHORT_S = 2.0  # what takes less needs no progress
-# Between plain lines: half as long as the run has taken so far, within these bounds: a dozen lines in the first twenty
-# minutes, then six an hour.
+_SHORT_S = 2.0  # work that takes less shows no progress
+# Plain lines are half the run's age apart, within these bounds: a dozen in the first twenty minutes, then six an hour.
 _SOONEST_S, _LATEST_S = 10.0, 600.0
 
 
 class Silent:
-    """Progress that isn't shown: of reports, and of all processes but the first."""
+    """Ignores progress: for reports, and for all processes but the first."""
 
     def update(self, samples: int, clock_s: float, loss: float, occupancy: float) -> None:
         """Ignore a minibatch."""
@@ -44,10 +43,11 @@ class Silent:
         """Ignore a note."""
 
 
-class Telling:
-    """Progress as plain data: a mapping per evaluation and note, and about every second one on how far training is.
+class ProgressEvents:
+    """Reports progress as plain data, to a function.
 
-    `tell` gets the mappings; `event` says what each is about.
+    `tell` gets a mapping per evaluation and note, and one per second on the last minibatch; its key `event` is
+    `evaluation`, `note` or `progress`.
     """
 
     def __init__(self, name: str, tell: Callable[[dict[str, Any]], None]) -> None:
@@ -89,7 +89,13 @@ class RunProgress:
     ) -> None:
         """Prepare, without writing anything.
 
-        `total_samples` are those until the last epoch ends; `quiet` writes plain lines only.
+        Args:
+            name: the run's, at the beginning of each line.
+            total_samples: training samples until the last epoch ends.
+            quiet: write plain lines only.
+            samples_per_epoch: training samples of an epoch.
+            clock: the run's, `virtual` or `wall`.
+            console: by default that of standard output.
         """
         self._name, self._clock, self._total_samples = name, clock, total_samples
         self._samples_per_epoch = samples_per_epoch
@@ -119,7 +125,14 @@ class RunProgress:
             self._live.stop()
 
     def update(self, samples: int, clock_s: float, loss: float, occupancy: float) -> None:
-        """Show a minibatch: samples seen so far, the run's clock, its loss, and the workers' busy share, 0 to 1."""
+        """Show a minibatch.
+
+        Args:
+            samples: seen so far.
+            clock_s: seconds on the run's clock.
+            loss: of the minibatch.
+            occupancy: share of the time in which workers compute, from 0 to 1.
+        """
         now_s = time.monotonic()
         if now_s < self._next_redraw_s:
             return
@@ -142,9 +155,9 @@ class RunProgress:
 
     def evaluation(self, point: Point, epoch: float) -> None:
         """Print an evaluation; `epoch` counts epochs trained so far."""
-        scores = "  ".join(f"{name} {measure(name, value)}" for name, value in point.metrics.items())
-        self._scores = "  ".join(f"{n} {measure(n, v)}" for n, v in point.metrics.items() if "loss" not in n)
-        self._say(f"{self._name}  epoch {epoch:g}  {scores}  {self._clocks(point.clock_s)}")
+        texts = {name: f"{name} {measure(name, value)}" for name, value in point.metrics.items()}
+        self._scores = "  ".join(text for name, text in texts.items() if "loss" not in name)
+        self._say(f"{self._name}  epoch {epoch:g}  {'  '.join(texts.values())}  {self._clocks(point.clock_s)}")
         if self._live is None:
             self._next_redraw_s = self._next_plain_s()
 
@@ -153,7 +166,7 @@ class RunProgress:
         self._say(f"{self._name}  {text}")
 
     def _say(self, text: str) -> None:
-        """Print a line; among several processes a closed pipe, for which rich raises SystemExit, is ignored."""
+        """Print a line. In a run of several processes a closed pipe, for which rich raises SystemExit, is ignored."""
         with contextlib.suppress(OSError, SystemExit) if self._clock == "wall" else contextlib.nullcontext():
             self._console.print(Text(printable(text)), soft_wrap=True)
 
@@ -177,10 +190,16 @@ class RunProgress:
 def preparing(
     name: str, console: Console | None = None, *, tells: bool = False, work: str = "preparing"
 ) -> Iterator[Callable[[str], None]]:
-    """Show what a run, or what comes before it, is at; yields what takes other words for it.
+    """Show which work a command does before its output; yields a function that replaces the description of the work.
 
-    `tells` writes plain lines where the console isn't a terminal, as a log of the run; otherwise these go to the
-    standard error, once it takes long.
+    On a terminal the description is a live line. Otherwise plain lines go to the standard error once the work takes
+    long.
+
+    Args:
+        name: of the run, at the beginning of each line.
+        console: by default that of standard output.
+        tells: if `console` is no terminal, write plain lines there, the first at once.
+        work: the first description.
     """
     console = console or Console(highlight=False)
     if not console.is_terminal:
@@ -197,10 +216,15 @@ def preparing(
 def lasting(
     name: str, work: str, console: Console | None = None, *, shown: bool = True
 ) -> Iterator[Callable[[str], None]]:
-    """Print, if `shown`, what a run is at, once that has lasted 2 s; yields what takes other words, for later lines.
+    """Print which work a command does once it has lasted 2 s; yields a function that replaces the description.
 
-    Those are ten seconds apart at least. Without `work` the first other words are awaited. `console` is the standard
-    error by default.
+    Later lines, with other descriptions, are at least ten seconds apart.
+
+    Args:
+        name: of the run, at the beginning of each line.
+        work: the first description; "" to print nothing before the first replacement.
+        console: by default that of standard error.
+        shown: False to print nothing.
     """
     latest, lock, due_s = work, Lock(), math.inf
 

@@ -1,4 +1,4 @@
-"""What a command finds out, in one object for the shell, scripts and notebooks: text, JSON, rows and pictures."""
+"""The answer of a command as one object for the shell, scripts and notebooks: text, JSON, rows and pictures."""
 
 import io
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ _PAGE = '<pre style="white-space:pre;overflow-x:auto;line-height:normal">{code}<
 
 
 class Shown(ABC):
-    """An answer: its `repr` is what the command prints, `to_dict()` what it prints with `--json`."""
+    """An answer: its `repr` is the command's output, `to_dict()` the command's output with `--json`."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
@@ -26,7 +26,7 @@ class Shown(ABC):
 
     @abstractmethod
     def print_to(self, console: Console) -> None:
-        """Print what the command prints."""
+        """Print the command's output."""
 
     def frame(self) -> "pandas.DataFrame":
         """Return `rows` as a pandas frame."""
@@ -35,7 +35,7 @@ class Shown(ABC):
         return pandas.DataFrame(self.rows())
 
     def __repr__(self) -> str:
-        file = io.StringIO()  # ipykernel asks for colours, which a notebook's text has none of
+        file = io.StringIO()  # plain: ipykernel's environment would ask rich for colours, which text can't show
         self.print_to(Console(file=file, highlight=False, width=_WIDTH, force_terminal=False, force_jupyter=False))
         return file.getvalue().strip("\n")
 

@@ -1,4 +1,4 @@
-"""A sweep over a quantity as lines along it, a line per mode say, and which of them is first where."""
+"""A sweep over a quantity as lines along it, one per mode for example, and which line is best where."""
 
 import math
 from collections import Counter
@@ -13,46 +13,45 @@ from pipebench.train.result import RunResult
 from pipebench.units import quantity
 
 _RATE = "throughput_samples_per_s"
-NONE = "none"  # stands for a line where none is first
-_SAME = 1e-3  # relative: below, the line that was first stays first
-_EQUAL = 1e-9  # relative: floats' own rounding. Lines that are equal, such as modes with one plan, are first together
+NONE = "none"  # in place of a line's name where no line reached the target
+_SAME = 1e-3  # relative difference below which the line that was best before stays best
+_EQUAL = 1e-9  # relative difference of rounding: lines this close, such as modes with one plan, are best together
 _TOGETHER = " and "
 
 
 class SweepPoint(NamedTuple):
-    """A row of a sweep: the swept quantity, the same as written, and the row's result."""
+    """A row of a sweep: the swept quantity and the row's result."""
 
-    x: float
-    text: str
+    x: float  # the quantity as a number, in its base unit
+    text: str  # the quantity as written in the recipe
     value: float | None  # median over seeds; None if half or more missed the target
     is_partial: bool = False  # whether some seeds reached the target, and some missed it
-    span: tuple[float, float] | None = None  # smallest and largest value over seeds, where they differ
+    span: tuple[float, float] | None = None  # smallest and largest value over seeds; None if they are equal
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """What was asked for, along a swept quantity."""
+    """The time to accuracy, or the throughput without a target, along a swept quantity."""
 
     key: str  # the recipe's key that is swept
-    metric: str  # `time_to_accuracy_s`, or `throughput_samples_per_s` without a target
-    lines: dict[str, list[SweepPoint]]  # by the values of all other keys that vary, points in order of the quantity
+    metric: str  # `time_to_accuracy_s` or `throughput_samples_per_s`
+    lines: dict[str, list[SweepPoint]]  # by the values of all other keys that vary; points in order of the quantity
 
     @property
     def has_choice(self) -> bool:
-        """Whether several lines have the same value of the quantity: one list zipped with another leaves no choice."""
+        """Whether several lines have the same value of the quantity; not if the sweep zips its lists."""
         places = Counter(point.x for line in self.lines.values() for point in line)
         return max(places.values(), default=0) > 1
 
     @property
     def is_partial(self) -> bool:
-        """Whether some seeds of a point reached the target, and some missed it."""
+        """Whether at some point some seeds reached the target and some missed it."""
         return any(point.is_partial for line in self.lines.values() for point in line)
 
     def first_places(self) -> Iterator[tuple[str, str, str]]:
-        """Yield the lines that are first, in order of the quantity: name, and the first and last value as written.
+        """Yield the best lines in order of the quantity: name, and the first and last value of the range, as written.
 
-        Where no line is, since none reached the target with most of its seeds, the name is `none`; equal lines are
-        named together.
+        The name is `none` where no line reached the target with most of its seeds. Equal lines are named together.
         """
         sign = 1 if self.metric == "time_to_accuracy_s" else -1
         points = sorted(
@@ -72,7 +71,7 @@ class Sweep:
             elif len(equal) > 1:
                 best = together(equal)
             elif name in costs and costs[name][0] - least <= _SAME * abs(least):
-                best = name
+                best = name  # so that nearly equal lines don't take turns
             if best != name and name:
                 yield name, since, until
             name, since, until = best, text if best != name else since, text
@@ -81,7 +80,7 @@ class Sweep:
 
 
 def together(names: Sequence[str]) -> str:
-    """Return lines that are first together as one name.
+    """Return the name of lines that are best together.
 
     >>> together(["dp"]), together(["dp", "pipedream", "hybrid"])
     ('dp', 'dp, pipedream and hybrid')
@@ -103,7 +102,7 @@ def sweep_of(group: RunGroup) -> Sweep | None:
     metric = "time_to_accuracy_s" if any(row.num_targeted for row in group.rows) else _RATE
     recipes = len({entry.recipe_name for entry in entries}) > 1
     others = [other for other in texts if other != key and len(texts[other]) > 1]
-    # A mode's name says what it is, a number doesn't.
+    # A mode's name needs no key before it, a number does.
     named_by_key = len(others) > 1 or any(quantity(text) is not None for other in others for text in texts[other])
     lines: dict[str, list[SweepPoint]] = {}
     for row, entry in zip(group.rows, entries, strict=True):
@@ -117,6 +116,6 @@ def sweep_of(group: RunGroup) -> Sweep | None:
 
 
 def sweeps_of(results: Sequence[RunResult]) -> list[Sweep]:
-    """Return the sweeps over a quantity that a comparison's groups are, of those with anything to draw."""
+    """Return the groups of a comparison that are sweeps over a quantity and have values to draw."""
     found = filter(None, map(sweep_of, groups(results)))
     return [each for each in found if any(point.value is not None for line in each.lines.values() for point in line)]

@@ -11,8 +11,8 @@ from pipebench.show.profile_picture import plain_text
 from pipebench.show.sweep_lines import Sweep
 
 _MARKERS = "os^Dv<>PX*"
-_MOST_INSIDE = 5  # lines whose names find room between them
-_WIDE = 8.0  # largest over smallest, from which on an axis is logarithmic
+_MOST_INSIDE = 5  # lines whose legend fits inside the axes
+_WIDE = 8.0  # ratio of largest to smallest value above which an axis is logarithmic
 
 
 def sweep_figure(sweep: Sweep) -> InlineFigure:
@@ -23,10 +23,10 @@ def sweep_figure(sweep: Sweep) -> InlineFigure:
 
 
 def draw_lines(axes: Axes, sweep: Sweep) -> None:
-    """Draw a sweep's lines: medians, with a bar from the smallest to the largest over seeds.
+    """Draw a sweep's lines: medians, with a bar from the smallest to the largest value over seeds.
 
-    A point is hollow where some seeds missed the target: its bar ends there. A line is interrupted where half or more
-    of them did.
+    A point is hollow if some seeds missed the target, and its bar ends at the median. A line is interrupted where half
+    or more of the seeds missed it.
     """
     timed = sweep.metric == "time_to_accuracy_s"
     scale, unit = axis_unit(max(_values(sweep), default=1.0)) if timed else (1.0, "")
@@ -56,7 +56,7 @@ def _finish(axes: Axes, sweep: Sweep) -> None:
         axes.xaxis.set_minor_locator(NullLocator())
     is_wide = min(values, default=0) > 0 and max(values) > _WIDE * min(values)
     axes.set_yscale("log" if is_wide else "linear")
-    axes.update_datalim([(x, 0.0) for x in places], updatey=not is_wide)  # all places, also those without a value
+    axes.update_datalim([(x, 0.0) for x in places], updatey=not is_wide)  # places without a value belong to the axis
     axes.autoscale_view()
     if not is_wide:
         axes.set_ylim(bottom=0)

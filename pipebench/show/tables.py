@@ -1,6 +1,6 @@
-"""Tables for a terminal that never break words; columns that don't fit continue below, beside their rows' names.
+"""Tables for a terminal whose words are never broken; columns that don't fit continue below, beside the rows' names.
 
-Widths are computed here, because rich narrows columns to single letters.
+Widths are computed here, because rich would narrow columns to single letters.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,12 +18,12 @@ from pipebench.errors import printable
 from pipebench.show.terminal import print_plain
 
 _Padding = tuple[int, int]
-_PADDINGS: tuple[_Padding, ...] = ((0, 1), (0, 0))  # lines, then blanks on each side
-_Part = Sequence[tuple[int, int]]  # index and width of the columns that stand beside each other
+_PADDINGS: tuple[_Padding, ...] = ((0, 1), (0, 0))  # (lines, blanks) around each cell
+_Part = Sequence[tuple[int, int]]  # (index, width) of columns beside each other
 
 
 def new_table(*headings: str, left: int = 1) -> Table:
-    """Return an empty table; the first `left` columns and plans are left-aligned, numbers right-aligned."""
+    """Return an empty table; the first `left` columns and any named `plan` are left-aligned, others right-aligned."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=_PADDINGS[0], collapse_padding=True)
     for index, heading in enumerate(headings):
         is_left = index < left or heading == "plan"
@@ -32,10 +32,15 @@ def new_table(*headings: str, left: int = 1) -> Table:
 
 
 def print_table(console: Console, table: Table, *, indent: int = 0, left: int = 1) -> None:
-    """Print a table as `new_table` returns it, in as many parts as it takes to fit the console.
+    """Print a table of `new_table`, in as many parts as needed to fit the console.
 
-    Headings wrap between words, and so do columns whose `no_wrap` is unset. The first `left` columns name a row: every
-    part begins with them, or with as many as leave room for any other.
+    Headings wrap between words, as do columns whose `no_wrap` is unset.
+
+    Args:
+        console: where to print.
+        table: as `new_table` returns it, with rows.
+        indent: blanks before each line.
+        left: the first columns, which name a row: every part begins with them, or with fewer if they leave no room.
     """
     table.padding, parts = _fitting(console, table, console.width - indent, left)
     for part in parts:
@@ -75,7 +80,7 @@ def copy_without_rows(table: Table) -> Table:
 
 
 def _fitting(console: Console, table: Table, width: int, left: int) -> tuple[_Padding, list[_Part]]:
-    """Return the padding that needs the fewest parts, preferring the wide one, and the parts."""
+    """Return the padding that needs the fewest parts, the wider one of two equal ones, and the parts."""
     choices = []
     for padding in _PADDINGS:
         table.padding = padding
@@ -95,7 +100,8 @@ def _parts(console: Console, table: Table, width: int, left: int) -> list[_Part]
         return _width(console, table, [(each, least[each]) for each in indices]) <= width
 
     while left > 1 and not all(fits([*range(left), index]) for index in range(left, len(least))):
-        left -= 1  # names that leave no room are cut, with what stands beside them
+        left -= 1  # the last name column is moved to the columns that continue below
+    # Greedy, in the columns' order: a part takes columns until the next one doesn't fit.
     parts: list[_Part] = []
     rest = list(range(left, len(least)))
     while rest or not parts:
@@ -111,7 +117,7 @@ def _parts(console: Console, table: Table, width: int, left: int) -> list[_Part]
 
 
 def _widened(chosen: Sequence[int], least: Sequence[int], most: Sequence[int], spare: int) -> _Part:
-    """Return the columns with spare width given to the first ones first."""
+    """Return the columns of a part with their widths; spare width goes to the first columns."""
     part = []
     for index in chosen:
         more = max(0, min(spare, most[index] - least[index]))
@@ -121,7 +127,7 @@ def _widened(chosen: Sequence[int], least: Sequence[int], most: Sequence[int], s
 
 
 def _drawn(table: Table, part: _Part) -> Table:
-    """Return some columns of a table as a table, with headings that may wrap."""
+    """Return a table of some columns, with headings that may wrap."""
     new = copy(table)
     new.columns = []
     for new_index, (index, width) in enumerate(part):

@@ -1,9 +1,9 @@
-"""The consoles that are printed to, and their width."""
+"""Consoles of the standard streams, and their width."""
 
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-_PLAIN_WIDTH = 110  # where there is no terminal to ask
+_PLAIN_WIDTH = 110  # columns, if the output is no terminal
 
 
 def is_terminal() -> bool:
@@ -13,7 +13,7 @@ def is_terminal() -> bool:
 
 
 def standard_output(*, plain_width: int = _PLAIN_WIDTH) -> Console:
-    """Return the console of standard output, as wide as the terminal; `plain_width`, a page's, without one."""
+    """Return the console of standard output, as wide as the terminal, or `plain_width` if the output is none."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=plain_width)
 
@@ -24,7 +24,7 @@ def standard_error() -> Console:
 
 
 def print_plain(console: Console, content: RenderableType) -> None:
-    """Print; into a file, without the blanks that pad lines to the console's width."""
+    """Print; if the output is no terminal, without the blanks that pad lines to the console's width."""
     if console.is_terminal:
         console.print(content)
         return

@@ -17,15 +17,22 @@ from pipebench.simulate.timeline import SWAP_KINDS, Span, Timeline, Transfer
 
 Event = dict[str, Any]
 _Work = dict[tuple[int, str], list[Span]]
-_COMPUTE_THREAD, _NETWORK_THREAD = 1, 2  # and as many more as are needed for what is sent at one time
+_COMPUTE_THREAD = 1
+_NETWORK_THREAD = 2  # the first of as many as the sends that overlap
 _COPY_THREADS = {SWAP_OUT: 1001, SWAP_IN: 1002}
 _US_PER_S = 1e6
 
 
 def write_trace(timeline: Timeline, path: str | os.PathLike[str], *, memory: MemoryTimeline | None = None) -> None:
-    """Write a trace: a process per worker, a thread for its work, as many as needed for its sends, two for copies.
+    """Write a trace.
 
-    `memory`, by the same clock, adds a counter per worker, with a series per kind.
+    Every worker is a process with a thread for its work, threads for its sends, and two for copies to and from the
+    host.
+
+    Args:
+        timeline: of all workers.
+        path: of the JSON file.
+        memory: by the same clock; adds a counter per worker, with a series per kind of memory.
     """
     events = [*trace_events(timeline), *(counter_events(timeline, memory) if memory is not None else ())]
     document = {"traceEvents": events, "displayTimeUnit": "ms"}
@@ -61,7 +68,7 @@ def trace_events(timeline: Timeline) -> Iterable[Event]:
 
 
 def counter_events(timeline: Timeline, memory: MemoryTimeline) -> Iterable[Event]:
-    """Yield every worker's memory whenever it changes, until the timeline ends."""
+    """Yield a counter event for every change of a worker's memory, until the timeline ends."""
     end_s = max((span.end_s for span in timeline.spans), default=0.0)
     for worker, curve in enumerate(memory.curves):
         kinds = [kind for kind, row in zip(KINDS, curve.num_bytes, strict=True) if row.any()]
@@ -78,10 +85,14 @@ def counter_events(timeline: Timeline, memory: MemoryTimeline) -> Iterable[Event
 
 
 def _lanes(timeline: Timeline) -> list[tuple[int, int, int, Transfer]]:
-    """Return every send as (sender, lane, index, transfer); no two in a lane overlap, which a thread can't show."""
+    """Return every send as (sender, lane, index, transfer).
+
+    The sends of one lane don't overlap, as a thread of the trace can't show events that do.
+    """
     free_s: dict[int, list[float]] = {}
     sends: list[tuple[int, int, int, Transfer]] = []
     sent = ((index, each) for index, each in enumerate(timeline.transfers) if each.kind not in SWAP_KINDS)
+    # In order of their start, every send takes the first lane that is free: no other assignment needs fewer lanes.
     for index, transfer in sorted(sent, key=lambda pair: pair[1].start_s):
         for sender in transfer.senders:
             ends_s = free_s.setdefault(sender, [])
@@ -97,8 +108,10 @@ def _thread_name(thread: int) -> str:
     for kind, own in _COPY_THREADS.items():
         if thread == own:
             return f"copies, {kind}"
+    if thread == _COMPUTE_THREAD:
+        return "compute"
     lane = thread - _NETWORK_THREAD
-    return "compute" if thread == _COMPUTE_THREAD else "network" if lane == 0 else f"network {lane + 1}"
+    return f"network {lane + 1}" if lane else "network"
 
 
 def _send(sender: int, thread: int, transfer: Transfer) -> Event:
@@ -107,11 +120,11 @@ def _send(sender: int, thread: int, transfer: Transfer) -> Event:
 
 
 def _arrows(work: _Work, sender: int, thread: int, index: int, transfer: Transfer) -> Iterable[Event]:
-    """Yield an arrow from a send to the work that needed it, if the timeline has that work."""
+    """Yield the two ends of an arrow from a send to the work that needed it, if the timeline has that work."""
     if len(transfer.senders) > 1:
         return
     for receiver in transfer.receivers:
-        # Numbers begin again after a drain: the first such work from then on is the one.
+        # Labels repeat after a drain, so the first work with the label since the send is the one.
         later = (span for span in work.get((receiver, transfer.label), []) if span.start_s >= transfer.start_s)
         span = next(later, None)
         if span is not None:

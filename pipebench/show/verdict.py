@@ -1,4 +1,4 @@
-"""The outcome of a comparison, in sentences: who is first, by how much, and what limits every run."""
+"""The outcome of a comparison in sentences: which row is first, by how much, and what limits every row."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,10 +10,10 @@ from pipebench.show.comparison import ComparisonRow, RunGroup, groups, has_seeds
 from pipebench.show.sweep_lines import NONE, Sweep, sweep_of
 from pipebench.train.result import RunResult
 
-_MOST_NAMED = 6  # rows whose limits are told
-_SEEN = 0.01  # relative: below, times are the same, and a part isn't mentioned
+_MOST_NAMED = 6  # rows that a sentence names
+_SEEN = 0.01  # relative difference below which times are equal, and share below which a part isn't mentioned
 _SEED = "train.seed"
-_MOSTLY = " with most seeds"  # said of medians over seeds some of which missed the target
+_MOSTLY = " with most seeds"  # added if some seeds missed the target
 _WORKER_PARTS = ("compute_s", "waiting_s", "sending_s", "swapping_s", "other_s")
 
 
@@ -23,21 +23,22 @@ class Limit:
 
     minibatch_s: float  # seconds per minibatch, all workers together
     stage: int | None  # the stage that computes longest, of several
-    compute_s: float  # of these seconds, those in which it computes
-    transfer_s: float  # it waits for bytes on their way; at most, as waits are known of all workers together
-    wait_s: float  # it waits for other stages, or for its data
+    compute_s: float  # seconds in which it computes
+    transfer_s: float  # seconds in which it waits for bytes; an upper bound, as only the mean over workers is known
+    wait_s: float  # the rest, in which it waits for other stages or for its data
 
 
 def limit_of(run: RunResult) -> Limit | None:
-    """Return what limits a run; None where its stages' times aren't known, or they changed while it ran."""
-    rate, size = run.metrics.get("throughput_samples_per_s"), run.recipe.get("train.minibatch_size", "")
+    """Return what limits a run; None if its stages' times are unknown or changed while it ran."""
+    rate = run.metrics.get("throughput_samples_per_s")
+    size = run.recipe.get("train.minibatch_size", "")
     if not rate or not size.isdecimal():
         return None
     minibatch_s = int(size) / rate
     busy_s = _measured_s(run, minibatch_s) if run.workers else planned_s(run, int(size))
     stage = max(range(len(busy_s)), key=busy_s.__getitem__, default=0)
     if not busy_s or not 0 < busy_s[stage] <= minibatch_s * (1 + _SEEN):
-        return None
+        return None  # a stage that computes longer than a minibatch takes: the times are of other stages
     idle_s = max(0.0, minibatch_s - busy_s[stage])
     transfer_s = min(idle_s, run.metrics.get("comm_stall_fraction", 0.0) * minibatch_s)
     return Limit(minibatch_s, stage if len(busy_s) > 1 else None, busy_s[stage], transfer_s, idle_s - transfer_s)
@@ -54,7 +55,10 @@ def _measured_s(run: RunResult, minibatch_s: float) -> list[float]:
 
 
 def planned_s(run: RunResult, minibatch_size: int) -> list[float]:
-    """Return the seconds that every stage computes per minibatch, those of a worker together; empty if unknown."""
+    """Return the seconds that every worker position computes per minibatch by the profile; empty if unknown.
+
+    The stages of one position, as in interleaved schedules, count together.
+    """
     parts = run.recipe.get("parallelism.microbatches", "1")
     needed = ("forward_s", "backward_s", "update_s", "replicas", "samples_per_update")
     if not parts.isdecimal() or any(stage.get(name) is None for stage in run.stages for name in needed):
@@ -65,7 +69,7 @@ def planned_s(run: RunResult, minibatch_size: int) -> list[float]:
         + stage["update_s"] * minibatch_size / stage["samples_per_update"]
         for stage in run.stages
     ]
-    together: dict[int, float] = {}  # older records don't say where stages are: they took turns
+    together: dict[int, float] = {}  # older records lack `first_worker`; their stages were dealt out in turn
     positions = max(1, round(len(each) * run.metrics.get("num_workers", workers) / workers)) if each else 1
     for index, stage in enumerate(run.stages):
         worker = stage.get("first_worker", index % positions)
@@ -85,12 +89,13 @@ def comparison_markdown(results: Sequence[RunResult]) -> str:
 
 
 def verdict(group: RunGroup) -> list[str]:
-    """Return sentences on a group of several rows: the first and its lead, what limits each, what the table marks."""
+    """Return sentences on a group of several rows: the first row and its lead, the limits of each, and remarks."""
     if len(group.rows) < 2:
         return []
     sweep = sweep_of(group)
     if sweep is not None and sweep.has_choice:
-        # A cluster's bandwidth is given, a learning rate is chosen: then one row is the first of all.
+        # If the swept key is a choice such as a learning rate, and no condition such as a cluster's bandwidth, one row
+        # is the first of all.
         chosen = all(entry.setting == group.entries[0].setting for entry in group.entries)
         along = [*_crossovers(sweep)]
         return [*along, *(_winner(group) if chosen or not along else ()), *_remarks(group)]
@@ -98,7 +103,7 @@ def verdict(group: RunGroup) -> list[str]:
 
 
 def _crossovers(sweep: Sweep) -> Iterator[str]:
-    """Yield which line of a sweep is first where."""
+    """Yield a sentence on which line of a sweep is first at which values."""
     what = "first to the target" if sweep.metric == "time_to_accuracy_s" else "highest in throughput"
     if sweep.is_partial:
         what += _MOSTLY
@@ -117,7 +122,7 @@ def _crossovers(sweep: Sweep) -> Iterator[str]:
 
 
 def _winner(group: RunGroup) -> Iterator[str]:
-    """Yield which row is first in what was asked for, and by how much."""
+    """Yield which row is first to the target, or in throughput if there is none, and by how much."""
     ranked = sorted((row for row in group.rows if row.time_to_accuracy_s is not None), key=_target_s)
     recipes = (entry.runs[0].recipe for entry in group.entries)
     goals = {(each.get("train.target.metric", "the target"), each.get("train.target.value", "")) for each in recipes}
@@ -153,7 +158,7 @@ def _winner(group: RunGroup) -> Iterator[str]:
 
 
 def _tie(tied: Sequence[ComparisonRow], goal: str) -> str:
-    """Return which rows are first together; epochs differ where an epoch of more of them is shorter."""
+    """Return which rows are first together; equal times may be different numbers of epochs."""
     names, both = [row.name for row in tied], "both" if len(tied) == 2 else "all"
     times = dict.fromkeys(seconds(row.time_to_accuracy_s) for row in (tied[0], tied[-1]))
     who = " and ".join(names) if len(tied) == 2 else listed(names, _MOST_NAMED)
@@ -170,7 +175,7 @@ def _epochs(row: ComparisonRow) -> str:
 
 
 def _limits(group: RunGroup) -> Iterator[str]:
-    """Yield what every row's slowest stage does in the time of a minibatch, in milliseconds."""
+    """Yield how every row's slowest stage spends the time of a minibatch, in milliseconds."""
     sentences = []
     for row, entry in list(zip(group.rows, group.entries, strict=True))[:_MOST_NAMED]:
         limit = limit_of(entry.runs[0])
@@ -190,7 +195,7 @@ def _limits(group: RunGroup) -> Iterator[str]:
 
 
 def _remarks(group: RunGroup) -> Iterator[str]:
-    """Yield what the table marks, and that rows have other seeds where no sweep over seeds says so."""
+    """Yield explanations of the table's marks, and that rows have different seeds unless the seed is swept."""
     found = group.rows
     seeds = {frozenset(run.seed for run in entry.runs) for entry in group.entries if _SEED not in entry.varied}
     if len(seeds) > 1 and any(row.num_targeted for row in found):

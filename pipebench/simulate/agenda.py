@@ -5,22 +5,22 @@ import itertools
 from collections.abc import Callable
 
 Action = Callable[[float], object]  # called with the time
-Entry = tuple[float, int, int, int, object]  # time [s], priority, counter, worker or NOBODY, payload or action
+Entry = tuple[float, int, int, int, object]  # time [s], priority, counter, worker or NO_WORKER, payload or action
 
 LINKS, WORKERS, RATES = 0, 1, 2  # priorities: at equal times links come first, then workers, then new rates
-NOBODY = -1  # in place of a worker: the entry is an action
+NO_WORKER = -1  # the entry is an action
 
 
 class Agenda:
-    """A heap of entries; `heap` and `counter` are also used directly by the simulation's loop."""
+    """A heap of entries; the simulation's loop also uses `heap` and `counter` directly."""
 
     def __init__(self) -> None:
         self.heap: list[Entry] = []
         self.counter = itertools.count()
 
     def push(self, time_s: float, action: Action, priority: int = LINKS) -> None:
-        """Schedule an action, by default before what workers do at that time."""
-        heapq.heappush(self.heap, (time_s, priority, next(self.counter), NOBODY, action))
+        """Schedule an action, by default before the workers' actions at that time."""
+        heapq.heappush(self.heap, (time_s, priority, next(self.counter), NO_WORKER, action))
 
     def play(self) -> None:
         """Run until the queue is empty; it must hold actions only."""

@@ -1,8 +1,8 @@
 """Mean duration of minibatches of varying length, and its standard error, estimated from those simulated.
 
-Durations of blocks are regressed on the computing drawn for them, whose mean is known: a regression estimator (Cochran,
-Sampling Techniques, chapter 7) over means of 32 batches of blocks, so that dependence between neighbouring minibatches
-stays within a batch and long draws don't count as slowness.
+The duration of a block of minibatches is regressed on the seconds of computing drawn for it, whose mean is known: the
+regression estimator of Cochran, Sampling Techniques, chapter 7. It corrects for draws that happen to be long. It uses
+the means of 32 batches of blocks, so that the dependence between neighbouring minibatches stays within a batch.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from pipebench.schedule.syncs import SYNCS
 from pipebench.simulate.costs import Costs
 
 _BATCHES = 32
-_ERROR = 0.006  # relative standard error of a segment's duration that is small enough
+_ERROR = 0.006  # relative standard error of a segment's duration at which simulation stops
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,19 @@ class MeanKnown:
 
 
 class Average:
-    """Watches a segment until the mean duration of its remaining blocks is known well enough."""
+    """Estimates the mean duration of the remaining blocks of a segment while it is simulated."""
 
     def __init__(self, pipeline: Pipeline, costs: Costs, sampler: Varying, num_minibatches: int) -> None:
-        self._period = pipeline.period
-        self._units = pipeline.period * pipeline.microbatches
+        self._period = pipeline.period  # minibatches of a block
+        self._units = pipeline.period * pipeline.microbatches  # of a block
         self._num_minibatches = num_minibatches
         self._in_flight = math.ceil(max(pipeline.warmups) * pipeline.replicas[0] / self._period) * self._period
         self._works = [_Work(pipeline, costs, sampler, rounds) for rounds in {1, pipeline.num_positions}]
-        self._fill = self._in_flight // self._period  # blocks that come before the first is timed
-        self._num_ended, self._last_s = 0, 0.0
-        self._ends_s: list[float] = []
-        self._next = _BATCHES
+        self._fill = self._in_flight // self._period  # blocks before the first that is timed
+        self._num_ended = 0  # units
+        self._last_s = 0.0
+        self._ends_s: list[float] = []  # of blocks
+        self._next = _BATCHES  # timed blocks at the next estimate
 
     def known(self, end_s: float) -> MeanKnown | None:
         """Record the end of a unit's backward at the input stage; return the mean once it is known."""
@@ -59,7 +60,7 @@ class Average:
         self._next += max(1, self._next // 4)
         ends_s = self._ends_s[self._fill :]
         done = len(self._ends_s) * self._period
-        # No worker has started anything beyond so short a segment, or is near its end.
+        # The segment is shortened by so many blocks that no worker has started what is left out, or is near the end.
         left_out = (self._num_minibatches - done - 2 * self._in_flight - self._period) // self._period
         if left_out < 1:
             return None
@@ -74,10 +75,10 @@ class Average:
 
 
 class _Work:
-    """Seconds of computing drawn per round, as the maximum over the minibatches that wait for each other.
+    """Seconds of computing drawn per round: the maximum over minibatches that wait for each other.
 
-    Replicas wait for each other at every update; neighbouring stages, which have the minibatches before and after, more
-    or less. So the maximum is taken over windows of one and of `num_rounds` rounds of the input stage's replicas.
+    Replicas wait for each other at every update. Neighbouring stages, which run the minibatches before and after, wait
+    for each other to some degree. So the maximum is over the minibatches of `num_rounds` rounds of the input stage.
     """
 
     def __init__(self, pipeline: Pipeline, costs: Costs, sampler: Varying, num_rounds: int) -> None:
@@ -109,16 +110,19 @@ def _seconds(costs: Costs, sizes: Sequence[Size]) -> float:
 
 
 def _batches(values: Sequence[float]) -> list[float]:
-    """Return the means of equally many neighbouring values each, without the oldest remainder."""
+    """Return the means of `_BATCHES` equally large batches of neighbouring values, leaving out the first remainder."""
     each = len(values) // _BATCHES
     values = values[len(values) - each * _BATCHES :]
     return [statistics.fmean(values[i : i + each]) for i in range(0, len(values), each)]
 
 
 def regressed(values: Sequence[float], known: Sequence[Sequence[float]], means: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of `values` given the true `means` of related variables `known`, and its standard error.
+    """Return the mean of `values` by regression on related variables, and its standard error.
 
-    There are at least three more values than variables, each with as many.
+    Args:
+        values: at least three more than there are variables.
+        known: per variable, its value beside each of `values`.
+        means: the variables' true means.
     """
     others = (np.array(each) - mean for each, mean in zip(known, means, strict=True))
     design = np.column_stack([np.ones(len(values)), *others])

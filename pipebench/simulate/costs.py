@@ -1,10 +1,10 @@
-"""Costs of every instruction: a profile summed over stages, as the simulator reads it."""
+"""Costs of every instruction: a profile summed over stages, for the simulator."""
 
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pipebench.model.plan import Plan, tied_parameters
+from pipebench.model.plan import Plan, StagePlan, tied_parameters
 from pipebench.model.sampling import Size
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.profile.tensor import unit_bytes
@@ -13,7 +13,8 @@ from pipebench.simulate.memory import swapped_bytes
 from pipebench.simulate.timeline import TENSOR
 
 Crossing = Mapping[tuple[int, int], Mapping[Size, int]]  # by edge (source stage, target stage) and size of a unit
-FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20  # DistributedDataParallel's defaults: a small first, then 25 MiB
+# DistributedDataParallel's defaults
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class SimulatedBucket:
     num_bytes: int
     ready: float  # fraction of the stage's backward after which the last of them exists
     parameters: tuple[str, ...] = ()  # qualified names, in the order in which the backward reaches them
-    ready_in_part: float = 1.0  # as `ready`, of the weight part of a split backward
+    ready_in_part: float = 1.0  # if backwards are split: the fraction of the weight part
 
 
 @dataclass(frozen=True)
@@ -32,17 +33,16 @@ class StageCosts:
 
     forward_s: Mapping[Size, float]  # of one unit
     backward_s: Mapping[Size, float]  # of one unit, recomputation included
-    # Part of `backward_s` that computes gradients of weights and can wait, if backwards are split
-    weight_s: Mapping[Size, float]
+    weight_s: Mapping[Size, float]  # weight part of `backward_s`, which can be delayed if backwards are split
     load_s: Mapping[Size, float]  # of one unit's inputs
     update_s: float  # of one optimizer step
     buckets: tuple[SimulatedBucket, ...] = ()  # all-reduced per update, in order of readiness
     buffer_bytes: int = 0  # buffers (BatchNorm statistics) averaged over the replicas at a drain
-    # Copied to the host after one unit's forward, and back before its backward
+    # Of one unit, copied to the host after its forward, and back before its backward
     swap_bytes: Mapping[Size, int] = field(default_factory=dict)
     again_s: Mapping[Size, float] = field(default_factory=dict)  # part of `backward_s` that recomputes forwards
-    tied_bytes: int = 0  # of its copies of weights that other stages have, too; in no bucket
-    # That the devices of a worker send each other for one unit, recomputation included
+    tied_bytes: int = 0  # of its copies of weights that are tied between stages, which are in no bucket
+    # Sent for one unit between the devices of a worker whose layers are sliced, recomputation included
     tensor_bytes: Mapping[Size, int] = field(default_factory=dict)
 
     @property
@@ -53,22 +53,22 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class SharedProcessors:
-    """Processors that workers share: a host's cores, all of them one processor, or GPUs, each with one queue."""
+    """Processors that workers share: all cores of a host are one processor; a GPU is one with a single queue."""
 
-    capacity: float  # threads that one runs at full speed at once
+    capacity: float  # threads that a processor runs at full speed at once
     threads: int = 1  # per worker
-    processors: tuple[int, ...] = ()  # by worker, the number of its processor, from 0; if empty, all workers are on one
+    processors: tuple[int, ...] = ()  # index of every worker's processor; empty: all workers share one
 
 
 @dataclass(frozen=True)
 class HostCosts:
-    """What communication and loading cost a worker's own processor, all 0 if a GPU computes; and who shares one."""
+    """Seconds that communication and loading take of a worker's own processor; all 0 if a GPU computes."""
 
     message_s: float = 0.0  # per message, at each end
-    message_byte_s: float = 0.0  # per byte, likewise
+    message_byte_s: float = 0.0  # per byte of a message, at each end
     ring_byte_s: float = 0.0  # per byte that the worker sends in a ring all-reduce
-    fetches: bool = False  # whether the worker fetches its inputs itself, on demand; else they are prefetched
-    shared: SharedProcessors | None = None  # None: every thread has its processor to itself
+    fetches: bool = False  # whether the worker loads its inputs itself when it needs them; else they are prefetched
+    shared: SharedProcessors | None = None  # None: every thread has a core of its own
 
     def message(self, num_bytes: int) -> float:
         """Return the seconds of one end of a message."""
@@ -79,9 +79,9 @@ class HostCosts:
         return self.ring_byte_s * num_bytes * 2 * (replicas - 1) / replicas
 
     def exchange(self, num_bytes: int, replicas: int) -> float:
-        """Return the seconds of a scatter or a gather on each replica: half a sum, by messages to and from all others.
+        """Return the seconds of a scatter or a gather on each replica: half a sum, and messages to and from all others.
 
-        Nothing is exchanged without bytes.
+        0 if there are no bytes.
         """
         return self.all_reduce(num_bytes, replicas) / 2 + 2 * (replicas - 1) * self.message_s * (num_bytes > 0)
 
@@ -97,10 +97,10 @@ class Costs:
     activation_bytes: Crossing  # bytes that cross forward
     gradient_bytes: Crossing  # bytes that cross back
     host: HostCosts = NO_HOST_COSTS
-    # Per edge, equal values per message, forward and back (default 1): faster with one connection per value
+    # By edge, the number of equal values per message, forward and back; 1 by default. Each may have a connection.
     values: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     ties: tuple[SimulatedBucket, ...] = ()  # gradients summed over the copies of every tie of `Pipeline.ties`
-    slices: int = 1  # devices that a worker stands for; what is here is of one of them, but `tensor_bytes`
+    slices: int = 1  # devices that a worker stands for; all costs but `tensor_bytes` are of one of them
 
     @property
     def num_parameters(self) -> int:
@@ -116,9 +116,10 @@ class Costs:
     def of_all_devices(
         self, num_bytes: Mapping[tuple[str, str], int], samples: int, inside: str
     ) -> Counter[tuple[str, str]]:
-        """Return bytes by (kind, level) of all devices, given those of the first of every worker, with its slices'.
+        """Return the bytes sent by all devices by (kind, level), given those of the first device of every worker.
 
-        What slices send each other over level `inside` grows with the samples trained on.
+        Adds the bytes that slices send each other over level `inside`, which are proportional to the samples trained
+        on.
         """
         found = Counter({key: self.slices * count for key, count in num_bytes.items()})
         if self.slices > 1:
@@ -128,45 +129,63 @@ class Costs:
 
 
 def stage_costs(profile: Profile, plan: Plan, steps: Sequence[float] = (), *, sharded: bool = False) -> Costs:
-    """Sum a profile over a plan's stages, whose updates take `steps` optimizer steps (1), of a shard if sharded."""
-    rows = profile.rows
-    loss = len(rows) - 1
-    stages = []
-    by_size, load_s, loading = profile.by_size, profile.load_s_by_size, loading_stages(plan, rows)
+    """Return the costs of a plan: a profile summed over its stages.
+
+    Args:
+        profile: layers in the plan's order.
+        plan: its stages.
+        steps: optimizer steps that an update of each stage costs; empty: 1.
+        sharded: whether a replica updates a shard of the parameters.
+    """
+    rows, by_size = profile.rows, profile.by_size
+    loading = loading_stages(plan, rows)
     readers = sum(plan.stages[index].replicas for index in loading)
     share = profile.loaders / shared_loaders(profile.loaders, readers) if profile.loaders and readers else 1.0
-    nothing: dict[Size, int] = {0: 0}  # a short minibatch may leave a microbatch without samples
+    one_s = profile.load_s_by_size
+    load_s = _NOTHING | {n: one_s.get(n, 0.0) * share for n in by_size}
     tied = tied_parameters(rows, plan)
     apart = {name for names in tied.values() for name in names}
+    stages = []
     for index, stage in enumerate(plan.stages):
-        memory = dict(zip(range(stage.start, stage.stop), stage.memory, strict=True))
-        indices = [*memory, *([loss] if stage.stop == loss else [])]
-        forward: dict[Size, float] = {n: sum(at[i].forward_s for i in indices) for n, at in by_size.items()}
-        memory |= {loss: stage.memory[-1]} if stage.stop == loss else {}  # the loss goes with the last layer
-        again = {index for index, policy in memory.items() if policy == RECOMPUTE}
-        again_s: dict[Size, float] = {n: sum(at[i].forward_s for i in again) for n, at in by_size.items()}
-        swapped: dict[Size, int] = {n: swapped_bytes(at, stage) for n, at in by_size.items()}
-        backward = {n: sum(at[i].backward_s for i in indices) + again_s[n] for n, at in by_size.items()}
-        weight = {n: sum(at[i].weight_s for i in indices) for n, at in by_size.items()}
-        load = {n: load_s.get(n, 0.0) * share if index in loading else 0.0 for n in by_size}
-        buckets = _buckets(rows, indices, again, apart)
-        tied_bytes = _num_bytes(rows[stage.start : stage.stop], apart)
-        num_bytes = sum(bucket.num_bytes for bucket in buckets) + tied_bytes
+        costs = _costs_of(profile, by_size, stage, apart)
+        num_bytes = costs.parameter_bytes
         stepped = num_bytes / stage.replicas if sharded else num_bytes
         stepped *= steps[index] if steps else 1.0
-        update = profile.update_floor_s + stepped * profile.update_s_per_byte if num_bytes else 0.0
-        buffer_bytes = sum({k: v for i in indices for k, v in rows[i].buffer_sizes.items()}.values())
-        forward, backward, weight, load = (nothing | each for each in (forward, backward, weight, load))
-        swapped, again_s = nothing | swapped, nothing | again_s
-        repeated = [place for place, index in enumerate(indices) if index in again]
-        tensor = {n: unit_bytes([at[i] for i in indices], profile.slices, repeated) for n, at in by_size.items()}
-        stages.append(
-            StageCosts(
-                forward, backward, weight, load, update, buckets, buffer_bytes, swapped, again_s, tied_bytes, tensor
-            )
-        )
+        update_s = profile.update_floor_s + stepped * profile.update_s_per_byte if num_bytes else 0.0
+        loads_s = load_s if index in loading else dict.fromkeys(load_s, 0.0)
+        stages.append(replace(costs, load_s=loads_s, update_s=update_s))
     ties = tuple(SimulatedBucket(_num_bytes(rows, names), 1.0, tuple(names)) for names in tied.values())
     return _with_crossings(Costs(tuple(stages), {}, {}, ties=ties, slices=profile.slices), plan, profile)
+
+
+_NOTHING: dict[Size, int] = {0: 0}  # a short minibatch may leave a microbatch without samples
+
+
+def _costs_of(
+    profile: Profile, by_size: Mapping[Size, tuple[LayerProfile, ...]], stage: StagePlan, apart: Container[str]
+) -> StageCosts:
+    """Return a stage's costs without loading and updates; `apart` are names of parameters that are in no bucket."""
+    rows, policies = profile.rows, stage.memory
+    if stage.stop == len(rows) - 1:
+        policies = (*policies, policies[-1])  # the loss goes with the last layer
+    indices = range(stage.start, stage.start + len(policies))
+    again = {index for index, policy in zip(indices, policies, strict=True) if policy == RECOMPUTE}
+    repeated = [place for place, index in enumerate(indices) if index in again]
+    again_s = {n: sum(at[i].forward_s for i in again) for n, at in by_size.items()}
+    own = rows[stage.start : stage.stop]
+    return StageCosts(
+        forward_s=_NOTHING | {n: sum(at[i].forward_s for i in indices) for n, at in by_size.items()},
+        backward_s=_NOTHING | {n: sum(at[i].backward_s for i in indices) + again_s[n] for n, at in by_size.items()},
+        weight_s=_NOTHING | {n: sum(at[i].weight_s for i in indices) for n, at in by_size.items()},
+        load_s={},
+        update_s=0.0,
+        buckets=_buckets(rows, indices, again, apart),
+        buffer_bytes=sum({k: v for i in indices for k, v in rows[i].buffer_sizes.items()}.values()),
+        swap_bytes=_NOTHING | {n: swapped_bytes(at, stage) for n, at in by_size.items()},
+        again_s=_NOTHING | again_s,
+        tied_bytes=_num_bytes(own, apart),
+        tensor_bytes={n: unit_bytes([at[i] for i in indices], profile.slices, repeated) for n, at in by_size.items()},
+    )
 
 
 def loading_stages(plan: Plan, rows: Sequence[LayerProfile]) -> tuple[int, ...]:
@@ -178,24 +197,23 @@ def loading_stages(plan: Plan, rows: Sequence[LayerProfile]) -> tuple[int, ...]:
 
 
 def reading(plan: Plan, inputs: Sequence[int], *, with_targets: bool) -> tuple[int, ...]:
-    """Return the stages that read samples: for inputs, and the last for targets unless one of these is beside it."""
+    """Return the stages that read samples: `inputs`, and the last for targets unless its devices read inputs."""
     beside = any(plan.stages[index].devices == plan.stages[-1].devices for index in inputs)
     return (*inputs, len(plan.stages) - 1) if with_targets and not beside else (*inputs,)
 
 
 def shared_loaders(loaders: int, readers: int) -> int:
-    """Return the loader processes of each of so many workers that read: the data set's number divided among them."""
+    """Return the loader processes of each of the workers that read: the data set's divided by `readers`, at least 1."""
     return min(loaders, max(1, loaders // readers))
 
 
 def _with_crossings(costs: Costs, plan: Plan, profile: Profile) -> Costs:
-    """Return costs with those of the values that cross a plan's cuts."""
-    nothing: dict[Size, int] = {0: 0}
+    """Return costs with the bytes and numbers of values that cross a plan's cuts."""
     rows, by_size = profile.rows, profile.by_size
     activation, gradient, values = {}, {}, {}
     for edge, producers in plan.crossings.items():
-        activation[edge] = nothing | {n: sum(at[i].output_bytes for i in producers) for n, at in by_size.items()}
-        gradient[edge] = nothing | {n: sum(at[i].gradient_bytes for i in producers) for n, at in by_size.items()}
+        activation[edge] = _NOTHING | {n: sum(at[i].output_bytes for i in producers) for n, at in by_size.items()}
+        gradient[edge] = _NOTHING | {n: sum(at[i].gradient_bytes for i in producers) for n, at in by_size.items()}
         sent, returned = [rows[i].output_bytes for i in producers], [rows[i].gradient_bytes for i in producers]
         values[edge] = as_values(sent), as_values(returned)
     return replace(costs, activation_bytes=activation, gradient_bytes=gradient, values=values)
@@ -208,25 +226,22 @@ def _num_bytes(rows: Sequence[LayerProfile], names: Container[str]) -> int:
 
 
 def as_values(sizes: Sequence[int]) -> float:
-    """Return the total over the largest size: how many equal values are as many bytes; 1 if there are none."""
+    """Return how many values of the largest size have as many bytes as all; 1 if there are none."""
     return sum(sizes) / max(sizes) if any(sizes) else 1.0
 
 
 def _buckets(
     rows: tuple[LayerProfile, ...], indices: Sequence[int], again: Container[int], apart: Container[str]
 ) -> tuple[SimulatedBucket, ...]:
-    """Group a stage's parameters but those `apart`, in the order in which its backward reaches them, last layer first.
+    """Return a stage's gradient buckets, in the order in which its backward reaches the parameters.
 
-    `indices` are of its layers, the loss included.
-
-    A run of recomputed layers repeats its forwards before its first backward.
+    Args:
+        rows: all layers.
+        indices: the stage's layers, the loss included.
+        again: its recomputed layers.
+        apart: names of parameters that are in no bucket.
     """
-    before_s = dict.fromkeys(indices, 0.0)  # recomputed right before a layer's backward
-    last_of_run = None
-    for index in reversed(indices):
-        last_of_run = (index if last_of_run is None else last_of_run) if index in again else None
-        if last_of_run is not None:
-            before_s[last_of_run] += rows[index].forward_s
+    before_s = _recomputed_before(rows, indices, again)
     total_s = sum(rows[i].backward_s + before_s[i] for i in indices) or 1.0
     part_s = sum(rows[i].weight_s for i in indices) or 1.0
     buckets: list[SimulatedBucket] = []
@@ -247,3 +262,16 @@ def _buckets(
     if names:
         buckets.append(SimulatedBucket(num_bytes, 1.0, tuple(names)))
     return tuple(buckets)
+
+
+def _recomputed_before(rows: Sequence[LayerProfile], indices: Sequence[int], again: Container[int]) -> dict[int, float]:
+    """Return the seconds recomputed right before every layer's backward: of its run, before that of the last layer."""
+    before_s = dict.fromkeys(indices, 0.0)
+    last_of_run = None
+    for index in reversed(indices):
+        if index not in again:
+            last_of_run = None
+            continue
+        last_of_run = index if last_of_run is None else last_of_run
+        before_s[last_of_run] += rows[index].forward_s
+    return before_s

@@ -1,11 +1,11 @@
 """The simulator for hosts with fewer cores than busy threads, and for workers that share a GPU.
 
-It is the same event loop, with cores or GPUs as shared resources. Computing, updating, fetching inputs, and each end of
-messages and all-reduces occupy a core per thread. Cores are divided evenly among those that need one, as the kernel
-does over some time slices (`sharing`); waiting occupies none. A GPU is a core whose kernels of several processes take
-turns.
+It has the same event loop, with cores or GPUs as shared resources. Computing, updating, loading inputs, and each end of
+messages and all-reduces occupy a core per thread. Cores are divided evenly among the threads that need one, as the
+kernel does over several time slices (`sharing`). Waiting occupies none. A GPU counts as one core, since kernels of
+several processes take turns on it.
 
-A reduction is joined at the end of a backward, not during it: on crowded cores an early start gains nothing.
+Gradients join their reduction at the end of a backward, not during it: on crowded cores an early start gains nothing.
 """
 
 import heapq
@@ -32,22 +32,22 @@ _ALONE = 1.0  # the rate of work that has its processor to itself
 
 
 class _Done(NamedTuple):
-    """An instruction that a worker has finished: its start, and the time from which a stall counts."""
+    """An instruction whose own work is done."""
 
     start_s: float
     instruction: Instruction
-    sent_s: float
+    sent_s: float  # from when waiting for it counts as a stall
 
 
 class Crowded(Simulation):
-    """A simulation whose workers share the processors of `costs.host.shared`; layers do not move."""
+    """A simulation whose workers share the processors of `costs.host.shared`; layers don't move."""
 
     def __post_init__(self) -> None:
         self._host = self.costs.host
         shared = self._host.shared
         assert shared is not None
         assert not self.copies
-        # Host costs are work on cores here, not durations.
+        # Host costs are work on shared cores here (`_own_s`), not durations.
         self.costs = replace(self.costs, host=HostCosts())
         super().__post_init__()
         processors = shared.processors or (0,) * len(self.programs)
@@ -92,7 +92,7 @@ class Crowded(Simulation):
                     yield from self._made
                     self._made.clear()
                     continue
-                sent_s = math.inf if instruction.op in SENDS else now_s  # or before, with the same stall
+                sent_s = math.inf if instruction.op in SENDS else now_s  # it was sent before; the stall is the same
             own_s = self._own_s(instruction)
             if own_s > 0:
                 self._work(own_s, worker, _Done(now_s, instruction, sent_s), now_s)
@@ -101,12 +101,15 @@ class Crowded(Simulation):
             yield TimelineEvent(now_s, now_s, worker, instruction)
         self._running.discard(worker)
 
-    def _let_compute(self, worker: int, instruction: Instruction, now_s: float) -> None:
-        """Run a backward that has waited for its copy, on the worker's cores."""
+    def _resume(self, worker: int, instruction: Instruction, now_s: float) -> None:
+        """Let a worker that was held up play its instruction now: a backward, or a send, on its cores."""
+        if self._waits(instruction):
+            lasts_s = self.plays[instruction.op](worker, instruction, now_s)
+            assert lasts_s is not None  # what it waited for has come
         self._work(self._own_s(instruction), worker, _Done(now_s, instruction, math.inf), now_s)
 
     def _waits(self, instruction: Instruction) -> bool:
-        """Return whether an instruction consists of more than the worker's own work."""
+        """Return whether an instruction is more than work on the worker's own cores."""
         if instruction.op is Op.LOAD_INPUT:
             return not self._host.fetches
         return instruction.op not in self._durations and instruction.op is not Op.UPDATE
@@ -134,7 +137,7 @@ class Crowded(Simulation):
         return self._host.message(num_bytes) if num_bytes else 0.0
 
     def _work(self, own_s: float, worker: int, done: _Done, now_s: float) -> None:
-        """Occupy the worker's cores, or its share of them."""
+        """Occupy the worker's cores with work of so many seconds at full speed."""
         flow = Flow(own_s, self._uses[worker], cap=_ALONE)
         self.network.sharing.start(flow, now_s)
         self.network.sharing.notify(flow, partial(self._worked, worker, done), now_s)
@@ -145,7 +148,7 @@ class Crowded(Simulation):
         return worker, done
 
     def _end(self, instruction: Instruction, now_s: float) -> None:
-        """Let a backward's gradients join their round."""
+        """End an instruction's work: gradients of a backward join their reduction."""
         if instruction.op in BACKWARDS and instruction.reduce >= 0:
             in_part = instruction.op is Op.BACKWARD_WEIGHT
             self._reductions.join(instruction.stage, instruction.reduce, now_s, in_part=in_part)
@@ -158,6 +161,6 @@ def simulation_of(
     network: Network,
     size_of: Callable[[int], Size],
 ) -> Simulation:
-    """Return a simulation that shares processors if some are shared, else links only."""
+    """Return a simulation with shared processors, if workers share any."""
     made = Simulation if costs.host.shared is None else Crowded
     return made(pipeline, programs, costs, network, size_of)

@@ -25,13 +25,12 @@ def draw_cells(
     versions: bool = False,
     by_extension: Mapping[str, Any] = NOTHING,
 ) -> list[list[str]]:
-    """Return what every worker does in every unit of time: `F3`, `B3` or "" (idle); communication is free.
+    """Return the cells of a drawing, [worker][time]: `F3`, `B3` or "" (idle); communication takes no time.
 
     Parts of a split backward are `I3` (input) and `W3` (weights). With several stages per worker the stage comes first:
-    `2F3`. Versions are appended, `F3@1`, with the updates they are predicted ahead by, `F3@1~2`. `by_extension` has
-    extensions' parts in the segment, which mark events' cells.
-
-    Stages' times are in units; `weight` is that of a split backward's weight part, half of it by default.
+    `2F3`. `versions` appends the weight version, `F3@1`, and by how many updates it is predicted, `F3@1~2`.
+    Times are by stage, in units of time. `weight` is that of a split backward's weight part, by default half of it.
+    `by_extension` has extensions' parts in the segment, which mark cells.
     """
     weight = [b // 2 for b in backward] if weight is None else weight
     times = zip(forward, backward, weight, strict=True)
@@ -50,21 +49,22 @@ def draw_cells(
             row += [""] * (start - len(row))
             cell = f"{stage if pipeline.chunks > 1 else ''}{_LETTERS[op]}{number}"
             cell += "".join(part.mark(event) for part in by_extension.values())
-            cell += f"@{version}{f'~{ahead}' if ahead else ''}" if versions else ""
+            if versions:
+                cell += f"@{version}~{ahead}" if ahead else f"@{version}"
             row += [cell] * (end - start)
     width = max(map(len, cells))
     return [row + [""] * (width - len(row)) for row in cells]
 
 
 def blocks(pipeline: Pipeline, rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
-    """Return cells as text, in blocks that continue each other until every worker's first backward is there.
+    """Return cells as text, in blocks of columns, until every worker's first backward is shown.
 
-    Lines have at most `width` characters, in whole units; without a width there is one block, of everything.
+    Lines have at most `width` characters. Without a width there is one block with all columns.
     """
     names = pipeline.worker_names
     cell_width = max(len(cell) for row in rows for cell in row)
     margin = max(map(len, names))
-    # A name and each cell are followed by two blanks, the last cell by none.
+    # Two blanks follow the name and every cell but the last.
     shown = max(1, (width - margin) // (cell_width + 2)) if width is not None else max(map(len, rows))
     backwards = (next((i for i, cell in enumerate(row) if {*cell} & _BACKWARDS), 0) for row in rows)
     return [

@@ -17,18 +17,18 @@ from pipebench.zoo.registry import Dataset
 class Evaluation:
     """The pipeline of an evaluation."""
 
-    pipeline: Pipeline  # the training's, with the edges and inputs that evaluation needs
-    activation_bytes: Crossing  # bytes that cross
+    pipeline: Pipeline  # that of training, with the edges and loading stages of evaluation
+    activation_bytes: Crossing
 
     def costs(self, training: Costs) -> Costs:
-        """Return the costs of evaluation, given those of training, whose forwards take as long."""
+        """Return the costs of evaluation, whose forwards take as long as those of training."""
         return replace(training, activation_bytes=self.activation_bytes, gradient_bytes={})
 
 
 def evaluation_of(graph: LayerGraph, plan: Plan, pipeline: Pipeline, profile: Profile, dataset: Dataset) -> Evaluation:
-    """Return the pipeline of an evaluation under a training's plan and pipeline.
+    """Return the pipeline of an evaluation with the plan and pipeline of training.
 
-    Output sizes are the profile's; those that only evaluation computes follow from the data set's shapes.
+    Sizes of values are the profile's; of values that only evaluation computes, they follow from the data set's shapes.
 
     Raises:
         PlanError: evaluation can't be cut there, or a value's size is unknown.
@@ -43,7 +43,7 @@ def evaluation_of(graph: LayerGraph, plan: Plan, pipeline: Pipeline, profile: Pr
             for value in crossing
             if (same := evaluation.evaluation_map[value]) is not None
         }
-        if sizes.keys() < crossing:  # something that only evaluation computes
+        if sizes.keys() < crossing:  # some values are computed by evaluation only
             sizes = output_bytes(evaluation, dataset, n) | sizes
         for edge, values in planned.crossings.items():
             num_bytes[edge][n] = sum(sizes[value] for value in values)

@@ -1,6 +1,6 @@
-"""Bytes that a stage's replica holds, by purpose: a profile summed over stages.
+"""Bytes that a stage's replica holds, by kind: a profile summed over stages.
 
-When they are held follows from instructions: see `replica_memory`.
+`replica_memory` says at which instructions they are allocated and freed.
 """
 
 import itertools
@@ -21,34 +21,38 @@ Bytes = Mapping[Size, int]
 class StageMemoryCosts:
     """Bytes that one replica of a stage holds; mappings are by size of a unit, samples or a `UnitShape`.
 
-    If lengths vary, every unit held is counted as the longest.
+    If lengths vary, every unit is counted with the longest.
     """
 
-    weights: int  # one version of the parameters, or of a replica's shard
-    untrained: int  # other parameters, and buffers: once, whatever the versions, and whole on every replica
-    gathered: int  # one version of all parameters, which gradients are as large as
-    scattered: int  # gradients once they are summed: all, or a shard of them
+    weights: int  # one version of the trained parameters, or of the replica's shard of them
+    untrained: int  # untrained parameters and buffers: a single version, whole on every replica
+    gathered: int  # one version of all trained parameters, and the size of their gradients
+    scattered: int  # gradients after they are summed: all, or the replica's shard
     masters: int  # master weights besides the versions; 0 if the optimizer updates the newest version
-    state: int  # the optimizer's, after its first step
-    copies: int  # extra sets of weights, for passes with predicted ones
-    shares_moved: bool  # whether predicted weights are kept for later units that share them, if an update comes between
-    in_place: bool  # whether updates overwrite the newest version regardless of what is in flight
-    unit: Bytes  # per unit, from its forward to the end of its backward
-    swapped: Bytes  # part of `unit` that is on the host meanwhile
-    again: Bytes  # recomputed by a backward
-    workspace: Bytes  # of the layer with the largest, while a pass runs
-    rest: Bytes  # per unit, between the two parts of a split backward
-    early_gradients: int  # gradients computed already by the input part of a split backward
+    state: int  # the optimizer's, from its first step on
+    copies: int  # extra sets of weights, for passes with predicted weights
+    shares_moved: bool  # whether predicted weights outlive an update, for later units that use the same
+    in_place: bool  # whether updates overwrite the newest version though units in flight have used it
+    unit: Bytes  # activations of a unit, from its forward to the end of its backward
+    swapped: Bytes  # part of `unit` that is on the host in between
+    again: Bytes  # activations that a backward recomputes
+    workspace: Bytes  # the largest of any layer, while a pass runs
+    rest: Bytes  # of a unit, between the two parts of a split backward
+    early_gradients: int  # gradients of parameters that the input part of a split backward computes
     received: Bytes  # a unit's activations from other workers
-    returned: Bytes  # their gradients
-    relayed: Bytes  # part of `received` that is not kept but sent on after the forward
+    returned: Bytes  # a unit's gradients from other workers
+    relayed: Bytes  # part of `received` that is not kept for the backward but sent on after the forward
 
     def most_bytes(self, size: Size, in_flight: int, versions: int) -> int:
-        """Return the peak on the device without messages: vPipe (TPDS'21) eq. 1, all units of one size.
+        """Return the peak on the device without messages, with units of one size: vPipe (TPDS'21) equation 1.
 
-        Differs: of swapped units, three are on the device: one that runs forward or just has, one that runs backward,
-        and one that is copied back. `in_flight` counts units between forward and backward, `versions` those of the
-        weights held then.
+        Differs: of swapped units, three are on the device: one that runs forward or is copied out, one that runs
+        backward, and one that is copied back.
+
+        Args:
+            size: of all units.
+            in_flight: units between forward and backward.
+            versions: weight versions held then.
         """
         gathered = self.gathered - self.weights  # while a pass runs
         once = self.untrained + self.masters + self.state + gathered + self.gathered
@@ -66,10 +70,14 @@ class StageMemoryCosts:
 def stage_memories(
     profile: Profile, plan: Plan, pipeline: Pipeline, input_bytes: Mapping[Size, Mapping[str, int]] | None = None
 ) -> tuple[StageMemoryCosts, ...]:
-    """Sum a profile over the stages of a plan, whose pipeline is in a mode.
+    """Return the bytes that replicas of every stage of a plan hold.
 
-    By size of a unit, `input_bytes` has the bytes of each model input that recomputed layers, or layers with a split
-    backward, keep. None: 0.
+    Args:
+        profile: layers in the plan's order.
+        plan: its stages.
+        pipeline: the plan's, in its mode.
+        input_bytes: by size of a unit, the bytes of each model input, which recomputed layers and layers with a split
+            backward keep; None: 0.
     """
     inputs = input_bytes or {}
     return tuple(stage_memory(profile, plan, pipeline, index, inputs) for index in range(len(plan.stages)))
@@ -78,7 +86,7 @@ def stage_memories(
 def stage_memory(
     profile: Profile, plan: Plan, pipeline: Pipeline, index: int, inputs: Mapping[Size, Mapping[str, int]]
 ) -> StageMemoryCosts:
-    """Sum a profile over one stage of a plan; see `stage_memories`."""
+    """Return the bytes that a replica of one stage holds; see `stage_memories`."""
     return replace(
         layers_memory(profile, plan.stages[index], pipeline, index, inputs),
         received=_crossing(profile, plan, pipeline, index, gradients=False),
@@ -90,13 +98,13 @@ def stage_memory(
 def layers_memory(
     profile: Profile, stage: StagePlan, pipeline: Pipeline, index: int, inputs: Mapping[Size, Mapping[str, int]]
 ) -> StageMemoryCosts:
-    """Sum a profile over layers that run as a stage or a part of it, without messages; see `stage_memories`."""
+    """Return the bytes that layers hold which run as a stage or as a part of one, without messages."""
     policy = WEIGHT_POLICIES[pipeline.weights]
     rows = profile.rows
     own = [*range(stage.start, stage.stop)]
     weights, stepped, untrained = ParameterBytes.of(rows[i] for i in own)
     split = ParameterBytes.of(rows[i] for i in own if rows[i].weight_s > 0).trained
-    stepped, scattered = (-(-each // pipeline.parts(index)) for each in (stepped, weights))
+    stepped, scattered = (-(-each // pipeline.num_shards(index)) for each in (stepped, weights))
     moves = policy.moves(pipeline, index) and weights > 0
     unit, swapped, again, rest = _nothing(), _nothing(), _nothing(), _nothing()
     for size in (by_size := profile.by_size):
@@ -152,7 +160,7 @@ def _layers(rows: Sequence[LayerProfile], stage: StagePlan) -> list[int]:
 
 
 def swapped_bytes(rows: Sequence[LayerProfile], stage: StagePlan) -> int:
-    """Return a unit's bytes on the host: saved by layers that swap, and not kept by others of the stage."""
+    """Return a unit's bytes on the host: what layers that swap save, and other layers of the stage don't keep."""
     if not _with_policy(rows, stage, SWAP):
         return 0
     return kept_bytes(rows, stage, {}) - kept_bytes(rows, stage, {}, on_host=True)
@@ -167,11 +175,16 @@ def _with_policy(rows: Sequence[LayerProfile], stage: StagePlan, wanted: str) ->
 def kept_bytes(
     rows: Sequence[LayerProfile], stage: StagePlan, inputs: Mapping[str, int], *, on_host: bool = False
 ) -> int:
-    """Return a unit's bytes kept by a stage: what its layers save, and the inputs of recomputed runs.
+    """Return a unit's bytes kept by a stage: what its layers save, and the inputs of runs of recomputed layers.
 
-    A tensor saved on both sides of a cut is kept on both. If a profile doesn't identify storages, what several runs
-    read counts for each of them, and so does what other layers save besides; `inputs` are for such profiles. `on_host`:
-    whether to leave out what swapped layers save.
+    A tensor saved on both sides of a cut is kept on both. If a profile doesn't identify storages, a value that several
+    runs read counts for each of them, even if other layers also save it.
+
+    Args:
+        rows: all layers at the size of a unit, the loss last.
+        stage: which of them, with their policies.
+        inputs: bytes of model inputs, for profiles that don't identify storages.
+        on_host: whether to leave out what swapped layers save.
     """
     if any(row.puts_out for row in rows):
         return sum(_held(rows, stage, on_host=on_host).values())
@@ -196,9 +209,9 @@ def kept_bytes(
 
 
 def _held(rows: Sequence[LayerProfile], stage: StagePlan, *, on_host: bool) -> dict[int | tuple[int, int], int]:
-    """Return the storages of a unit that a stage keeps, with their bytes; see `kept_bytes`.
+    """Return the bytes of a unit's storages that a stage keeps, by storage; see `kept_bytes`.
 
-    Every recomputed run has its own copy of a buffer that a layer of the stage changes.
+    Every run of recomputed layers has its own copy of a buffer that a layer of the stage returns and others change.
     """
     again, swapped = ({*_with_policy(rows, stage, policy)} for policy in (RECOMPUTE, SWAP))
     held: dict[int | tuple[int, int], int] = {}
@@ -218,9 +231,9 @@ def _held(rows: Sequence[LayerProfile], stage: StagePlan, *, on_host: bool) -> d
 
 
 def _again_bytes(rows: Sequence[LayerProfile], stage: StagePlan) -> int:
-    """Return a backward's recomputed bytes: what recomputed layers save, without their runs' inputs, which are kept.
+    """Return the bytes that a backward recomputes: what recomputed layers save, without the inputs of their runs.
 
-    If a profile doesn't identify storages, inputs count too unless an earlier layer saves them.
+    If a profile doesn't identify storages, inputs count unless an earlier layer saves them.
     """
     again = _with_policy(rows, stage, RECOMPUTE)
     if not any(row.puts_out for row in rows):
@@ -237,14 +250,14 @@ def _again_bytes(rows: Sequence[LayerProfile], stage: StagePlan) -> int:
 
 
 def first_that_keeps(rows: Sequence[LayerProfile], gone: Container[int], holder: int, num_bytes: int) -> int:
-    """Return the last layer at or before `holder` that saves this tensor and keeps it, or -1; those `gone` don't."""
-    while holder in gone and num_bytes > rows[holder].saved_bytes:  # some earlier layer saves it, too
+    """Return the last layer at or before `holder` that saves this tensor and keeps it; -1 if all such are `gone`."""
+    while holder in gone and num_bytes > rows[holder].saved_bytes:  # some earlier layer also saves it
         holder = next((before for before, n in rows[holder].saved_with if n >= num_bytes), -1)
     return -1 if holder in gone else holder
 
 
 def _saved_for_weights(rows: Sequence[LayerProfile], own: Sequence[int], inputs: Mapping[str, int]) -> int:
-    """Return a unit's bytes after the input part of its backward: layers' inputs and gradients of their outputs."""
+    """Return a unit's bytes after the input part of its backward: inputs of layers, and gradients of their outputs."""
     split = [rows[i] for i in own if rows[i].weight_s > 0]
     read = {source for row in split for source in row.reads}
     fed = {name for row in split for name in row.inputs}
@@ -265,7 +278,7 @@ def _crossing(profile: Profile, plan: Plan, pipeline: Pipeline, index: int, *, g
 
 
 def _relayed(profile: Profile, plan: Plan, pipeline: Pipeline, index: int) -> dict[Size, int]:
-    """Return the bytes per unit that a stage gets from another worker, doesn't keep for its backward, and sends on."""
+    """Return the bytes per unit that a stage receives from another worker, sends on, and doesn't keep."""
     stage, crossings = plan.stages[index], plan.crossings.items()
     come = {v for (s, t), values in crossings for v in values if t == index and not pipeline.is_local(s, t)}
     on = {value for (source, _), values in crossings for value in values if source == index}

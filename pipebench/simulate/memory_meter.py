@@ -1,8 +1,8 @@
 """Memory over time: turns an engine's events into bytes per worker and kind, and their peaks.
 
-Events describe changes to come (at an instruction's end), transfers changes on two workers; so changes are collected
-and sorted from time to time. Sorted ones count for the peaks and are dropped; only the first part is kept as curves,
-long enough for fill, a few periods and drain.
+An event comes at an instruction's start and also describes changes at its end; a transfer changes bytes on two workers.
+So changes don't come in order: they are collected, and sorted from time to time. Sorted ones count for the peaks and
+are dropped. Only the first part is recorded as curves, long enough for fill, a few periods and drain.
 """
 
 import math
@@ -26,7 +26,7 @@ from pipebench.simulate.replica_memory import Change, ReplicaMemory
 from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.timeline import Transfer
 
-RECORDED_CHANGES = 200_000  # recorded as curves: some 20,000 units
+RECORDED_CHANGES = 200_000  # in curves, which is about 20,000 units
 _NUMBER_OF: Final = {kind: number for number, kind in enumerate((*KINDS, ON_HOST))}
 _OF_A_UNIT: Final = (Op.FORWARD, *BACKWARDS, *COPIES)
 _SENDS: Final = with_kind(SEND, ACTIVATION, GRADIENT, MIGRATION)
@@ -36,42 +36,42 @@ class ReplicaBytes(Protocol):
     """The memory of a stage on a worker: a replica's `ReplicaMemory`, or several while layers move."""
 
     def before(self) -> Iterable[Change]:
-        """Yield what is held before anything runs."""
+        """Yield the bytes held before anything runs, as changes."""
 
     def drained(self) -> Iterable[Change]:
-        """Begin a segment."""
+        """Begin a segment; yield what that changes."""
 
     def changes(self, it: Instruction, size: Size) -> Iterable[Change]:
-        """Yield an instruction's changes, in order."""
+        """Yield an instruction's changes, in order; `size` is of its unit."""
 
 
-# When, at which worker, of which kind, how many bytes more, and what has made them so.
+# Time, worker, kind, additional bytes, and the cause
 WorkerChange = tuple[float, int, str, int, Instruction | Transfer | None]
 
 
 class MemoryExtension:
-    """What an extension adds to what workers hold; it is made of a pipeline and what replicas of its stages keep."""
+    """What an extension adds to the memory of workers; made from a pipeline and its stages' `StageMemoryCosts`."""
 
     def replica(self, worker: int, stage: int) -> ReplicaBytes | None:
-        """Return what tracks a worker's stage in place of a `ReplicaMemory`; None: that does."""
+        """Return what tracks a worker's stage in place of a `ReplicaMemory`, or None."""
         return None
 
     def event(self, event: TimelineEvent) -> Iterable[WorkerChange]:
-        """Yield what an event changes beside what its replica says, or of another's."""
+        """Yield the changes of an event that its stage's `ReplicaBytes` doesn't yield."""
         return ()
 
     def transfer(self, transfer: Transfer) -> Iterable[WorkerChange]:
-        """Yield what a transfer changes that is neither of values between stages nor a sum."""
+        """Yield the changes of a transfer that is neither a message between stages nor a sum."""
         return ()
 
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """What a worker holds at one time."""
+    """The memory of a worker at one time."""
 
     worker: int
     time_s: float
-    during: str  # the instruction, or what was arriving
+    during: str  # the instruction, or the transfer that arrives
     by_kind: Mapping[str, int]  # bytes
 
     @property
@@ -81,7 +81,7 @@ class MemoryPeak:
 
     @property
     def when(self) -> str:
-        """What happens then, as a phrase."""
+        """The instruction or transfer, as a phrase."""
         return self.during if " " in self.during else f"in {self.during}"
 
 
@@ -94,7 +94,7 @@ class Curve:
     host_bytes: NDArray[np.int64]  # [time] on the host
 
     def followed_by(self, later: "Curve", after_s: float) -> "Curve":
-        """Return this and a later curve, whose times begin at `after_s`."""
+        """Return this curve and a later one, shifted by `after_s`."""
         return Curve(
             np.concatenate([self.times_s, later.times_s + after_s]),
             np.concatenate([self.num_bytes, later.num_bytes], axis=1),
@@ -108,19 +108,19 @@ class MemoryTimeline:
 
     worker_names: tuple[str, ...]
     curves: tuple[Curve, ...]  # of the recorded part
-    peaks: tuple[MemoryPeak, ...]  # of the whole run: the first time of most bytes
+    peaks: tuple[MemoryPeak, ...]  # of the whole run; of equal peaks, the first
     host_peaks: tuple[int, ...]  # most bytes on the host
-    limit_bytes: int | None  # memory of a device, None for no limit
-    overflow: MemoryPeak | None  # the first excess over the limit on any worker, if there is one
+    limit_bytes: int | None  # memory of a device; None for no limit
+    overflow: MemoryPeak | None  # the first excess over the limit on any worker
     end_s: float  # of the recorded part
 
     @property
     def fullest(self) -> MemoryPeak:
-        """The highest peak of all workers; of equals, the first."""
+        """The highest peak of all workers; of equal ones, the first worker's."""
         return max(self.peaks, key=lambda peak: peak.num_bytes)
 
     def followed_by(self, later: "MemoryTimeline") -> "MemoryTimeline":
-        """Return this and, right after it, that of a later segment."""
+        """Return the memory of this segment and, right after it, of a later one."""
 
         def then(peak: MemoryPeak) -> MemoryPeak:
             return replace(peak, time_s=peak.time_s + self.end_s)
@@ -141,12 +141,16 @@ class MemoryTimeline:
 class MemoryMeter:
     """Adds up what workers allocate and free.
 
-    `memories` are of a replica, per stage, and `holdings` per worker, its stages'; without them replicas have
-    `memories`. `costs` has sizes of messages; `limit_bytes` is of a device, None for no limit; `start_s` is the run's
-    clock at the start.
+    Args:
+        pipeline: the order of work.
+        memories: bytes of a replica of every stage.
+        costs: sizes of messages.
+        limit_bytes: memory of a device; None for no limit.
+        holdings: by worker and stage, what tracks the stage's memory; None: made from `memories`.
+        start_s: the run's clock at the start.
     """
 
-    # Kinds of transfers whose bytes are at their sender until they have arrived
+    # Kinds of transfers whose bytes the sender holds until they have arrived
     between_stages: Sequence[str] = (ACTIVATION, GRADIENT)
 
     def __init__(
@@ -171,23 +175,25 @@ class MemoryMeter:
         self._times_s, self._changes = array("d"), array("q")
         self._workers, self._kinds = array("i"), array("b")
         self._during: list[Instruction | Transfer | None] = []
+        # [worker, kind] bytes at the last fold
         self._levels = np.zeros((pipeline.num_workers, len(_NUMBER_OF)), dtype=np.int64)
         self._last_s, self._end_s = [start_s] * pipeline.num_workers, start_s
-        # Messages in transit, by sender, receiver and kind: when they were sent.
-        self._on_their_way: dict[tuple[int, int, str], deque[float]] = {}
-        # Units that are or will be on a host: since when, because copies are reported at their end.
+        # Times at which messages in transit were sent, by sender, receiver and kind
+        self._in_transit: dict[tuple[int, int, str], deque[float]] = {}
+        # Start of the forward of units that are swapped, by worker, stage and unit: copies are reported at their end
         self._swapped: dict[tuple[int, int, int], float] = {}
-        self._fold_at, self._curves = RECORDED_CHANGES, list[Curve]()
+        self._fold_at = RECORDED_CHANGES  # changes
+        self._curves: list[Curve] = []
         self._peaks: list[MemoryPeak | None] = [None] * pipeline.num_workers
         self._host_peaks = [0] * pipeline.num_workers
         self._overflow: MemoryPeak | None = None
         for worker, own in enumerate(self._holdings):
-            self._add(start_s, worker, WEIGHTS, 0, None)  # the only entry of a worker whose layers are all idle
+            self._add(start_s, worker, WEIGHTS, 0, None)  # a worker that holds nothing also has an entry
             for holding in own.values():
                 self._note(worker, holding.before(), start_s, start_s, None)
 
     def have_state(self) -> None:
-        """Have the optimizer's state from the start, as in all segments but a run's first."""
+        """Add the optimizer's state at the start, as in all segments of a run but the first."""
         for worker, own in enumerate(self._holdings):
             for holding in own.values():
                 if isinstance(holding, ReplicaMemory):
@@ -214,31 +220,32 @@ class MemoryMeter:
             self._add(start_s, worker, SENT, num_bytes, it)
             if num_bytes:
                 connection = worker, self._pipeline.worker(peer, number), _SENDS[op]
-                self._on_their_way.setdefault(connection, deque()).append(start_s)
+                self._in_transit.setdefault(connection, deque()).append(start_s)
         for extension in self._extensions:
             for change in extension.event(event):
                 self._add(*change)
         if op is Op.SWAP_IN:
             self._swapped.pop((worker, stage, number), None)
-        if op in COPIES:  # began before the worker's later instructions
+        if op in COPIES:  # its start may be before that of instructions already reported
             return
         if op is Op.FORWARD and stage in self._pipeline.swaps:
             self._swapped[worker, stage, number] = start_s
         self._last_s[worker] = start_s
         if len(self._times_s) >= self._fold_at:
-            waiting_s = (since_s[0] for since_s in self._on_their_way.values() if since_s)
+            waiting_s = (since_s[0] for since_s in self._in_transit.values() if since_s)
             self._fold(min((*self._last_s, *waiting_s, *self._swapped.values())))
             self._fold_at = max(RECORDED_CHANGES, 2 * len(self._times_s))
 
     def transfer(self, transfer: Transfer) -> None:
-        """Record a message or a server's transfer; sums happen where the gradients are."""
+        """Record a transfer between two workers; sums are in place, and change no bytes."""
         if len(transfer.senders) > 1:
             return
         (sender,), (receiver,) = transfer.senders, transfer.receivers
         if transfer.kind in self.between_stages:
             if transfer.num_bytes:
-                waiting = self._on_their_way[sender, receiver, transfer.kind]
-                # Blocks and units are reported out of order; keeping the oldest is safe.
+                waiting = self._in_transit[sender, receiver, transfer.kind]
+                # Migrated layers and units are reported out of order. The oldest time stays, as `_fold` needs a lower
+                # bound.
                 _ = waiting.pop() if transfer.kind == MIGRATION else waiting.popleft()
             self._add(transfer.end_s, sender, SENT, -transfer.num_bytes, transfer)
             self._add(transfer.start_s, receiver, RECEIVED, transfer.num_bytes, transfer)
@@ -284,7 +291,7 @@ class MemoryMeter:
         self._during.append(during)
 
     def _fold(self, until_s: float) -> None:
-        """Sort and count the changes up to a time."""
+        """Sort the changes up to a time, count them for the peaks, and drop them."""
         times_s = np.array(self._times_s)
         workers, kinds, changes = np.array(self._workers), np.array(self._kinds), np.array(self._changes)
         order = np.lexsort((times_s, workers))  # stable: keeps a worker's order at equal times

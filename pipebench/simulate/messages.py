@@ -1,7 +1,7 @@
 """Messages between stages: those not yet received, and the workers that wait for one.
 
-Stages send activations to their readers and gradients back and, if layers move, what these need. Both ends of a message
-may occupy their workers.
+Stages send activations to the stages that read them, and gradients back. If layers move, extensions add messages. Each
+end of a message may occupy its worker.
 """
 
 from collections import Counter
@@ -21,41 +21,48 @@ from pipebench.simulate.reductions import Wait, Wake
 SENDS = tuple(op for op in with_role(SEND) if OPERATIONS[op].kind)  # a push goes to a server
 RECEIVES = with_role(RECEIVE)
 
-_Stages = tuple[int, int]  # the stage a message leaves, the one that reads it
-Resume = Callable[[int, Instruction, float], None]  # lets a worker play the instruction that it is held up at, now
+_Stages = tuple[int, int]  # the stages that send and receive a message
+Resume = Callable[[int, Instruction, float], None]  # lets a worker that was held up play its instruction at a time
 
 
 @dataclass
 class _Edge:
     """Messages of one kind from one stage to another."""
 
-    kind: str  # as which bytes are counted
-    letter: str  # of labels
+    kind: str  # of bytes
+    letter: str  # that labels begin with
     num_bytes: Mapping[Size, int]  # by size of the unit
-    readers: tuple[int, ...]  # workers of the reading stage, in order of its replicas
-    replicas: int
+    readers: tuple[int, ...]  # workers of the receiving stage, in order of its replicas
+    replicas: int  # of the receiving stage
     values: float = 1.0  # number of equal values per message
-    weigh: Callable[[Instruction], int] | None = None  # in place of `num_bytes`
-    pace: "_Pace | None" = None  # None: gradients that come back hold the sender up
-    # By unit, messages not yet received, and when they were sent
+    weigh: Callable[[Instruction], int] | None = None  # returns the bytes of a send, in place of `num_bytes`
+    pace: "_Pace | None" = None  # None: the gradients that come back pace the sender
+    # By unit, messages sent and not yet received, and when they were sent
     arrived: dict[int, tuple[Message, float]] = field(default_factory=dict)
-    # By unit, since when its receiver waits, and its instruction
+    # By unit, the time since which its receiver waits, and the receive
     waiting: dict[int, tuple[float, Instruction]] = field(default_factory=dict)
 
 
 @dataclass
 class _Pace:
-    """Messages of an edge without gradients that aren't received yet, by the workers that send and receive them."""
+    """The limit on messages of an edge without gradients that are sent and not yet received."""
 
-    most: int  # of a pair of workers
-    under_way: Counter[tuple[int, int]] = field(default_factory=Counter)
-    held: dict[tuple[int, int], tuple[float, Instruction]] = field(default_factory=dict)  # since when, and the send
+    most: int  # per pair of workers
+    num_sent: Counter[tuple[int, int]] = field(default_factory=Counter)  # and not yet received, by pair
+    # By pair, the time since which a sender is held up, and the send
+    held: dict[tuple[int, int], tuple[float, Instruction]] = field(default_factory=dict)
 
 
 class Messages:
     """All messages between the stages of a simulation.
 
-    `copies`: whether messages cross lanes to hosts that copies also use; `wake` lets a worker continue at a time.
+    Args:
+        pipeline: the order of work.
+        costs: sizes of messages, and what they cost their workers.
+        network: carries the messages.
+        size_of: returns a unit's size.
+        wake: lets a worker continue at a time.
+        copies: whether messages between hosts occupy the lanes that copies of activations use.
     """
 
     def __init__(
@@ -71,9 +78,9 @@ class Messages:
         self._pipeline, self._host, self._network, self._size_of = pipeline, costs.host, network, size_of
         self._copies, self._wake = copies, wake
         self._resume: Resume | None = None
+        places, replicas = pipeline.places, pipeline.replicas
         activations: dict[_Stages, _Edge] = {}
         gradients: dict[_Stages, _Edge] = {}
-        places, replicas = pipeline.places, pipeline.replicas
         for (source, target), sizes in costs.activation_bytes.items():
             values, _ = costs.values.get((source, target), (1.0, 1.0))
             activations[source, target] = _Edge(ACTIVATION, "F", sizes, places[target], replicas[target], values)
@@ -88,10 +95,10 @@ class Messages:
         }
 
     def pace(self, resume: Resume) -> None:
-        """Hold up senders that no gradient holds up, which would run through the epoch ahead of their readers.
+        """Limit how far senders run ahead on edges without gradients; no gradient that they wait for does.
 
-        At most as many messages of such an edge are under way between two workers as gradients would allow
-        (`most_in_flight`), as in processes. `resume` lets a worker send that was held up.
+        As in processes, a worker may have sent as many messages that another hasn't received as gradients would allow
+        (`most_in_flight`). `resume` lets a worker that was held up send.
         """
         unanswered = [(edge.source, edge.target) for edge in self._pipeline.edges if not edge.has_gradient]
         most = most_in_flight(self._pipeline) if unanswered else ()
@@ -102,7 +109,15 @@ class Messages:
     def connect(
         self, kind: str, letter: str, edges: Iterable[_Stages], weigh: Callable[[Instruction], int], ops: Iterable[Op]
     ) -> None:
-        """Let `ops` send and receive messages of another kind, whose bytes `weigh` returns, between pairs of stages."""
+        """Let the instructions `ops` send and receive messages of another kind over `edges`, pairs of stages.
+
+        Args:
+            kind: of bytes.
+            letter: that labels begin with.
+            edges: pairs of sending and receiving stages.
+            weigh: returns the bytes of a send.
+            ops: the operations that send and receive these messages.
+        """
         places, replicas = self._pipeline.places, self._pipeline.replicas
         made = {edge: _Edge(kind, letter, {}, places[edge[1]], replicas[edge[1]], weigh=weigh) for edge in edges}
         self._edges |= dict.fromkeys(ops, made)
@@ -113,21 +128,21 @@ class Messages:
         edge = self._edges[op][stage, other]
         peer = edge.readers[unit % edge.replicas]
         if edge.pace is not None:
-            if edge.pace.under_way[worker, peer] >= edge.pace.most:
+            if edge.pace.num_sent[worker, peer] >= edge.pace.most:
                 edge.pace.held[worker, peer] = now_s, send
                 return None
-            edge.pace.under_way[worker, peer] += 1
+            edge.pace.num_sent[worker, peer] += 1
         num_bytes = edge.num_bytes[self._size_of(unit)] if edge.weigh is None else edge.weigh(send)
         connection = self._network.connection(edge.kind, worker, peer)
-        label = (
-            edge.letter + (str(unit) if op is Op.GIVE else self._pipeline.label(unit)) if self._network.observed else ""
-        )
+        label = ""
+        if self._network.observed:
+            label = edge.letter + (str(unit) if op is Op.GIVE else self._pipeline.label(unit))
         message = self._network.send(connection, num_bytes, now_s, label, edge.values)
         waiting = edge.waiting.pop(unit, None)
         if waiting is None:
             edge.arrived[unit] = message, now_s
         else:
-            self._tell(message, peer, (*waiting, now_s), now_s)
+            self._wake_at_arrival(message, peer, (*waiting, now_s), now_s)
         return self._end_s(message)
 
     def receive(self, worker: int, receive: Instruction, now_s: float) -> float | None:
@@ -141,17 +156,17 @@ class Messages:
         message, sent_s = arrived
         wait = now_s, receive, sent_s
         if message.arrival_s > now_s:
-            self._tell(message, worker, wait, now_s)
+            self._wake_at_arrival(message, worker, wait, now_s)
             return None
         return None if self._taken(message, worker, wait, now_s) is None else 0.0
 
     def num_bytes(self, instruction: Instruction) -> int:
-        """Return the bytes of an activation or a gradient that an instruction sends or receives."""
+        """Return the bytes of the activation or gradient that an instruction sends or receives."""
         op, stage, unit, other, *_ = instruction
         return self._edges[op][(stage, other) if op in SENDS else (other, stage)].num_bytes[self._size_of(unit)]
 
     def waiting(self) -> Iterator[tuple[int, float, Instruction]]:
-        """Yield waiting workers, since when, and their instructions."""
+        """Yield waiting workers, the time since which they wait, and their instructions."""
         for op in (Op.RECEIVE_ACTIVATION, Op.RECEIVE_GRADIENT, Op.TAKE):
             for (_, stage), edge in self._edges.get(op, {}).items():
                 for unit, waiting in sorted(edge.waiting.items()):
@@ -159,12 +174,12 @@ class Messages:
                 for (worker, _), held in sorted(edge.pace.held.items() if edge.pace else ()):
                     yield worker, *held
 
-    def _tell(self, message: Message, worker: int, wait: Wait, now_s: float) -> None:
-        """Let a worker continue when a message has arrived and its end of it is done."""
+    def _wake_at_arrival(self, message: Message, worker: int, wait: Wait, now_s: float) -> None:
+        """Let a worker continue once a message has arrived and the worker's own end of it is done."""
         self._network.sharing.notify(message, partial(self._taken, message, worker, wait), now_s)
 
     def _taken(self, message: Message, worker: int, wait: Wait, now_s: float) -> tuple[int, Wait] | None:
-        """Return the worker that continues now; None if its end of the message takes time."""
+        """Receive a message; return the worker if it continues now, None if its end of the message takes time."""
         self._network.arrived(message)
         if self._resume is not None:
             self._let_next(self._resume, worker, wait[1], now_s)
@@ -177,16 +192,16 @@ class Messages:
         return None
 
     def _let_next(self, resume: Resume, worker: int, receive: Instruction, now_s: float) -> None:
-        """Note that a message is received; resume the worker that it came from, if that is held up."""
+        """Count a message as received; resume its sender if that is held up."""
         op, stage, unit, other, *_ = receive
         pace = self._edges[op][other, stage].pace
         if pace is None:
             return
         pair = self._pipeline.worker(other, unit), worker
-        pace.under_way[pair] -= 1
+        pace.num_sent[pair] -= 1
         held = pace.held.pop(pair, None)
         if held is not None:
-            self._network.agenda.push(now_s, partial(resume, pair[0], held[1]))  # once the reader has gone on
+            self._network.agenda.push(now_s, partial(resume, pair[0], held[1]))  # after the reader has continued
 
     def _end_s(self, message: Message) -> float:
         """Return the seconds that one end of a message occupies its worker; 0 if nothing is sent."""

@@ -35,7 +35,7 @@ _OF_WEIGHTS = {op: row.label for op, row in OPERATIONS.items() if row.about == R
 _WAIT_LABELS[Op.LOAD_INPUT] = OPERATIONS[Op.LOAD_INPUT].label
 
 
-# Facts of a summary that a note may stand beside.
+# Facts of a run's summary to which a note may be added
 PLAN, EPOCHS, PREDICTION, WORKERS_IDLE, MEMORY = "plan", "epochs", "prediction", "workers idle", "memory"
 THROUGHPUT, CUT_ANEW = "throughput", "cut anew"
 
@@ -49,13 +49,13 @@ class RunMeasurements:
     workers: tuple[dict[str, Any], ...]  # a row per worker, for `RunResult.workers`
     timeline: Timeline  # the recorded part, in seconds since the run began or resumed
     busy_s: float  # forward, backward and update seconds over all workers, training only
-    stall_s: float  # seconds waiting for bytes in transit, likewise; unreliable where a note says so
+    stall_s: float  # seconds waiting for bytes in transit over all workers; unreliable if a note says so
     num_bytes: Counter[tuple[str, str]]  # payload by (kind, level) as received, training only
-    notes: Mapping[str, str] = field(default_factory=dict)  # remarks on these numbers, see `RunResult.notes`
+    notes: Mapping[str, str] = field(default_factory=dict)  # remarks by fact, see `RunResult.notes`
 
 
 class Listener(Protocol):
-    """Observes the events of training; a subclass that leaves one out takes no notice of it."""
+    """Observes the events of training; a subclass overrides what it needs."""
 
     def begin(self, size_of: Callable[[int], Size]) -> None:
         """Start a segment, with nothing in flight; `size_of` gives a unit's size."""
@@ -70,15 +70,23 @@ class Listener(Protocol):
 
 
 class Meter:
-    """Adds up workers' time, training and evaluation apart; notifies listeners of all events in training."""
+    """Adds up workers' time in training, records a timeline, and passes the events of training on to listeners.
+
+    Attributes:
+        evaluating: whether the events that follow are of an evaluation.
+        busy_s: seconds of forwards, backwards and updates, over all workers.
+        again_s: the part of `busy_s` that recomputes forwards.
+        stall_s: seconds waiting for bytes in transit, over all workers.
+        swap_stall_s: seconds in which backwards wait for copies from the host, over all workers.
+        origin_s: clock time at which the timeline begins.
+    """
 
     def __init__(self, pipeline: Pipeline, *listeners: Listener) -> None:
         self.evaluating = False
-        self.busy_s = self.again_s = 0.0  # forwards, backwards and updates of all workers; recomputed forwards of these
-        self.stall_s = self.swap_stall_s = 0.0  # waits for bytes in transit; of backwards for copies from the host
-        self.origin_s = 0.0  # clock time at which the timeline begins
+        self.busy_s = self.again_s = self.stall_s = self.swap_stall_s = 0.0
+        self.origin_s = 0.0
         self._pipeline = pipeline
-        self._seen: list[tuple[TimelineEvent, bool]] = []  # and whether in an evaluation; spans are made at the end
+        self._seen: list[tuple[TimelineEvent, bool]] = []  # with whether in an evaluation; spans are made at the end
         self._transfers: list[Transfer] = []
         self._truncated = False
         self._listeners = listeners
@@ -87,8 +95,9 @@ class Meter:
     def begin(self, size_of: Callable[[int], Size], again_s: Callable[[int, int], float] | None = None) -> None:
         """Start a segment of training, with nothing in flight.
 
-        `size_of` gives a unit's size; `again_s`, of a stage and a unit, seconds of its backward that recompute
-        forwards.
+        Args:
+            size_of: returns a unit's size.
+            again_s: returns the seconds of a backward that recompute forwards, given the stage and the unit; None: 0.
         """
         self._recomputing_s = again_s
         for listener in self._listeners:
@@ -134,7 +143,7 @@ class Meter:
 def span_of(pipeline: Pipeline, event: TimelineEvent, evaluating: bool) -> Span:
     """Return a timeline's entry for an event."""
     start_s, end_s, worker, (op, stage, number, *_), _ = event
-    own = stage if pipeline.chunks > 1 else ""  # which of the worker's stages
+    own = stage if pipeline.chunks > 1 else ""  # shown if workers have several stages
     if op is Op.UPDATE:
         return Span(worker, UPDATE, f"{own}U{number}", start_s, end_s, -1)
     if op in _OF_ROUNDS:
@@ -154,13 +163,13 @@ def span_of(pipeline: Pipeline, event: TimelineEvent, evaluating: bool) -> Span:
 
 
 def recomputed_s(costs: Costs) -> list[Mapping[Size, float]]:
-    """Return every stage's recomputation seconds per backward; empty if nothing is recomputed."""
+    """Return the seconds per backward that recompute forwards, by stage and size; empty if nothing is recomputed."""
     found = [stage.again_s for stage in costs.stages]
     return found if any(any(seconds.values()) for seconds in found) else []
 
 
 def recomputing(costs: Costs, size_of: Callable[[int], Size]) -> Callable[[int, int], float] | None:
-    """Return a function of stage and unit: the seconds of its backward that recompute forwards. None if none do."""
+    """Return a function of stage and unit that gives the seconds of its backward that recompute; None if none do."""
     found = recomputed_s(costs)
     return (lambda stage, unit: found[stage][size_of(unit)]) if found else None
 
@@ -174,12 +183,15 @@ def fractions(
     again_s: float | None = None,
     swap_stall_s: float | None = None,
 ) -> dict[str, float]:
-    """Return shares of all workers' time in training, fill and drain included.
+    """Return fractions of all workers' time in training, fill and drain included, under their tracking names.
 
-    `bubble_fraction` is the share without forward, backward or update; `comm_stall_fraction` the part of it spent
-    waiting for bytes in transit, `swap_stall_fraction` for copies from the host. `recompute_fraction` went to
-    recomputed forwards, `effective_fraction` to all other forwards, backwards and updates. Shares of unknown seconds
-    (None) are left out.
+    - `bubble_fraction`: without forward, backward or update.
+    - `comm_stall_fraction`: waiting for bytes in transit, part of the bubble.
+    - `swap_stall_fraction`: waiting for copies from the host, part of the bubble.
+    - `recompute_fraction`: recomputed forwards.
+    - `effective_fraction`: all other forwards, backwards and updates.
+
+    Fractions of unknown seconds (None) are left out.
     """
     total_s = num_workers * elapsed_s
     if total_s <= 0:
@@ -195,21 +207,21 @@ def fractions(
 def pcie_fractions(
     cluster: Cluster, num_bytes: Mapping[tuple[str, str], int], num_workers: int, elapsed_s: float
 ) -> dict[str, float]:
-    """Return the used shares of the PCIe bandwidth of all devices, out and in, by copies and messages.
+    """Return the fractions of all devices' PCIe bandwidth, out and in, that copies and messages use.
 
-    `num_bytes` are by (kind, level), in training; empty if the cluster does not give a rate.
+    `num_bytes` are those of training by (kind, level). Empty if the cluster gives no rate.
     """
-    could = num_workers * elapsed_s * (cluster.pcie_bytes_per_s or 0.0)
-    if could <= 0:
+    capacity_bytes = num_workers * elapsed_s * (cluster.pcie_bytes_per_s or 0.0)
+    if capacity_bytes <= 0:
         return {}
     over_pcie = {level.name for level in cluster.levels if level.over_pcie}
     sent = sum(n for (kind, level), n in num_bytes.items() if kind in TRAINING_KINDS and level in over_pcie)
     ways = {"pcie_out_fraction": SWAP_OUT, "pcie_in_fraction": SWAP_IN}
-    return {name: (sent + num_bytes.get((kind, PCIE), 0)) / could for name, kind in ways.items()}
+    return {name: (sent + num_bytes.get((kind, PCIE), 0)) / capacity_bytes for name, kind in ways.items()}
 
 
 def sum_by(counts: dict[tuple[str, str], int], position: int, kinds: Sequence[str]) -> dict[str, int]:
-    """Sum bytes counted by (kind, level) over one of the two, for the given kinds."""
+    """Return bytes by kind (`position` 0) or by level (1), summed over the other, of the given kinds."""
     total: dict[str, int] = {}
     for key, num_bytes in counts.items():
         if key[0] in kinds:

@@ -1,14 +1,14 @@
 """The cluster's links in time; concurrent transfers share them.
 
-A message crosses one level, the innermost that joins its two workers: the sending component's outgoing port and the
-receiving component's incoming port, each with the level's goodput (bandwidth times efficiency) as capacity. Its last
-byte arrives one latency after it was sent. Rates are max-min fair (`sharing`), and a level may limit a message's or a
-sum's rate.
+A message crosses one level, the innermost that joins its two workers. It uses the sending component's outgoing port and
+the receiving component's incoming port, each with the level's goodput (bandwidth times efficiency) as capacity. Its
+last byte arrives one latency after it was sent. Rates are max-min fair (`sharing`), and a level may limit the rate of a
+message or a sum.
 
-A connection carries one kind of message from one worker to another, in order: a message waits until the last byte of
-the one before is sent. Connections share ports. Likewise a group's buckets are summed one after another.
+A connection carries one kind of message from one worker to another, in order: a message starts when the last byte of
+the one before is sent. Connections share ports. The buckets of a group are also summed one after another.
 
-A sum is flows, phase after phase, each over all ports of its part of the group: `sums` says which.
+A sum consists of flows in phases, each over all ports of a part of the group (`sums`).
 """
 
 import math
@@ -24,7 +24,7 @@ from pipebench.simulate.sharing import NEVER, OVER, Flow, Resource, Sharing, Use
 from pipebench.simulate.sums import WAYS, Phases, Port
 from pipebench.simulate.timeline import Transfer
 
-_LANE = -1  # in place of a level: joins a device, in place of the component, and its host
+_LANE = -1  # level of a `Port` between a device, in place of the component, and its host
 
 
 class Connection:
@@ -37,7 +37,7 @@ class Connection:
         self.ends = ends  # sender and receiver
         self.level = level
         self.counted = (kind, level.name)  # key in `Network.num_bytes`
-        # Whether messages travel between hosts, with copies at both ends.
+        # Whether messages go through the hosts, with a copy at both ends
         self.copies = level.host_copy_bytes_per_s is not None and kind in (ACTIVATION, GRADIENT)
         self.latency_s = level.latency_s
         self.uses = uses
@@ -50,7 +50,8 @@ class Message(Flow):
     __slots__ = ("connection", "label", "num_bytes")
 
     def __init__(self, connection: Connection, num_bytes: int, label: str, values: float) -> None:
-        super().__init__(num_bytes, connection.uses, connection.latency_s, connection.level.cap_of(values))
+        cap_bytes_per_s = connection.level.message_cap_bytes_per_s(values)
+        super().__init__(num_bytes, connection.uses, connection.latency_s, cap_bytes_per_s)
         self.connection = connection
         self.num_bytes = num_bytes
         self.label = label
@@ -58,16 +59,16 @@ class Message(Flow):
 
 @dataclass
 class ReductionGroup:
-    """Workers that sum buffers in one way, a name in `syncs.SYNCS`."""
+    """Workers that sum buffers together."""
 
-    sync: str
+    sync: str  # how, a name in `sums.WAYS`
     kind: str  # of bytes
-    ring: Sequence[int]  # in the order of devices, so that a ring leaves and enters every component once
-    servers: Sequence[Sequence[int]]  # positions in the ring of those that sum first, see `Cluster.servers`
-    phases: Phases  # in sequence; the parts of each run side by side
+    ring: Sequence[int]  # the workers in the order of devices, so that a ring enters and leaves every component once
+    servers: Sequence[Sequence[int]]  # positions in the ring of workers that sum first, see `Cluster.servers`
+    phases: Phases  # in sequence; the parts of each run at the same time
     level: Level  # the slowest that is crossed
     queue: deque["_Sum"] = field(default_factory=deque)  # the current sum and those that wait for it
-    sent: dict[int, Counter[str]] = field(default_factory=dict)  # by size of a buffer: bytes by level
+    sent: dict[int, Counter[str]] = field(default_factory=dict)  # bytes by level, by bytes of the buffer
 
 
 @dataclass
@@ -80,14 +81,17 @@ class _Sum:
     done: Action
     start_s: float = 0.0
     phase: int = -1
-    under_way: int = 1  # parts of the phase; before the first phase, the start
+    num_running: int = 1  # parts of the phase; 1 before the first phase
 
 
 class Network:
     """Transfers bytes, and counts them as payload by kind and level, once, at the sender.
 
-    Worker i is on device i without `devices`; `observe` is called with every transfer that has ended; `copies`: whether
-    devices copy to their hosts and back, on lanes that messages also cross.
+    Args:
+        cluster: the links.
+        devices: the device of every worker; None: worker i is on device i.
+        observe: called with every transfer that has ended.
+        copies: whether devices copy to their hosts and back, on lanes that messages also use.
     """
 
     def __init__(
@@ -111,7 +115,7 @@ class Network:
         self._groups: dict[tuple[str, str, Sequence[int], int], ReductionGroup] = {}
 
     def connection(self, kind: str, sender: int, receiver: int) -> Connection:
-        """Return the connection for a kind of message, of whichever stages of the two workers."""
+        """Return the connection for a kind of message between two workers, which all their stages share."""
         found = self._connections.get((kind, sender, receiver))
         if found is None:
             index, *ports = self.path(sender, receiver)
@@ -137,7 +141,7 @@ class Network:
         return message
 
     def copy_with_host(self, message: Message, now_s: float, *, out: bool) -> None:
-        """Occupy a lane while one end of a message between hosts is copied."""
+        """Occupy a lane while one end of a message that goes through the hosts is copied."""
         connection = message.connection
         if self._copies and connection.copies:
             lane = self.port((_LANE, self.devices[connection.ends[not out]], out))
@@ -161,25 +165,25 @@ class Network:
             self._observe(Transfer(kind, message.label, (sender,), (receiver,), level.name, num_bytes, start_s, end_s))
 
     def deliver(self, messages: Iterable[Message]) -> None:
-        """Advance until these messages have arrived, with nothing else in progress: at a drain."""
+        """Advance until these messages have arrived, at a drain, when nothing else is in progress."""
         self.agenda.play()
         for message in messages:
             self.arrived(message)
 
     def copy(self, worker: int, num_bytes: int, now_s: float, done: Action, *, out: bool) -> None:
-        """Copy between a worker's device and its host, at the rate that messages leave; `done` runs at its end."""
+        """Copy between a device and its host with the bandwidth that messages leave; runs `done` at its end."""
         flow = YieldingFlow(num_bytes, ((self.port((_LANE, self.devices[worker], out)), 1.0),))
         self.sharing.start(flow, now_s)
         self.sharing.notify(flow, done, now_s)
 
     def copied(self, copy: Transfer) -> None:
-        """Count a copy that has ended, and report it."""
+        """Count a copy that has ended, and report it to the observer."""
         self.num_bytes[copy.kind, copy.level] += copy.num_bytes
         if self._observe is not None:
             self._observe(copy)
 
     def sum_up(self, group: ReductionGroup, label: str, num_bytes: int, now_s: float, done: Action) -> None:
-        """Sum a buffer of a group after those before it; `done` runs when all members have the sum."""
+        """Sum a buffer after the group's earlier ones; `done` runs when all members have the sum."""
         for level, sent in self._sent(group, num_bytes).items():
             self.num_bytes[group.kind, level] += sent
         group.queue.append(_Sum(group, label, num_bytes, done))
@@ -187,14 +191,14 @@ class Network:
             self._go_on(group.queue[0], now_s)
 
     def alone_s(self, sync: str, workers: Sequence[int], num_bytes: int) -> float:
-        """Return the seconds of a group's sum beside no other traffic."""
+        """Return the seconds of a group's sum without other traffic."""
         phases = self.group(sync, sync, workers).phases
         return math.fsum(max(part.alone_s(num_bytes) for part in parts) for parts in phases)
 
     def _go_on(self, begun: _Sum, now_s: float) -> None:
         """Start a sum, or its next phase once all parts of the current one have ended."""
-        begun.under_way -= 1
-        if begun.under_way > 0:
+        begun.num_running -= 1
+        if begun.num_running > 0:
             return
         begun.phase += 1
         if begun.phase == 0:
@@ -204,7 +208,7 @@ class Network:
             self._end(begun, now_s)
             return
         parts = group.phases[begun.phase]
-        begun.under_way = len(parts)
+        begun.num_running = len(parts)
         for part in parts:
             flow = Flow(part.share * begun.num_bytes, part.uses, part.latency_s, part.cap)
             self.sharing.start(flow, now_s)
@@ -222,7 +226,7 @@ class Network:
             self._go_on(group.queue[0], now_s)
 
     def group(self, sync: str, kind: str, workers: Sequence[int], number: int = 0) -> ReductionGroup:
-        """Return the group of workers for sums of a kind; `number` tells groups of the same workers apart."""
+        """Return the group of workers for sums of a kind; `number` distinguishes groups of the same workers."""
         found = self._groups.get((sync, kind, workers, number))
         if found is None:
             ring = sorted(workers, key=self.devices.__getitem__)
@@ -230,13 +234,13 @@ class Network:
             phases = WAYS[sync].phases(self, ring, servers) if len(ring) > 1 else []
             crossed = {self.path(ring[i], ring[j])[0] for i, j, _ in WAYS[sync].traffic(0, servers)}
             levels = [self.cluster.levels[index] for index in sorted(crossed)]
-            # A single worker crosses none.
+            # A single worker crosses no level.
             level = min(levels, key=lambda each: each.sum_bytes_per_s, default=self.cluster.levels[0])
             found = self._groups[sync, kind, workers, number] = ReductionGroup(sync, kind, ring, servers, phases, level)
         return found
 
     def _sent(self, group: ReductionGroup, num_bytes: int) -> Counter[str]:
-        """Return what a group sends to sum a buffer, by level."""
+        """Return the bytes that a group sends to sum a buffer, by level."""
         found = group.sent.get(num_bytes)
         if found is None:
             found = group.sent[num_bytes] = Counter()
@@ -246,10 +250,10 @@ class Network:
         return found
 
     def port(self, port: Port) -> Resource:
-        """Return what a port, or a lane to a host, carries."""
+        """Return the resource of a port, or of a lane to a host."""
         found = self._ports.get(port)
         if found is None:
-            if port[0] == _LANE:  # messages are limited by ports
+            if port[0] == _LANE:  # unlimited for messages, which ports limit; copies get the rest of its rate
                 found = Resource(NEVER, self.cluster.pcie_bytes_per_s or NEVER)
             else:
                 found = Resource(self.cluster.levels[port[0]].goodput_bytes_per_s)
@@ -257,7 +261,7 @@ class Network:
         return found
 
     def lanes(self, index: int, sender: int, receiver: int) -> list[Port]:
-        """Return the lanes to hosts that a message over a level also crosses, if copies share them."""
+        """Return the lanes to hosts that a message over a level also uses, if copies use them."""
         if not self._copies or not self.cluster.levels[index].over_pcie:
             return []
         return [(_LANE, self.devices[sender], True), (_LANE, self.devices[receiver], False)]

@@ -22,10 +22,10 @@ _Times = tuple["array[float]", "array[float]"]  # starts and ends
 
 @dataclass(frozen=True)
 class Occupancy:
-    """Shares of every worker's time in equal parts of the recorded time."""
+    """Fractions of every worker's time per state, in equal parts of the recorded time."""
 
     worker_names: tuple[str, ...]
-    shares: NDArray[np.float64]  # [worker, state, part], states as in `STATES`; they sum to 1 over states
+    shares: NDArray[np.float64]  # [worker, state, part] with states as in `STATES`; the sum over states is 1
     end_s: float  # of the last part; the first begins at 0
 
 
@@ -39,7 +39,7 @@ class OccupancyMeter(Listener):
         self._end_s = 0.0
 
     def event(self, event: TimelineEvent) -> None:
-        """Record an event; a transfer's effect on a worker is in these."""
+        """Record an event; the effect of transfers on workers is in events."""
         start_s, end_s, worker, (op, *_), stall_s = event
         if end_s <= start_s or self._num_events >= RECORDED_EVENTS:
             return
@@ -49,7 +49,7 @@ class OccupancyMeter(Listener):
             self._note(worker, 0, start_s, end_s)
         elif op in _SENDS:
             self._note(worker, 1, start_s, end_s)
-        elif stall_s > 0:  # its message was sent during the wait and arrived at its end
+        elif stall_s > 0:  # the end of the wait, in which the message was in transit
             self._note(worker, 1, end_s - stall_s, end_s)
 
     def _note(self, worker: int, state: int, start_s: float, end_s: float) -> None:
@@ -65,12 +65,12 @@ class OccupancyMeter(Listener):
             for state, (starts, ends) in enumerate(states):
                 spent_s = _until(np.array(starts), edges_s) - _until(np.array(ends), edges_s)
                 shares[worker, state] = (np.diff(spent_s) / np.diff(edges_s)).clip(0.0, 1.0)
-        shares[:, -1] = (1.0 - shares[:, :-1].sum(axis=1)).clip(0.0, 1.0)  # sums of floats
+        shares[:, -1] = (1.0 - shares[:, :-1].sum(axis=1)).clip(0.0, 1.0)  # clipped because of rounding
         return Occupancy(self._names, shares, float(edges_s[-1]))
 
 
 def _until(moments_s: NDArray[np.float64], edges_s: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return, at every edge, the total seconds since those of the given times that have passed."""
+    """Return the sum of edge - moment over the moments before every edge, in seconds."""
     moments_s = np.sort(moments_s)
     count = np.searchsorted(moments_s, edges_s)
     passed = np.concatenate([[0.0], np.cumsum(moments_s)])

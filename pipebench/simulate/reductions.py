@@ -1,4 +1,4 @@
-"""Sums among the replicas of a stage, and of all workers' gradient norms: who has joined, and who waits."""
+"""Sums among the replicas of a stage, and of gradient norms over all workers: who has joined, and who waits."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -12,36 +12,37 @@ from pipebench.simulate.costs import Costs, SimulatedBucket
 from pipebench.simulate.network import Network
 from pipebench.simulate.timeline import CONTROL
 
-EVERY_STAGE = -1
-_GATHERS = -2  # of stage s: _GATHERS - s
+# Numbers of groups; those of a stage's replicas and of ties are as in `Pipeline.members`
+EVERY_STAGE = -1  # all workers
+_GATHERS = -2  # for the gathers of stage s, _GATHERS - s
 
-Wait = tuple[float, Instruction, float]  # waiting since, instruction, time at which what it waits for was sent
+Wait = tuple[float, Instruction, float]  # start of the wait, the instruction, when what it waits for was sent
 Wake = Callable[[float, int, Wait], None]  # lets a worker continue at a time
 
 
 @dataclass(frozen=True)
 class _PendingReduction:
-    """What is summed by which group, and its cost on each member's processor."""
+    """What a group of workers sums in every round."""
 
     buckets: Sequence[SimulatedBucket]
     workers: Sequence[int]
-    way: str
-    kind: str
-    host_s: float = 0.0
+    way: str  # a name in `sums.WAYS`
+    kind: str  # of bytes
+    host_s: float = 0.0  # seconds on each member's processor
     overlaps: bool = True  # whether buckets are sent while the backward still runs
 
 
 @dataclass
 class _Round:
-    """The sum of one round's gradients of one stage."""
+    """The sums of one round of a group."""
 
     group: _PendingReduction
-    key: tuple[int, int]  # the stage, and the round's number
-    ready_s: list[float]  # per bucket, when the last replica has it
-    waits_left: int
-    joined: int = 0
-    buckets_left: int = 0
-    end_s: float | None = None
+    key: tuple[int, int]  # the group's number, and the round's
+    ready_s: list[float]  # per bucket, when the last worker has its part
+    waits_left: int  # workers that have not waited for the sums yet
+    joined: int = 0  # workers
+    buckets_left: int = 0  # not summed yet
+    end_s: float | None = None  # of all sums; None: not yet
     all_joined_s: float = 0.0
 
 
@@ -53,7 +54,7 @@ class Reductions:
         self._wake = wake
         self._rounds: dict[tuple[int, int], _Round] = {}
         self._waiting: dict[tuple[int, int], list[tuple[int, float, Instruction]]] = {}
-        # Stages, and ties, have a group of processes each, but sharded groups of layers have theirs together
+        # Every stage and every tie has process groups of its own, but a sharded model's groups of layers share one
         self._together = pipeline.is_sharded and pipeline.num_positions == 1
         sync = SYNCS[pipeline.sync]
         squares = SimulatedBucket(8 * max(1, costs.num_parameters), 1.0)  # a float64 per parameter
@@ -66,7 +67,7 @@ class Reductions:
             if pipeline.is_sharded:
                 whole = (SimulatedBucket(num_bytes, 1.0),) if num_bytes else ()
                 self._groups[_GATHERS - stage] = _PendingReduction(whole, workers, pipeline.way, ALL_GATHER, host_s)
-        self._gathers: Counter[tuple[int, int]] = Counter()  # those joined, by worker and stage
+        self._gathers: Counter[tuple[int, int]] = Counter()  # number joined, by worker and stage
         for tie in range(len(pipeline.ties)):
             buckets, members = costs.ties[tie : tie + 1], pipeline.members(pipeline.num_stages + tie)
             host_s = costs.host.all_reduce(sum(bucket.num_bytes for bucket in buckets), len(members))
@@ -76,7 +77,15 @@ class Reductions:
     def join(
         self, stage: int, round_index: int, now_s: float, duration_s: float = 0.0, *, in_part: bool = False
     ) -> None:
-        """Add a replica's gradients to a round; buckets become ready during its backward, or a part of it."""
+        """Let a worker join a round.
+
+        Args:
+            stage: number of the group: a stage, a tie, or all workers.
+            round_index: the round.
+            now_s: start of the worker's last backward of the round.
+            duration_s: of that backward, during which buckets become ready.
+            in_part: whether it is the weight part of a split backward.
+        """
         group = self._groups[stage]
         key = stage, round_index
         each = self._rounds.get(key)
@@ -109,7 +118,11 @@ class Reductions:
     def wait(
         self, worker: int, key: tuple[int, int], instruction: Instruction, now_s: float
     ) -> tuple[float, float] | None:
-        """Return when a round's sum is available and when it started; None if the worker waits and will be woken."""
+        """Wait for a round's sums.
+
+        Returns:
+            When the sums are available, and when all workers had joined; None if the worker will be woken.
+        """
         each = self._rounds[key]
         each.waits_left -= 1
         if each.waits_left == 0:
@@ -120,7 +133,7 @@ class Reductions:
         return max(now_s, each.end_s) + each.group.host_s, each.all_joined_s
 
     def waiting(self) -> Iterator[tuple[int, float, Instruction]]:
-        """Yield waiting workers, since when, and their instructions."""
+        """Yield waiting workers, the time since which they wait, and their instructions."""
         for _, waiters in sorted(self._waiting.items()):
             yield from waiters
 

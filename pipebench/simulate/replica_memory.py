@@ -1,7 +1,7 @@
 """What every instruction allocates and frees on one replica of one stage.
 
-It knows no clock: a change is at the start of its instruction or at the end. What an instruction allocates counts from
-its start, what it frees until its end, so that in between a replica never holds more than is counted.
+There is no clock: a change is at the start or at the end of its instruction. What an instruction allocates counts from
+its start, and what it frees until its end, so that a replica never holds more than is counted.
 """
 
 from collections.abc import Iterator
@@ -18,53 +18,55 @@ _PASSES = (Op.FORWARD, *BACKWARDS)
 
 
 class Change(NamedTuple):
-    """Bytes that come, or go where they are negative."""
+    """Bytes that an instruction allocates, or frees if they are negative."""
 
-    kind: str  # what they are for, one of `memory.KINDS`, or `memory.ON_HOST`
-    num_bytes: int  # how many
-    at_end: bool  # whether that is when the instruction ends; else when it starts
+    kind: str  # one of `kinds.KINDS`, or `kinds.ON_HOST`
+    num_bytes: int
+    at_end: bool  # whether at the instruction's end; else at its start
 
 
 class ReplicaMemory:
-    """One replica of one stage, which keeps what `memory` says."""
+    """The memory of one replica of one stage, whose sizes are `memory`."""
 
     def __init__(self, memory: StageMemoryCosts) -> None:
         self._memory = memory
         self._versions = VersionLedger(in_place=memory.in_place)
-        self._units: dict[int, tuple[int, int]] = {}  # in flight: the version, and what is kept
-        self._gradients = 0
+        self._units: dict[int, tuple[int, int]] = {}  # in flight: the version, and the bytes kept
+        self._gradients = 0  # bytes
         self._has_state = False
-        self._moved: tuple[int, int] | None = None  # of the last forward: the version, and how far from it
-        self._shared = False  # whether its weights outlive an update
+        # Of the last forward with predicted weights: the version, and the updates that it is predicted ahead by
+        self._moved: tuple[int, int] | None = None
+        self._shared = False  # whether those predicted weights outlive an update
         self._is_retired = False
-        self._is_gathered = memory.weights == memory.gathered  # where all are kept, gathers take no memory of their own
+        # Replicas that hold whole weights need no memory for gathers
+        self._is_gathered = memory.weights == memory.gathered
 
     def copied(self, memory: StageMemoryCosts) -> "ReplicaMemory":
         """Return a replica of other layers that continues from this one's newest weights and optimizer state.
 
-        Of the weights and state in `memory` it has everything.
+        It holds all weights and state of `memory`.
         """
         made = ReplicaMemory(memory)
         made._versions, made._has_state = self._versions.copied(), self._has_state
         return made
 
     def trained(self) -> "ReplicaMemory":
-        """Return the same after an update: the optimizer has its state."""
+        """Count the optimizer's state as held, as after an update; return the replica."""
         self._has_state = True
         return self
 
     def created(self) -> Iterator[Change]:
-        """Yield what it holds, as of the start of the instruction that creates it."""
+        """Yield the bytes it holds as changes at the start of the instruction that creates it."""
         for kind, held in self._by_kind().items():
             yield Change(kind, held, False)
 
     def dropped(self, *, at_end: bool) -> Iterator[Change]:
-        """Yield what it has held, when it is dropped."""
+        """Yield the bytes it holds as changes that free them."""
         for kind, held in self._by_kind().items():
             yield Change(kind, -held, at_end)
 
     def retire(self) -> Iterator[Change]:
-        """Make no more updates; what units in flight need stays until they have left."""
+        """Make no more updates; free what units in flight don't need."""
         before = self._by_kind()
         self._is_retired = True
         self._versions.retire()
@@ -72,7 +74,7 @@ class ReplicaMemory:
             yield Change(kind, held - before[kind], True)
 
     def drop_unit(self, unit: int) -> Iterator[Change]:
-        """Drop a unit in flight: its backward is over, or runs elsewhere."""
+        """Free what a unit in flight holds: its backward has ended, or runs on another replica."""
         alive = len(self._versions.alive)
         version, num_bytes = self._units.pop(unit)
         yield Change(kinds.ACTIVATIONS, -num_bytes, True)
@@ -83,19 +85,19 @@ class ReplicaMemory:
             yield Change(kinds.WEIGHTS, -self._memory.untrained, True)
 
     def give_gradients(self) -> int:
-        """Return the bytes of the gradients, which another replica counts from now on."""
+        """Return the bytes of the gradients, which another replica holds from now on."""
         given, self._gradients = self._gradients, 0
         return given
 
     def drained(self) -> Iterator[Change]:
-        """Begin a segment: only the newest version is alive."""
+        """Begin a segment, in which only the newest version is alive."""
         alive = len(self._versions.alive)
         self._versions.restart(0)
         self._moved = None
         yield from self._of_versions(alive, at_end=False)
 
     def before(self) -> Iterator[Change]:
-        """Yield what is there before anything runs."""
+        """Yield the bytes held before anything runs, as changes."""
         memory = self._memory
         yield Change(kinds.WEIGHTS, memory.untrained + memory.weights, False)
         yield Change(kinds.MASTERS, memory.masters, False)
@@ -103,7 +105,7 @@ class ReplicaMemory:
         yield Change(kinds.STATE, memory.state * self._has_state, False)
 
     def changes(self, it: Instruction, size: Size) -> Iterator[Change]:
-        """Yield what an instruction of this stage and replica changes, in order; `size` is of its unit."""
+        """Yield the changes of an instruction of this replica, in order; `size` is of its unit."""
         if it.op in _PASSES and (workspace := self._memory.workspace[size]):
             yield from (Change(kinds.WORKSPACES, workspace, False), Change(kinds.WORKSPACES, -workspace, True))
         if it.op is Op.FORWARD:
@@ -177,7 +179,7 @@ class ReplicaMemory:
 
     def _update(self, it: Instruction) -> Iterator[Change]:
         memory, alive = self._memory, len(self._versions.alive)
-        if self._gradients:  # they are turned into the type that the optimizer steps in
+        if self._gradients:  # converted to the type in which the optimizer steps
             yield self._gradients_are(memory.masters or memory.scattered, at_end=False)
         yield from self.make_state()
         if memory.shares_moved and it.version <= it.number and self._moved is not None and not self._shared:
@@ -188,13 +190,13 @@ class ReplicaMemory:
         yield self._gradients_are(0, at_end=True)
 
     def make_state(self) -> Iterator[Change]:
-        """Have the optimizer's state, which its first step makes."""
+        """Add the optimizer's state, which its first step makes."""
         if not self._has_state:
             self._has_state = True
             yield Change(kinds.STATE, self._memory.state, False)
 
     def _by_kind(self) -> dict[str, int]:
-        """Return what it holds between two instructions."""
+        """Return the bytes held between two instructions, by kind."""
         memory, alive, steps = self._memory, len(self._versions.alive), not self._is_retired
         return {
             kinds.WEIGHTS: memory.weights * steps + memory.untrained * (steps or bool(self._units)),

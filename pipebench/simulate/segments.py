@@ -1,13 +1,15 @@
-"""Segments of a run, each between two drains, wherever in an epoch they begin: those that are alike are simulated once.
+"""Segments of a run between two drains, anywhere in an epoch; equal ones are simulated once.
 
-An epoch's last minibatch may be short. At the end of a segment it is simulated as it is; in the middle of one, what it
-is shorter by is subtracted. Where lengths vary, minibatches in the middle are drawn, short ones, too.
+An epoch's last minibatch may be short. At the end of a segment it is simulated. Of short ones in the middle of a
+segment, the time that they save is subtracted, of all of them together: what one saves may depend on the others. If
+minibatches vary in length, short ones in the middle are simulated as they are drawn.
 """
 
 import math
 from dataclasses import replace
 from functools import cache, cached_property
 
+from pipebench.model.sampling import Sampler
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.network import Network
 from pipebench.simulate.statistics import average_statistics
@@ -23,7 +25,10 @@ class Segments:
         self._short = cache(self._of_short)
 
     def totals(self, first: int, num_minibatches: int, meter: Meter | None = None) -> SegmentTotals:
-        """Return the totals of a segment that begins with minibatch `first` of a run; `meter` records a new one."""
+        """Return the totals of a segment that begins with minibatch `first` of a run.
+
+        `meter` records the segment, unless an equal one was simulated before.
+        """
         sampler = self._workload.sampler
         per_epoch = sampler.minibatches_per_epoch
         begin = first % per_epoch
@@ -37,7 +42,7 @@ class Segments:
 
     @cached_property
     def drain(self) -> SegmentTotals:
-        """What a drain takes after a segment's last update: replicas average running statistics."""
+        """Totals of a drain after a segment's last update, in which replicas average running statistics."""
         workload, ends_s = self._workload, [0.0]
         network = Network(workload.cluster, workload.devices, copies=bool(workload.pipeline.swaps))
         average_statistics(workload.pipeline, workload.costs, network, 0.0, ends_s.append)
@@ -45,35 +50,51 @@ class Segments:
         return replace(NOTHING, end_s=max(ends_s), num_bytes=network.num_bytes)
 
     def _simulated(self, begin: int, num_minibatches: int, inside: int, meter: Meter | None) -> SegmentTotals:
-        """Simulate a segment with so many short minibatches before its end."""
+        """Simulate a segment from minibatch `begin` of an epoch on, with `inside` short minibatches before its end."""
         workload, per_epoch = self._workload, self._workload.sampler.minibatches_per_epoch
         if inside and per_epoch <= 2 * (self._window + workload.pipeline.period):
             return simulate_all(workload, num_minibatches, meter, first=begin)
         ends_epoch = (begin + num_minibatches) % per_epoch == 0
         totals = simulate_segment(workload, num_minibatches, meter, ends_epoch=ends_epoch)
+        if not inside:
+            return totals
         period = totals.periods.num_minibatches if totals.periods else workload.pipeline.period
-        for epoch in range(1, inside + 1):
-            before = epoch * per_epoch - 1 - begin
-            after = num_minibatches - 1 - before
-            totals = totals.extended(self._short(self._near(before, period), self._near(after, period)), 1)
-        return totals
+        before = self._near(per_epoch - 1 - begin, period)
+        epoch = self._near(per_epoch, period) + period  # more than any other count
+        after = epoch if ends_epoch else self._near(begin + num_minibatches - inside * per_epoch, period)
+        return totals.extended(self._short(before, epoch, after, inside), 1)
 
     def _near(self, count: int, period: int) -> int:
-        """Return a count of minibatches that is no less to one after or before them: as many, or less by whole periods.
+        """Return the smallest count of neighbouring minibatches with which a short one saves as much as with `count`.
 
-        What a short one saves goes by its place: how full the pipeline is, which replica runs it, what else is in its
-        update, and where in a `period` of the steady state it is.
+        What it saves depends on how full the pipeline is, on the replica that runs it, on the other minibatches of its
+        update, and on its place in a `period` of the steady state. So the count is smaller by whole periods.
         """
         return min(count, self._window + (count - self._window) % period)
 
-    def _of_short(self, before: int, after: int) -> SegmentTotals:
-        """Return what an epoch's last, short minibatch adds with so many others before and after it: less than 0."""
-        workload, length = self._workload, before + 1 + after
-        first = workload.sampler.minibatches_per_epoch - 1 - before
-        return simulate_all(workload, length, first=first).extended(simulate_all(workload, length, first=0), -1)
+    def _of_short(self, before: int, epoch: int, after: int, inside: int) -> SegmentTotals:
+        """Return what short minibatches in the middle of a segment add to its totals: less than 0.
+
+        Args:
+            before: whole minibatches before the first short one.
+            epoch: minibatches from one short one to the next.
+            after: minibatches after the last short one; the last of them is short, too, if they are an epoch.
+            inside: short minibatches.
+        """
+        length = before + 1 + (inside - 1) * epoch + after
+        one_epoch = self._of_epoch(length if after == epoch else length + 1)
+        whole = simulate_all(self._workload, length, first=0, sampler=one_epoch)
+        short = simulate_all(self._workload, length, first=epoch - 1 - before, sampler=self._of_epoch(epoch))
+        return short.extended(whole, -1)
+
+    def _of_epoch(self, num_minibatches: int) -> Sampler:
+        """Return a sampler of epochs of so many minibatches, the last of which is as short as the workload's."""
+        sampler = self._workload.sampler
+        missing = sampler.minibatch_size - sampler.size(sampler.minibatches_per_epoch - 1)
+        return Sampler(num_minibatches * sampler.minibatch_size - missing, sampler.minibatch_size, 0)
 
     @property
     def _window(self) -> int:
-        """Minibatches that fill and empty a pipeline, with a margin."""
+        """Minibatches that fill or empty a pipeline, with a margin."""
         pipeline = self._workload.pipeline
         return math.ceil(8 * pipeline.depth / pipeline.period) * pipeline.period

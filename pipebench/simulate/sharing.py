@@ -1,21 +1,19 @@
 """Resources shared by concurrent flows at max-min fair rates: a fluid model.
 
-A flow is work at some rate; of each resource it crosses it takes its `weight` times its rate. All rates rise together
-until one reaches its own cap, or a resource its capacity; those stay, and the others rise on (progressive filling;
-Bertsekas and Gallager, Data Networks, 1992, section 6.5.2). Rates are recomputed when flows start or end, and only for
-flows connected with these through shared resources.
+A flow is work that is done at some rate. It takes its weight times its rate of every resource that it uses. All rates
+rise together until one reaches its own cap, or a resource its capacity. The rates of that flow, or of that resource's
+flows, are then final, and the others rise on (progressive filling; Bertsekas and Gallager, Data Networks, 1992, section
+6.5.2). Rates are recomputed when flows start or end, and only for flows connected with these through shared resources.
 
-On a link's port work is bytes per connection, the weight the number of parallel connections and the capacity bytes/s:
-connections of one port get equal parts. On a host's cores work is seconds alone, the weight the number of threads, the
-cap 1.0 (full speed) and the capacity the number of cores: threads get equal parts, so four threads beside one on four
-cores run at 0.8 of their speed each. Something that happens part-way (a bucket that is ready half-way through a
-backward) is the end of a flow of its own: pieces follow each other by `then`. Flows of one resource state their work in
-one unit.
+On a link's port, work is bytes per connection, the weight is the number of parallel connections, and the capacity is in
+bytes/s: connections of one port get equal parts. On a host's cores, work is the seconds that it takes alone, the weight
+is the number of threads, the cap is 1.0 (full speed), and the capacity is the number of cores: threads get equal parts,
+so four threads beside one on four cores run at 0.8 of their speed each. All flows of a resource have one unit of work.
 
-A yielding flow gets what the others leave of its resource's `rest`, possibly nothing, and takes nothing from them: a
+A yielding flow gets what the others leave of its resource's `rest`, possibly nothing, and takes nothing from them. A
 copy to a host uses what messages leave of a device's lane (`copies`).
 
-A flow that shares nothing costs no entry in the agenda, unless an action waits for its end.
+A flow that shares no resource needs no entry in the agenda, unless an action waits for its end.
 """
 
 import math
@@ -35,18 +33,18 @@ class Resource:
 
     def __init__(self, capacity: float, rest: float = 0.0) -> None:
         self.capacity = capacity  # limit on the sum of weight times rate over all flows; above 0
-        self.rest = rest  # what a yielding flow, of which there is at most one, gets if no other flow takes any
-        self.lone: Flow = OVER  # the last flow that had it to itself
-        self.flows: dict[Flow, float] = {}  # flows that share, in order of arrival, with their weights
+        self.rest = rest  # rate of a yielding flow, of which there is at most one, if there is no other flow
+        self.lone: Flow = OVER  # the last flow that did not share it
+        self.flows: dict[Flow, float] = {}  # flows that share it, with their weights, in order of arrival
 
 
-Uses = tuple[tuple[Resource, float], ...]  # what a flow crosses, each once, with its weight
+Uses = tuple[tuple[Resource, float], ...]  # resources that a flow uses, each once, with its weight
 
 
 class Flow:
-    """An amount of work that proceeds at a rate of at most `cap` through the resources in `uses`, with its weights.
+    """An amount of work that is done at a rate of at most `cap` on the resources in `uses`.
 
-    It arrives `tail_s` seconds after its end (a link's latency), without using resources.
+    It arrives `tail_s` seconds after its end (a link's latency), in which it uses no resource.
     """
 
     __slots__ = (
@@ -67,7 +65,8 @@ class Flow:
         self._left = work
         self._since_s = 0.0  # time of `_left`
         self._on_arrival: Action | None = None
-        self._freed_s = self._arrives_s = NEVER  # scheduled end and arrival
+        self._freed_s = NEVER  # scheduled end
+        self._arrives_s = NEVER  # scheduled arrival
 
     @property
     def arrival_s(self) -> float:
@@ -76,13 +75,13 @@ class Flow:
 
 
 class YieldingFlow(Flow):
-    """Work that proceeds with what other flows leave."""
+    """A flow that gets what other flows leave."""
 
     __slots__ = ()
     yields = True
 
 
-OVER: Final = Flow(0.0, ())  # the flow before the first
+OVER: Final = Flow(0.0, ())  # a flow that has ended, in place of the one before the first
 OVER.end_s = -NEVER
 
 
@@ -133,7 +132,7 @@ class Sharing:
             self._announce(flow)
 
     def _meet(self, flow: Flow, now_s: float) -> None:
-        """Start a flow that shares a resource."""
+        """Start a flow that shares a resource with others, and mark these as sharing."""
         for resource, _ in flow.uses:
             other = resource.lone
             if other.end_s > now_s:
@@ -147,14 +146,14 @@ class Sharing:
         self._change(flow.uses, now_s)
 
     def _change(self, uses: Uses, now_s: float) -> None:
-        """Schedule new rates at the end of this time step: often many flows start at once."""
+        """Schedule new rates after all other entries of this time, because many flows may start at once."""
         if not self._changed:
             self._agenda.push(now_s, self._share, RATES)
         for resource, _ in uses:
             self._changed[resource] = None
 
     def _announce(self, flow: Flow) -> None:
-        """Schedule a flow's end and arrival at current rates; entries scheduled before are ignored later."""
+        """Schedule a flow's end and arrival at current rates; entries for other times are then ignored."""
         end_s = flow.end_s
         if end_s == NEVER:
             flow._freed_s = flow._arrives_s = NEVER
@@ -183,7 +182,7 @@ class Sharing:
         action = flow._on_arrival
         if now_s != flow._arrives_s or action is None:
             return None
-        flow._arrives_s, flow._on_arrival = -NEVER, None  # breaks the cycle of flow and action
+        flow._arrives_s, flow._on_arrival = -NEVER, None  # breaks the reference cycle between flow and action
         return action(now_s)
 
     def _share(self, now_s: float) -> None:
@@ -200,7 +199,7 @@ class Sharing:
 
 
 def _rates(flows: Sequence[Flow]) -> dict[Flow, float]:
-    """Return the rates of flows that share with no others: fair ones, and for yielding flows the rest."""
+    """Return the rates of flows that share resources with each other only, yielding ones included."""
     first = [flow for flow in flows if not flow.yields]
     rates = dict(zip(first, fair_rates(first), strict=True))
     if len(first) < len(flows):
@@ -211,20 +210,21 @@ def _rates(flows: Sequence[Flow]) -> dict[Flow, float]:
 
 
 def _left_of(resource: Resource, rates: Mapping[Flow, float]) -> float:
+    """Return the rate that a resource has left for a yielding flow."""
     taken = sum(weight * rates.get(flow, 0.0) for flow, weight in resource.flows.items() if not flow.yields)
     return max(0.0, resource.rest - taken)
 
 
 class _Filling:
-    """A resource while rates rise: what is left, weight and number of the rising flows, and all flows."""
+    """A resource while rates rise."""
 
     __slots__ = ("flows", "left", "rising", "weight")
 
     def __init__(self, capacity: float) -> None:
-        self.left = capacity
-        self.weight = 0.0
-        self.rising = 0
-        self.flows: list[Flow] = []
+        self.left = capacity  # for flows whose rates still rise
+        self.weight = 0.0  # of those flows
+        self.rising = 0  # number of those flows
+        self.flows: list[Flow] = []  # all
 
 
 def fair_rates(flows: Sequence[Flow]) -> list[float]:
@@ -235,7 +235,7 @@ def fair_rates(flows: Sequence[Flow]) -> list[float]:
     for flow in flows:
         cap, own = flow.cap, []
         for resource, weight in flow.uses:
-            if len(resource.flows) == 1:  # unshared: a ring has thousands
+            if len(resource.flows) == 1:  # not shared; a ring has thousands of such
                 if resource.capacity < cap * weight:
                     cap = resource.capacity / weight
                 continue

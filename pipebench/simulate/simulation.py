@@ -1,7 +1,7 @@
 """The simulator: a discrete-event loop that assigns every instruction of a schedule a start and an end.
 
-It is lazy: events come one by one, each after all it depends on, so that an engine can execute them as they come. Ties
-are broken by (time, priority, counter), so runs are deterministic.
+It is lazy: events come one by one, each after all that it depends on, so that an engine can execute them as they come.
+Ties are broken by (time, priority, counter), so runs are deterministic.
 """
 
 import math
@@ -23,63 +23,67 @@ from pipebench.simulate.messages import RECEIVES, SENDS, Messages
 from pipebench.simulate.network import Network
 from pipebench.simulate.reductions import EVERY_STAGE, Reductions, Wait
 
-LATER = -1.0  # in place of a duration: the worker continues at once, and the event comes at the instruction's end
+LATER = -1.0  # returned by a `Play`: the worker continues at once, and the event is reported at the instruction's end
 
 
 class TimelineEvent(NamedTuple):
     """One executed instruction."""
 
-    start_s: float  # when the worker began it; of a copy, when that began
-    end_s: float  # when the worker could continue; of a copy, which occupies no worker, its end, when it is reported
+    start_s: float  # when the worker began it; of a copy, when the copy began
+    end_s: float  # when the worker could continue; of a copy, which occupies no worker, its end
     worker: int
     instruction: Instruction
-    # Part of the wait during which what it waited for was in transit (communication, not a bubble); of a copy in, how
-    # long a backward waited for it
+    # Part of a wait in which the message or sum was in transit: communication, not a bubble. Of a copy in: how long a
+    # backward waited for it.
     stall_s: float = 0.0
 
 
 class RunPart(NamedTuple):
-    """Which part of a run it is that is played, where one is trained."""
+    """The segment of a training run that is simulated."""
 
-    first: int  # the minibatch of the run that it begins with
-    limit: Callable[[], float]  # tells how many minibatches of it will run, as far as is known
+    first: int  # its first minibatch, counted from the start of the run
+    limit: Callable[[], float]  # returns the number of its minibatches, as far as is known
     by_extension: Mapping[str, Any] = MappingProxyType({})  # extensions' parts in it
-    # Lets it end before a minibatch that no worker may have started
+    # Shortens it to end before a minibatch, which no worker may have started
     end_at: Callable[[int], None] = lambda minibatch: None
 
 
-# Begins an instruction of a worker at a time; returns the seconds that it keeps the worker, `LATER`, or None where that
-# isn't known yet: the worker goes on when it is woken.
+# Begins an instruction, given the worker and the time. Returns the seconds that it occupies the worker; `LATER`; or
+# None if that isn't known yet, and the worker continues when it is woken.
 Play = Callable[[int, Instruction, float], float | None]
 
 
 class SimulationExtension:
-    """What an extension adds to a simulation, for which it is made."""
+    """What an extension adds to a simulation; made from the simulation."""
 
-    plays: Mapping[Op, Play]  # how instructions are begun: of its own, or in place of those that `Simulation.plays` has
+    plays: Mapping[Op, Play]  # for its own operations, or in place of those of `Simulation.plays`
 
     def waiting(self) -> Iterable[tuple[int, float, Instruction]]:
-        """Return workers that wait for it, since when and in which instruction."""
+        """Return the workers that wait for the extension, the time since which they wait, and the instruction."""
         return ()
 
 
 _COMPUTE = (Op.FORWARD, *BACKWARDS)
-_LASTS = with_role(COMPUTE)  # other workers come first, even after 0 s
+_LASTS = with_role(COMPUTE)  # after these the other workers continue first, even if they took 0 s
 
 
 @dataclass(eq=False, repr=False)
 class Simulation:
-    """Plays programs against costs and links, once; raises a ScheduleError if workers wait in a circle."""
+    """Simulates programs with given costs and links; to be iterated over once.
+
+    Raises:
+        ScheduleError: workers wait for each other in a circle.
+    """
 
     pipeline: Pipeline
-    programs: Sequence[Iterator[Instruction]]  # one lazy list of instructions per worker
+    programs: Sequence[Iterator[Instruction]]  # instructions of every worker
     costs: Costs
     network: Network
-    size_of: Callable[[int], Size]  # a unit's size, on which its costs depend
+    size_of: Callable[[int], Size]  # returns a unit's size, on which its costs depend
     start_s: float = 0.0  # when every worker starts
-    part: RunPart | None = None  # of a run; None if none is trained
-    copies: bool = False  # whether layers may begin to swap meanwhile
-    evaluates: bool = False  # whether all is forwards, which wait for inputs only
+    part: RunPart | None = None  # None if nothing is trained
+    copies: bool = False  # whether layers may swap; set if the pipeline swaps from the start
+    evaluates: bool = False  # whether there are forwards only
 
     def __post_init__(self) -> None:
         pipeline, costs, network, start_s = self.pipeline, self.costs, self.network, self.start_s
@@ -97,7 +101,8 @@ class Simulation:
         for make in pipeline.hooks("play").values():
             self._extensions.append(make(self))
             self.plays.update(self._extensions[-1].plays)
-        self._loaders = [(start_s, start_s, start_s)] * len(self.programs)  # times: last load; the last two taken
+        # By worker, the times at which the last load ended, and at which the last two loaded inputs were taken
+        self._loaders = [(start_s, start_s, start_s)] * len(self.programs)
         self._running = set(range(len(self.programs)))
         self.end_s = start_s
         for worker in range(len(self.programs)):
@@ -113,19 +118,19 @@ class Simulation:
             Op.UPDATE: self._update,
             Op.WAIT_ALL_REDUCE: self._wait_all_reduce,
             Op.WAIT_SCATTER: self._wait_all_reduce,
-            Op.WAIT_NORM: self._wait_norm,
+            Op.WAIT_NORM: self._join_and_wait,
             Op.GATHER: self._gather,
             Op.WAIT_GATHER: self._wait_gather,
             Op.FREE: lambda worker, it, now_s: 0.0,
-            Op.WAIT_TIED: self._wait_tied,
+            Op.WAIT_TIED: self._join_and_wait,
         }
 
     def __iter__(self) -> Iterator[TimelineEvent]:
         """Yield events in an order that respects every dependency."""
-        # Names looked up once: this loop runs for every instruction. So does the making of events without defaults.
+        # Names are looked up once, and events made without defaults, because this loop runs for every instruction.
         programs, made, plays, new = self.programs, self._made, self.plays, tuple.__new__
         heap, counter, pop, replace = self.network.agenda.heap, self.network.agenda.counter, heappop, heappushpop
-        then: Entry | None = None  # what the worker at hand comes to next
+        then: Entry | None = None  # the entry of the worker that has just been simulated
         while heap or then is not None:
             now_s, _, _, worker, payload = pop(heap) if then is None else replace(heap, then)
             then = None
@@ -166,19 +171,19 @@ class Simulation:
         heappush(agenda.heap, (time_s, WORKERS, next(agenda.counter), worker, wait))
 
     def until(self, ready_s: float, worker: int, wait: Wait) -> float | None:
-        """Return 0 if what a worker waits for is ready; else schedule the worker for then."""
+        """Return 0 if a wait is over when it begins; else wake the worker at `ready_s` and return None."""
         if ready_s <= wait[0]:
             return 0.0
         self.wake(ready_s, worker, wait)
         return None
 
     def emit(self, event: TimelineEvent) -> None:
-        """Report an event that ends now and isn't the instruction that its worker is at."""
+        """Report an event that ends now and isn't of its worker's current instruction."""
         self.end_s = max(self.end_s, event.end_s)
         self._made.append(event)
 
     def _copied(self, copy: Copy, now_s: float) -> None:
-        """Take note of a copy that has ended, and let the backward begin that has waited for it."""
+        """Report a copy that has ended, and begin the backward that waits for it."""
         stall_s = 0.0 if copy.waiting is None else now_s - copy.waiting[1]
         self.emit(TimelineEvent(copy.start_s, now_s, copy.worker, copy.instruction, stall_s))
         if copy.waiting is not None:
@@ -187,12 +192,12 @@ class Simulation:
     def _resume(self, worker: int, instruction: Instruction, now_s: float) -> None:
         """Let a worker that was held up play its instruction now."""
         lasts_s = self.plays[instruction.op](worker, instruction, now_s)
-        assert lasts_s is not None  # what it has waited for is there
+        assert lasts_s is not None  # what it waited for has come
         self._made.append(TimelineEvent(now_s, now_s + lasts_s, worker, instruction))
         self.wake(now_s + lasts_s, worker, None)
 
     def _compute(self, _worker: int, instruction: Instruction, now_s: float) -> float | None:
-        """Run a forward or a backward, unless what it needs isn't back from the host yet; its gradients are summed."""
+        """Run a forward, or a backward unless its unit isn't back from the host yet; join the sum of its gradients."""
         if self._copies is not None and self._copies.holds_up(instruction, now_s):
             return None
         op, stage, unit, _, reduce, _, _ = instruction
@@ -205,24 +210,22 @@ class Simulation:
         return self.costs.stages[update.stage].update_s
 
     def _copy(self, worker: int, copy: Instruction, now_s: float) -> float:
-        """Ask for a copy, which keeps no worker."""
+        """Request a copy, which occupies no worker."""
         assert self._copies is not None
         self._copies.begin(worker, copy, now_s)
         return LATER
 
     def _wait_all_reduce(self, worker: int, wait: Instruction, now_s: float) -> float | None:
         _, stage, round_index, _, reduce, *_ = wait
-        if reduce >= 0:  # no backward of the round ran here
+        if reduce >= 0:  # this worker ran no backward of the round
             self._reductions.join(stage, round_index, now_s)
         return self._wait(worker, (stage, round_index), wait, now_s)
 
-    def _wait_tied(self, worker: int, wait: Instruction, now_s: float) -> float | None:
-        self._reductions.join(wait.peer, wait.number, now_s)
-        return self._wait(worker, (wait.peer, wait.number), wait, now_s)
-
-    def _wait_norm(self, worker: int, wait: Instruction, now_s: float) -> float | None:
-        self._reductions.join(EVERY_STAGE, wait.number, now_s)
-        return self._wait(worker, (EVERY_STAGE, wait.number), wait, now_s)
+    def _join_and_wait(self, worker: int, wait: Instruction, now_s: float) -> float | None:
+        """Join and wait for the sum of a tie's copies, or of the gradients' norm."""
+        group = wait.peer if wait.op is Op.WAIT_TIED else EVERY_STAGE
+        self._reductions.join(group, wait.number, now_s)
+        return self._wait(worker, (group, wait.number), wait, now_s)
 
     def _gather(self, worker: int, gather: Instruction, now_s: float) -> float:
         self._reductions.gather(worker, gather.stage, now_s)
@@ -240,7 +243,10 @@ class Simulation:
         return self.until(ready_s, worker, (now_s, wait, joined_s))
 
     def _load(self, worker: int, load: Instruction, now_s: float) -> float | None:
-        """One loader and two buffers per worker: a load starts when the last one is done and a buffer was taken."""
+        """Wait for a unit's inputs.
+
+        A worker has one loader and two buffers: a load starts when the one before has ended and a buffer is free.
+        """
         load_s = self.costs.stages[load.stage].load_s[self.size_of(load.number)]
         if self.costs.host.fetches:
             ready_s = now_s + load_s
@@ -251,7 +257,7 @@ class Simulation:
         return self.until(ready_s, worker, (now_s, load, math.inf))
 
     def _check_ended(self) -> None:
-        """Raise if a worker still waits."""
+        """Raise a ScheduleError if a worker still waits."""
         if not self._running:
             return
         waiting = [*self.messages.waiting(), *self._reductions.waiting()]

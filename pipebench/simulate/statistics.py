@@ -1,4 +1,4 @@
-"""Running statistics (BatchNorm's) at a drain: the replicas of every stage that has some average theirs."""
+"""Running statistics (of BatchNorm) at a drain, which the replicas of a stage average."""
 
 from collections.abc import Iterator
 
@@ -10,14 +10,14 @@ from pipebench.simulate.timeline import BUFFERS
 
 
 def stages_that_average(pipeline: Pipeline, costs: Costs) -> Iterator[int]:
-    """Yield the stages with statistics and several replicas."""
+    """Yield the stages with running statistics and several replicas."""
     for index, (replicas, stage) in enumerate(zip(pipeline.replicas, costs.stages, strict=True)):
         if replicas > 1 and stage.buffer_bytes > 0:
             yield index
 
 
 def average_statistics(pipeline: Pipeline, costs: Costs, network: Network, clock_s: float, done: Action) -> None:
-    """Begin their sums over a network on which nothing else is; `done` runs at the end of each."""
+    """Begin the sums of all these stages over an idle network; `done` runs at the end of each."""
     for stage in stages_that_average(pipeline, costs):
         num_bytes, workers = costs.stages[stage].buffer_bytes, pipeline.places[stage]
         network.sum_up(network.group(pipeline.buffer_way, BUFFERS, workers), "buffers", num_bytes, clock_s, done)

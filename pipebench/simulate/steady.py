@@ -1,8 +1,8 @@
 """Simulated segments: durations and bytes without training, with the steady state found and extrapolated.
 
-A schedule repeats after a block of minibatches. Once every worker's times repeat too, shifted by a constant, further
-periods cost that constant: only fill, a few periods and drain are simulated. If minibatches vary in length nothing
-repeats; then enough are simulated to know the mean of the others.
+A schedule repeats after a block of minibatches. Once the times of every worker also repeat, shifted by a constant,
+every further period takes that constant, so only fill, a few periods and drain are simulated. If minibatches vary in
+length nothing repeats; then as many are simulated as are needed to estimate the mean of the others.
 """
 
 import itertools
@@ -29,15 +29,15 @@ from pipebench.simulate.meter import COMPUTED, Meter, recomputed_s, recomputing
 from pipebench.simulate.network import Network
 from pipebench.simulate.simulation import TimelineEvent
 
-_BLOCKS = (1, 2, 3, 4, 5, 6, 8, 10, 12)  # lengths tried for the period
+_BLOCKS = (1, 2, 3, 4, 5, 6, 8, 10, 12)  # numbers of blocks tried as the period
 _REPEATS = 3  # periods that must agree before the state counts as steady
-_PATIENCE = 2048  # minibatches after which the later half's mean is used, given enough blocks
-_BATCHES = 8  # parts of that half, for its standard error
+_PATIENCE = 2048  # minibatches after which the mean of the later half is used instead, if it has enough blocks
+_BATCHES = 8  # parts of that half, for the standard error
 _TOLERANCE = 1e-9  # relative; times are sums of floats
 
 
 class Workload(Protocol):
-    """What is simulated: a `Setup`, or a plan without a model."""
+    """What is simulated: an engine's `Setup`, or a plan without a model."""
 
     @property
     def pipeline(self) -> Pipeline:
@@ -57,7 +57,7 @@ class Workload(Protocol):
 
     @property
     def sampler(self) -> Sampler:
-        """Samples of every minibatch."""
+        """Numbers of samples of every minibatch."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ class SegmentTotals:
     num_simulated: int = 0  # minibatches that the estimate is based on; 0 if exact
     again_s: float = 0.0  # part of `busy_s` that recomputes forwards
     swap_stall_s: float = 0.0  # backwards waiting for copies from the host
-    # That were added to what was simulated; a longer segment has more of them
+    # Periods of the steady state that were added to the simulated part; a longer segment has more of them
     periods: "AddedPeriods | None" = field(default=None, compare=False, repr=False)
 
     def longer(self, num_minibatches: int) -> "SegmentTotals | None":
-        """Return the totals of a segment longer by so many minibatches, None if they have to be simulated."""
+        """Return the totals of a segment longer by `num_minibatches`; None if it has to be simulated."""
         known = self.periods
         if known is None or num_minibatches % known.num_minibatches:
             return None
@@ -84,29 +84,22 @@ class SegmentTotals:
         return replace(known.simulated.extended(known.each, times), periods=replace(known, times=times))
 
     def extended(self, period: "SegmentTotals", times: int) -> "SegmentTotals":
-        """Add the totals of `times` periods; errors stay."""
+        """Return the totals with those of `times` periods added; the standard error stays."""
         num_bytes = Counter(self.num_bytes)
         for key, value in period.num_bytes.items():
             num_bytes[key] += value * times
-        return replace(
-            self,
-            end_s=self.end_s + period.end_s * times,
-            busy_s=self.busy_s + period.busy_s * times,
-            stall_s=self.stall_s + period.stall_s * times,
-            num_bytes=num_bytes,
-            again_s=self.again_s + period.again_s * times,
-            swap_stall_s=self.swap_stall_s + period.swap_stall_s * times,
-            periods=None,
-        )
+        names = ("end_s", "busy_s", "stall_s", "again_s", "swap_stall_s")
+        seconds = {name: getattr(self, name) + getattr(period, name) * times for name in names}
+        return replace(self, num_bytes=num_bytes, periods=None, **seconds)
 
 
 @dataclass(frozen=True)
 class AddedPeriods:
-    """Periods of a steady state, added to what was simulated."""
+    """Periods of a steady state, added to the totals of a simulated segment."""
 
     simulated: SegmentTotals
-    each: SegmentTotals
-    num_minibatches: int  # of a period
+    each: SegmentTotals  # of one period
+    num_minibatches: int  # of one period
     times: int
 
 
@@ -122,12 +115,15 @@ def simulate_segment(
     ends_epoch: bool = True,
     until_s: float = math.inf,
 ) -> SegmentTotals:
-    """Return the totals of a segment of whole minibatches, but for an epoch's last if the segment ends with it.
+    """Return the totals of a segment of whole minibatches, except for an epoch's last if the segment ends with it.
 
-    Simulated once: when the state is steady, workers switch to the lists of a segment shorter by whole periods, which
-    begin alike, and the cost of these periods is added. `meter` records the timeline of the simulated part;
-    `ends_epoch`: whether the last minibatch is the epoch's last, which may be short. A segment of whole minibatches of
-    one length is given up after `until_s` seconds of it; then its duration is infinite.
+    Args:
+        workload: what is simulated.
+        num_minibatches: of the segment.
+        meter: records the timeline of the simulated part.
+        ends_epoch: whether the last minibatch is the epoch's last, which may be short.
+        until_s: simulated seconds after which a segment is given up, as one of infinite duration; ignored if
+            minibatches vary in length.
     """
     run = _Run(workload, num_minibatches, meter, ends_epoch=ends_epoch)
     if workload.sampler.varies:
@@ -138,12 +134,12 @@ def simulate_segment(
             if event.start_s > until_s:
                 return replace(run.totals(), end_s=math.inf)
             found = detector.steady(event, run.spent(event.worker), num_minibatches)
-            if found is not None:
+            if found is not None:  # programs of a segment shorter by whole periods begin with the same instructions
                 run.shorten(num_minibatches - found.left_out * found.period)
     totals = run.totals()
     if found is None:
         return totals
-    # Bytes per period are exact here; measured between two times they vary from period to period.
+    # A period of its own has the exact bytes; between two times of a longer run they vary from period to period.
     num_bytes = _simulated(_Run(workload, found.period, ends_epoch=False)).num_bytes
     each = found.period_totals(num_bytes)
     extended = totals.extended(each, found.left_out)
@@ -154,7 +150,7 @@ def simulate_segment(
 
 
 def _estimated(workload: Workload, run: "_Run", num_minibatches: int) -> SegmentTotals:
-    """Return the totals of a segment of varying lengths, simulated until the mean of the rest is known."""
+    """Return the totals of a segment of varying lengths, simulated until the mean of the rest can be estimated."""
     sampler = workload.sampler
     assert isinstance(sampler, Varying)
     average, found = Average(workload.pipeline, workload.costs, sampler, num_minibatches), None
@@ -167,7 +163,7 @@ def _estimated(workload: Workload, run: "_Run", num_minibatches: int) -> Segment
     if found is None:
         return totals
     left_out = found.left_out
-    # Bytes and computing don't depend on time and are exact for every length.
+    # Bytes and computing don't depend on time, so a period of each length has the exact ones.
     alike = []
     for columns, share in sampler.lengths:
         period = _Run(workload, found.period, ends_epoch=False, sampler=sampler.of_length(columns))
@@ -192,14 +188,14 @@ def _estimated(workload: Workload, run: "_Run", num_minibatches: int) -> Segment
 def estimate_rate(workload: Workload, num_minibatches: int, num_instructions: int) -> tuple[float, int]:
     """Estimate the seconds per minibatch in steady state; also return the number of instructions simulated.
 
-    Without a steady state: the slowest worker's rate in the later half of what was simulated, or infinity if that is
-    too short. `num_minibatches` must be more than `num_instructions` amount to, up to one epoch.
+    Without a steady state, the estimate is the rate of the slowest worker in the later half of what was simulated, or
+    infinity if that is too short. `num_minibatches` must have at least `num_instructions`, up to one epoch.
     """
     pipeline, taken = workload.pipeline, 0
     detector = _SteadyStateDetector(pipeline)
     for taken, event in enumerate(itertools.islice(_Run(workload, num_minibatches), num_instructions), 1):
         if event.instruction.op in ENDS:
-            found = detector.steady(event, _NOTHING, sys.maxsize)  # of unlimited length
+            found = detector.steady(event, _NOTHING, sys.maxsize)  # in a segment of unlimited length
             if found is not None:
                 return found.shift_s / found.period, taken
     return detector.later_half_s(), taken
@@ -207,10 +203,15 @@ def estimate_rate(workload: Workload, num_minibatches: int, num_instructions: in
 
 @without_collector()
 def simulate_all(
-    workload: Workload, num_minibatches: int, meter: Meter | None = None, *, first: int = -1
+    workload: Workload,
+    num_minibatches: int,
+    meter: Meter | None = None,
+    *,
+    first: int = -1,
+    sampler: Sampler | None = None,
 ) -> SegmentTotals:
-    """Simulate a whole segment that ends an epoch, or that begins with minibatch `first`."""
-    return _simulated(_Run(workload, num_minibatches, meter, ends_epoch=first < 0, first=first))
+    """Simulate a whole segment: one that ends an epoch or, unless `first` is -1, that begins with minibatch `first`."""
+    return _simulated(_Run(workload, num_minibatches, meter, ends_epoch=first < 0, sampler=sampler, first=first))
 
 
 def _simulated(run: "_Run") -> SegmentTotals:
@@ -220,10 +221,12 @@ def _simulated(run: "_Run") -> SegmentTotals:
 
 
 class _Run:
-    """A segment being simulated; iterate over its events once. For its arguments see `simulate_segment`.
+    """A segment being simulated, whose events are to be iterated over once.
 
-    `sampler` replaces the workload's; `first` is the first minibatch in the run, negative: all minibatches are whole
-    but for an epoch's last.
+    Args:
+        workload, num_minibatches, meter, ends_epoch: as in `simulate_segment`.
+        sampler: in place of the workload's.
+        first: the first minibatch in the run; negative: all minibatches are whole except for an epoch's last.
     """
 
     def __init__(
@@ -237,11 +240,14 @@ class _Run:
         first: int = -1,
     ) -> None:
         pipeline, sampler = workload.pipeline, sampler or workload.sampler
+        # Seconds by worker, as in `SegmentTotals`
         self.busy_s, self.again_s, self.stall_s, self.swap_stall_s = ([0.0] * pipeline.num_workers for _ in range(4))
         self._pipeline, self._meter = pipeline, meter
         observe = meter.transfer if meter else None
         self._network = Network(workload.cluster, workload.devices, observe, copies=bool(pipeline.swaps))
-        self._sampler, self._drawn, self._first = sampler, dict[int, Size](), max(0, first)
+        self._sampler = sampler
+        self._drawn: dict[int, Size] = {}  # sizes of units, if minibatches vary
+        self._first = max(0, first)
         self._whole = sampler.sizes(0, pipeline.microbatches)
         self._alike = self._whole[0] if len({*self._whole}) == 1 else None  # of all units but the last ones
         last = sampler.sizes(sampler.minibatches_per_epoch - 1, pipeline.microbatches)
@@ -249,7 +255,7 @@ class _Run:
         self._recomputed_s, self._size_of = recomputed_s(workload.costs), size_of
         self._last = dict(zip(pipeline.units(num_minibatches - 1), last, strict=True)) if ends_epoch else {}
         self._taken = [itertools.count() for _ in range(pipeline.num_workers)]
-        # Counts instructions taken without Python code per instruction.
+        # The counters count the instructions taken from each program without Python code per instruction.
         lists = zip(programs(pipeline, num_minibatches), self._taken, strict=True)
         self._lists: list[Iterator[Instruction]] = [
             map(operator.itemgetter(0), zip(each, taken, strict=False)) for each, taken in lists
@@ -278,7 +284,7 @@ class _Run:
         return _Spent(self.busy_s[worker], self.stall_s[worker], self.again_s[worker], self.swap_stall_s[worker])
 
     def shorten(self, num_minibatches: int) -> None:
-        """Switch to the lists of a shorter segment, which begin like those played so far."""
+        """Switch to the programs of a shorter segment, which begin with the instructions executed so far."""
         if self._last:
             self._last = dict(zip(self._pipeline.units(num_minibatches - 1), self._last.values(), strict=True))
         for worker, instructions in enumerate(programs(self._pipeline, num_minibatches)):
@@ -308,7 +314,7 @@ class _Run:
 
 
 class _Spent(NamedTuple):
-    """Seconds as in `SegmentTotals`."""
+    """Seconds of a worker, or of all, as in `SegmentTotals`."""
 
     busy_s: float
     stall_s: float
@@ -327,7 +333,7 @@ class _Steady:
     shift_s: float  # duration of a period
     spent: _Spent  # by all workers in a period
     left_out: int  # periods that need not be simulated
-    error_s: float = 0.0  # standard error of `shift_s` if periods do not repeat exactly
+    error_s: float = 0.0  # standard error of `shift_s` if periods don't repeat exactly
 
     def period_totals(self, num_bytes: Counter[tuple[str, str]]) -> SegmentTotals:
         """Return the totals of a period."""
@@ -336,9 +342,9 @@ class _Steady:
 
 
 class _SteadyStateDetector:
-    """Detects when all workers' backwards repeat, shifted by one constant.
+    """Detects when the times of all workers' backwards repeat, shifted by one constant.
 
-    A period may be several blocks: links shared by two stages can make blocks alternate.
+    A period may have several blocks, because a link that two stages share can make blocks alternate.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -359,7 +365,7 @@ class _SteadyStateDetector:
             return None
         for blocks in _BLOCKS:
             shifts = [self._shift(each, blocks) for each in self._first_and_others(blocks)]
-            # Workers at different rates fill or empty a queue, which cannot last.
+            # If workers have different rates, a queue fills or empties, which can't last.
             if max(shifts) - min(shifts) <= _TOLERANCE * ends[0][-1]:
                 return self._found(blocks, shifts[0], num_minibatches)
         ended = len(ends[0]) // own[0]
@@ -370,7 +376,7 @@ class _SteadyStateDetector:
         """Return the later half of what was simulated as a steady state, with its standard error."""
         ended = [len(ends) // own for ends, own in zip(self._ends, self._own, strict=True)]
         if (max(ended) - min(ended) - 1) * self._block > self._in_flight:
-            return None  # workers at different rates end one by one, so the first's rate is not the segment's
+            return None  # workers with different rates end one by one, so the rate of the first isn't the segment's
         ends, own = self._ends[0], self._own[0]
         blocks = len(ends) // own // 2 // _BATCHES * _BATCHES
         marks = ends[len(ends) - 1 - own * blocks :: own * blocks // _BATCHES]
@@ -389,7 +395,7 @@ class _SteadyStateDetector:
         return slowest_s
 
     def _first_and_others(self, blocks: int) -> range:
-        """Return all workers, or only the first if its last two periods already differ."""
+        """Return all workers, or only the first if its own last two periods differ."""
         ends, own = self._ends[0], self._own[0] * blocks
         if len(ends) <= 2 * own:
             return range(1)
@@ -397,7 +403,7 @@ class _SteadyStateDetector:
         return range(1 if differ else len(self._own))
 
     def _shift(self, worker: int, blocks: int) -> float:
-        """Return the duration of a worker's last periods if they agree backward by backward, else infinity."""
+        """Return the duration of a worker's last periods if they agree in every backward, else infinity."""
         ends, own = self._ends[worker], self._own[worker] * blocks
         if len(ends) < (_REPEATS + 1) * own:
             return math.inf
@@ -408,7 +414,7 @@ class _SteadyStateDetector:
     def _found(self, blocks: int, shift_s: float, num_minibatches: int) -> _Steady | None:
         period = self._block * blocks
         done = max(math.ceil(len(ends) / own) for ends, own in zip(self._ends, self._own, strict=True)) * self._block
-        # No worker has started anything beyond so short a segment, or is near its end.
+        # In a segment shorter by these periods, no worker has started anything beyond its end, or is near it.
         left_out = (num_minibatches - done - 2 * self._in_flight - period) // period
         if left_out < 1:
             return None

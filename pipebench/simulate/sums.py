@@ -1,12 +1,12 @@
-"""Ways in which a group sums a buffer: what its members send each other, and how long it takes them.
+"""Ways in which a group sums a buffer: what its members send each other, and the time that it takes.
 
 A ring all-reduce is one flow over all ports of its ring, at the pace of the slowest: 2 (r-1) steps in which every
-member passes on a chunk (bandwidth-optimal ring; PipeDream section 3.1). A step waits for the one before of the
-neighbour only, so latencies are those of the hops that a chunk makes, not of the slowest hop at every step. Chunks are
-many and small, so a message that shares a port with it gets half of the port. On clusters that say so it has two
-levels: reduce-scatter within every server, rings among servers, all-gather within.
+member passes on a chunk (bandwidth-optimal ring; PipeDream section 3.1). A step waits only for the neighbour's step
+before, so latencies are those of the hops that a chunk makes, not of the slowest hop at every step. Chunks are many and
+small, so a message that shares a port with the ring gets half of the port. On clusters with `all_reduce: two-level` it
+has three phases: reduce-scatter within every server, rings among servers, all-gather within every server.
 
-The sums themselves are in `engine/ring.py`; what the planner's searches expect of one, in `planner/cost_models.py`.
+The arithmetic is in `engine/ring.py`, and the formulas of the planner's searches in `planner/cost_models.py`.
 """
 
 import itertools
@@ -21,12 +21,12 @@ from pipebench.schedule.syncs import ALL_REDUCE, ALL_TO_ALL, ORDERED, PARAMETER_
 from pipebench.simulate.sharing import NEVER, Resource, Uses
 
 Port = tuple[int, int, bool]  # level, component of the level below, whether it is outgoing
-_CLEARLY_FASTER = 0.99  # of two ways, so that rounding decides nothing
-Groups = Sequence[Sequence[int]]  # positions in a ring of those that sum first, see `Cluster.servers`
+_CLEARLY_FASTER = 0.99  # of the time of another way, so that rounding doesn't decide
+Groups = Sequence[Sequence[int]]  # positions in a ring of members that sum first, see `Cluster.servers`
 
 
 class Links(Protocol):
-    """What joins workers."""
+    """The links of a cluster, as a `Network` has them."""
 
     cluster: Cluster
 
@@ -34,28 +34,28 @@ class Links(Protocol):
         """Return the level between two workers, and the ports at both ends."""
 
     def lanes(self, index: int, sender: int, receiver: int) -> list[Port]:
-        """Return the lanes to hosts that a message over a level also crosses."""
+        """Return the lanes to hosts that a message over a level also uses."""
 
     def port(self, port: Port) -> Resource:
-        """Return what a port carries."""
+        """Return the resource of a port."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One phase's traffic of a group on one level, all at one pace."""
+    """A group's traffic in one phase and on one level, at one rate."""
 
-    share: float  # of the buffer, per connection
+    share: float  # fraction of the buffer per connection
     uses: Uses  # ports, with the number of connections through each
     latency_s: float  # of all the phase's steps
     cap: float  # limit on each connection's bytes/s
 
     def alone_s(self, num_bytes: int) -> float:
-        """Return its seconds for a buffer, beside no other traffic."""
+        """Return the seconds for a buffer without other traffic."""
         rate = min([self.cap, *(resource.capacity / weight for resource, weight in self.uses)])
         return self.latency_s + self.share * num_bytes / rate
 
 
-Phases = list[list[Part]]  # in sequence; the parts of each run side by side
+Phases = list[list[Part]]  # in sequence; the parts of each run at the same time
 
 
 class Way(NamedTuple):
@@ -71,9 +71,9 @@ def traffic(sync: str, num_bytes: int, size: int) -> Iterator[tuple[int, int, in
 
 
 def faster_sums(cluster: Cluster, devices: Sequence[int]) -> str:
-    """Return in which order sharded replicas add: ORDERED, their own, unless RING is clearly faster, latencies aside.
+    """Return the order in which sharded replicas sum: ORDERED unless RING is clearly faster, latencies left out.
 
-    It is where several devices share a port: everyone's part for everyone crosses it, of a ring's connections one.
+    RING is faster if several devices share a port: in ORDERED all their messages cross it, in a ring those of one.
     """
     ring_s = ordered_s = 0.0  # of a byte of every device's shard
     for index, level in enumerate(cluster.levels):
@@ -161,10 +161,13 @@ def all_reduce_phases(links: Links, ring: Sequence[int], servers: Groups) -> Pha
 
 
 def _ring_part(links: Links, rings: Groups, rounds: int, connections: int = 1) -> list[Part]:
-    """Return a phase of rings side by side, at the pace of the slowest of the links.
+    """Return a phase of rings at the same time, at the pace of the slowest link.
 
-    A chunk goes round `rounds` times: once to sum it, once to distribute the sum; `connections` rings take the same
-    path and divide the buffer.
+    Args:
+        links: of the cluster.
+        rings: workers of every ring, in order.
+        rounds: how often a chunk goes round its ring: once to be summed, once to distribute the sum.
+        connections: rings that use the same ports and divide the buffer.
     """
     size = max(map(len, rings))
     weights: dict[Port, float] = {}
@@ -176,7 +179,7 @@ def _ring_part(links: Links, rings: Groups, rounds: int, connections: int = 1) -
             level = links.cluster.levels[index]
             lanes = links.lanes(index, worker, ring[(i + 1) % len(ring)])
             hops_s.append(level.latency_s)
-            # A smaller ring sends less, at the same pace.
+            # A smaller ring sends less in the same time.
             part = (len(ring) - 1) / len(ring) / ((size - 1) / size)
             cap = min(cap, level.sum_cap_bytes_per_s(connections) / part)
             weights.update(dict.fromkeys(ports, connections * part) | dict.fromkeys(lanes, part))
@@ -191,10 +194,10 @@ def ring_phases(links: Links, ring: Sequence[int], servers: Groups) -> Phases:
 
 
 def ring_latency_s(hops_s: Sequence[float], rounds: int = 2) -> float:
-    """Return the latency of the chunk that arrives last, given that of every hop around a ring.
+    """Return the latency of the chunk that arrives last, given the latency of every hop around a ring.
 
-    A chunk makes `rounds` times (size - 1) hops in a row: all around each time, but for the hops it never makes, the
-    fastest in the worst case.
+    A chunk makes `rounds` times (size - 1) successive hops: `rounds` times around the ring without `rounds` hops. For
+    the chunk that arrives last these are the fastest.
     """
     size = len(hops_s)
     around = [*hops_s, *hops_s[:rounds]]
@@ -203,9 +206,9 @@ def ring_latency_s(hops_s: Sequence[float], rounds: int = 2) -> float:
 
 
 def server_phases(links: Links, ring: Sequence[int], servers: Groups) -> Phases:
-    """Return the phases of a sharded parameter server: all push every member its share, then pull the sums.
+    """Return the phases of a sharded parameter server: members push every member's share to it, then pull the sums.
 
-    Connections over one level go at the pace of the port that most of them cross.
+    Connections over one level have the rate of the port that most of them cross.
     """
     ports: dict[int, Counter[Port]] = {}
     for sender, receiver in itertools.permutations(ring, 2):

@@ -12,31 +12,31 @@ from pipebench.tracking.record import LogEntry, Status
 from pipebench.tracking.summary import least_losses
 from pipebench.train.result import DIVERGED, INTERRUPTED, RunResult
 
-# What people compare runs by, what decides first: MLflow lists metrics in the order in which it got them. Everything
-# else is in the artifact result.json: hundreds of metrics hide the dozen that matter.
+# The metrics by which runs are compared, most important first: MLflow lists metrics in the order in which it got them.
+# The others are in the artifact result.json only, as hundreds of metrics would hide the dozen that matter.
 _METRICS = tuple(row.name for row in METRICS if COLUMN in row.shown)
-# On MLflow's pages of charts this is a section of its own, before the single values.
+# A prefix of metrics. MLflow's page of charts shows them in a section of their own, before the single values.
 CURVES = "curves/"
 VIRTUAL_TIME = f"{CURVES}virtual_time_s"
-# That single values are shown with, as MLflow's table has no format of its own. `pipebench runs` rounds them again,
-# to six at most, and with three to spare gets what the result gives.
+# Significant digits of single values, as MLflow's table prints all digits. `pipebench runs` rounds them again, to six
+# at most: with three more, it prints the same as from the unrounded result.
 _DIGITS = 9
 DESCRIPTION = "mlflow.note.content"  # the tag that MLflow shows as a run's description
-_RUN_ID = "@" * 32  # as long as an id
+_RUN_ID = "@" * 32  # stands for MLflow's id of the run, and is as long
 _CUT = "(The artifacts hold the rest.)"
 
 
 def values_of(entry: LogEntry, *, virtual: bool) -> tuple[dict[str, float], int]:
-    """Return the values of an entry, and their step.
+    """Return the values of an entry by metric, and their step.
 
-    MLflow's timestamps are whole milliseconds, and it ranks runs by them, so virtual seconds (a run has 0.2 or 200,000)
-    don't fit. They are a metric instead, which MLflow takes as an axis, too.
+    Virtual seconds are a metric, which MLflow offers as an axis. They can't be MLflow's timestamps, which are whole
+    milliseconds and order the runs: a run may have 0.2 or 200,000 virtual seconds.
     """
     point, result = entry.point, entry.result
     if point is not None:
         curves = {**point.metrics, **({"virtual_time_s": point.clock_s} if virtual else {})}
         return {f"{CURVES}{name}": value for name, value in curves.items()}, point.samples
-    if result is not None:  # at step 0: what has a step is drawn as a curve, of one point
+    if result is not None:  # at step 0, as MLflow would draw other steps as a curve of one point
         return logged_metrics(result), 0
     return dict(entry.metrics), entry.step
 
@@ -59,7 +59,7 @@ def outcome_status(result: RunResult | None) -> Status:
 
 
 def logged_metrics(result: RunResult) -> dict[str, float]:
-    """Return a result's metrics for comparing runs, the deciding ones first, rounded for display."""
+    """Return a result's metrics for comparing runs, the most important first, rounded for display."""
     values = {**least_losses(result.points), **result.metrics}
     ordered = dict.fromkeys(name for pattern in _METRICS for name in values if fnmatchcase(name, pattern))
     ordered |= dict.fromkeys(name for name in values if (row := known(name)) is not None and COLUMN in row.shown)
@@ -82,16 +82,16 @@ def stages_csv(result: RunResult) -> str:
 
 
 def logged_params(recipe: Mapping[str, str]) -> dict[str, str]:
-    """Return a flattened recipe without keys that are null, which are not worth a column each."""
+    """Return a flattened recipe without keys that are null, which would be empty columns of MLflow's table."""
     return {name: value for name, value in recipe.items() if value != "null"}
 
 
 def description(markdown: str, pictures: Sequence[str]) -> str:
-    """Return the text that MLflow shows first of a run: `markdown`, cut to MLflow's limit, then picture artifacts.
+    """Return a run's description in MLflow: `markdown`, cut to MLflow's limit, then picture artifacts.
 
-    The run's id is filled in later, when MLflow has assigned it.
+    The run's id is filled in by `tags_of`, once MLflow has assigned it.
     """
-    # Seen from the page's own address, so that a server below a path finds them too.
+    # Relative addresses, which also work on a server whose pages are below a path.
     links = [f"![{name}](get-artifact?path={quote(name)}&run_uuid={_RUN_ID})" for name in pictures]
     text = "\n\n".join([markdown, *links])
     if len(text) <= MAX_TAG_CHARS:

@@ -1,33 +1,33 @@
-"""A run that one process logs and another sends to MLflow: workers train, and their launcher imports MLflow.
+"""Runs that one process logs and another sends to MLflow, so that workers train without importing MLflow.
 
-Between them is the run's record: rank 0 appends entries to it, and the launcher follows.
+They communicate by the run's record: rank 0 appends entries to it, and the launcher reads and sends them.
 """
 
 import time
 from collections.abc import Callable
 
 from pipebench.tracking.record import LogEntry, RecordFolder, Sent, Start
-from pipebench.tracking.sender import SEND_EVERY_S, Sender
+from pipebench.tracking.sender import SEND_INTERVAL_S, Sender
 from pipebench.tracking.store import Store
 
-_NOBODY = Start("", virtual=False)  # until the run has begun
+_NO_START = Start("", virtual=False)  # until the run has begun
 
 
-class Follower(Sender):
+class RecordFollower(Sender):
     """Sends what another process appends to a record, also across restarts of that process."""
 
-    every_s = 0.2  # looking for entries costs microseconds
+    interval_s = 0.2  # a look for new entries costs microseconds
 
     def __init__(self, record: RecordFolder) -> None:
-        """Follow a record from its first entry that MLflow hasn't; its folder may be empty yet."""
-        super().__init__(record, _NOBODY, None, system_metrics=True)
-        self._due_s = 0.0
+        """Follow a record from the first entry that MLflow lacks; its folder may still be empty."""
+        super().__init__(record, _NO_START, None, system_metrics=True)
+        self._due_s = 0.0  # monotonic time of the next `send` that does anything
         self._is_closed = False
-        self._note(record.earlier("start", "status"))
+        self._track_state(record.earlier("start", "status"))
 
     @property
     def is_done(self) -> bool:
-        """Whether it is closed."""
+        """Whether `close` was called."""
         return self._is_closed
 
     def close(self) -> None:
@@ -35,26 +35,26 @@ class Follower(Sender):
         self._is_closed = True
 
     def add(self, entry: LogEntry, content: bytes | None = None) -> None:
-        """Append an entry to the record, from where it is sent as others are; if the disk fails, it is sent at once."""
+        """Append an entry to the record, which `take_in` reads again; queue it directly if the disk fails."""
         if entry.status is not None:
-            self.settled.clear()  # whoever waits for it waits from now on
+            self.settled.clear()  # a wait for the run's end begins now
         self.record.append(entry, content)
         if self.record.path is None:
             self._queue.append((entry, content))
-            self._note([entry])
+            self._track_state([entry])
 
-    def listen(self) -> None:
-        """Take in what has been appended to the record."""
-        heard = self.record.hear()
-        self._queue.extend((entry, None) for entry in heard)
-        self._note(heard)
+    def take_in(self) -> None:
+        """Queue the entries that were appended to the record since the last call."""
+        entries = self.record.new_entries()
+        self._queue.extend((entry, None) for entry in entries)
+        self._track_state(entries)
 
     def send(self, store: Store, on_progress: Callable[[], None]) -> None:
         """Send what is due; see `Sender`."""
         now_s = time.monotonic()
         if self._is_closed or (self.settled.is_set() if self.ended else now_s < self._due_s):
             return
-        self._due_s = now_s + SEND_EVERY_S
+        self._due_s = now_s + SEND_INTERVAL_S
         if not self._queue:
             if self._history is not None:
                 self._sample_system()
@@ -62,30 +62,32 @@ class Follower(Sender):
         super().send(store, on_progress)
         if self.ended and not self._queue:
             self._note_end(failed=False)
-            self._history = None  # MLflow's run is over, and resumed if the process is restarted
+            self._history = None  # the run has ended in MLflow; it is resumed there if the process is restarted
 
     def give_up(self) -> None:
-        """Leave the run's end unsent; whoever logs may have more."""
+        """Leave the run's end unsent; the process that logs may append more."""
         self.settled.set()
         self._note_end(failed=True)
 
-    def _note(self, entries: list[LogEntry]) -> None:
-        """Note starts and ends."""
+    def _track_state(self, entries: list[LogEntry]) -> None:
+        """Update whether the run has ended, and who its parent is, from entries that start or end it."""
         for entry in entries:
             if entry.start is not None:
-                self.start, parent_id = entry.start, entry.start.parent_id
+                parent_id = entry.start.parent_id
+                self.start = entry.start
                 self._parent_id = None if parent_id is None else lambda parent_id=parent_id: parent_id
                 self.ended = False
-            if entry.status is not None:  # a sample of this host may follow
-                self.ended, self._end_ms = True, entry.at_ms
+            if entry.status is not None:  # need not be the last entry: a sample of this host may follow
+                self.ended = True
+                self._end_ms = entry.at_ms
         if entries:
             self.settled.clear()
 
     def _note_end(self, *, failed: bool) -> None:
-        self.record.note(Sent(self.record.run_id, self.record.num_sent, self._end_ms, failed))
+        self.record.write_sent(Sent(self.record.run_id, self.record.num_sent, self._end_ms, failed))
 
 
-class Followed(Sender):
+class RecordWriter(Sender):
     """The log of a run that another process sends: entries go to the record only."""
 
     def __init__(self, record: RecordFolder, start: Start) -> None:

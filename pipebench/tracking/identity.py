@@ -1,4 +1,4 @@
-"""Identifies whether a recorded run is still current: by hashes of its recipe and of the code."""
+"""Hashes of a recipe and of the code, by which a recorded run is known to be still valid."""
 
 import functools
 import hashlib
@@ -14,18 +14,19 @@ from pipebench.recipe.code_identity import code_hashes
 from pipebench.recipe.load import LoadedRecipe
 
 RECIPE_TAG, VERSION_TAG = "recipe_hash", "pipebench_version"
-_FREE = ("name", "tracking", "train.checkpoint_keep")  # change nothing about the result
-# Keys that came after results were kept, with the value under which a recipe asks for what it asked for before.
+_FREE = ("name", "tracking", "train.checkpoint_keep")  # keys that don't change the result
+# Keys that are newer than stored results, with the value that stands for the behaviour without the key: they count in
+# a hash only if they have another value.
 _LATER = {f"cluster.{name}": "null" for name in ("count", "bandwidth", "latency", "memory")}
 _RECIPE_DIGITS, _SOURCE_DIGITS = 16, 12
 
 
 def recipe_hash(loaded: LoadedRecipe) -> str:
-    """Return 16 hexadecimal digits of all that a recipe asks for, its seed included, its name and `tracking` not.
+    """Return 16 hexadecimal digits of a hash of all keys of a recipe that change its result, the seed included.
 
     Files count by content: the cluster with every number, plans, orders and profiles byte by byte. Environment
-    variables count unexpanded, so that data may lie elsewhere, and data sets by name. Of the user's code every module
-    counts that targets lead to (see `code_hashes`).
+    variables count unexpanded, so that data may lie elsewhere, and data sets by name. The user's code counts by the
+    modules that targets lead to (see `code_hashes`).
     """
     asked = {key: value for key, value in loaded.flat.items() if key not in _FREE and _LATER.get(key) != value}
     contents = {key: digest for key, value in asked.items() if (digest := content_of(value))}
@@ -35,7 +36,7 @@ def recipe_hash(loaded: LoadedRecipe) -> str:
 
 
 def identity_tags(loaded: LoadedRecipe) -> Mapping[str, str]:
-    """Return the tags that identify a run of this recipe with today's code."""
+    """Return the tags that identify a run of this recipe with this version of the code."""
     return {RECIPE_TAG: recipe_hash(loaded), VERSION_TAG: source_version()}
 
 
@@ -44,12 +45,13 @@ def source_version() -> str:
     """Return pipebench's version and 12 hexadecimal digits of its source and the zoo's: `0.2.0+1f0c9a7e22d4`."""
     package = Path(pipebench.__file__).resolve().parent
     digest = hashlib.sha256()
-    for path in sorted({*package.rglob("*.py"), *(package / "zoo").rglob("*.py")}):  # a link in a checkout
+    # In a checkout zoo/ is a link, which `rglob` doesn't follow.
+    for path in sorted({*package.rglob("*.py"), *(package / "zoo").rglob("*.py")}):
         digest.update(f"{path.relative_to(package.parent).as_posix()}\0".encode())
         digest.update(path.read_bytes())
     return f"{pipebench.__version__}+{digest.hexdigest()[:_SOURCE_DIGITS]}"
 
 
 def content_of(value: str) -> str | None:
-    """Return the hash of the file that a value names, or None. `4` and `dp` are never files."""
+    """Return the hash of the file that a value names, None if it names none; `4` and `dp` never do."""
     return files.sha256_of(Path(value)) if Path(value).suffix and os.path.isfile(value) else None

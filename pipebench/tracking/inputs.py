@@ -9,7 +9,7 @@ from pipebench.recipe.load import LoadedRecipe
 from pipebench.zoo.registry import Dataset
 
 _DIGITS = 8
-_NAMES = ("target", "name", "profile")  # what a section is known by
+_NAMES = ("target", "name", "profile")  # keys that name a section's model or data set, first match first
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Field:
     name: str
     dtype: str  # torch's, e.g. `float32`
     shape: tuple[int, ...]  # of one sample, or of the example where they differ in length
-    is_target: bool  # whether it is a target; else an input of the model
+    is_target: bool  # else an input of the model
 
     @property
     def spec(self) -> Mapping[str, object]:
@@ -68,7 +68,7 @@ class Inputs:
 
 
 def _named(flat: Mapping[str, str], section: str) -> tuple[str, dict[str, str]]:
-    """Return what a section of a recipe names, and its options."""
+    """Return the model or data set that a section of a recipe names, and its options."""
     given = {key.removeprefix(section): value for key, value in flat.items() if key.startswith(section)}
     options = {key: value for key, value in given.items() if value != "null" and key not in _NAMES}
     return next(given[key] for key in _NAMES if given.get(key, "null") != "null"), options

@@ -1,7 +1,7 @@
-"""A run as MLPerf Training logs it: a `:::MLLOG` line per event, on the run's clock.
+"""A run in the form of MLPerf Training's logs: a `:::MLLOG` line per event, on the run's clock.
 
-The lines are for tools that read such logs. They are no submission: the checker of the package `mlperf-logging` accepts
-those of a model that one of its rulesets has, in the open division, which lets data, batch and optimizer differ. A
+The lines are for tools that read such logs, and are no submission. The checker of the package `mlperf-logging` accepts
+them for models that one of its rulesets has, in the open division, where data, batch and optimizer may differ. The
 ruleset is the newest that has the model.
 """
 
@@ -17,11 +17,11 @@ _POINT, _START, _END = "POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"
 
 
 class _Benchmark(NamedTuple):
-    """A model of MLPerf's."""
+    """A benchmark of MLPerf Training."""
 
-    name: str
-    ruleset: str
-    metric: str  # the data set's that stands for its `eval_accuracy`
+    name: str  # in MLPerf's logs
+    ruleset: str  # the newest that has it
+    metric: str  # of the data set, logged as MLPerf's `eval_accuracy`
 
 
 _BENCHMARKS = {
@@ -30,14 +30,18 @@ _BENCHMARKS = {
     **dict.fromkeys(("transformer", "transformer_big"), _Benchmark("transformer", "0.7.0", "bleu")),
     **dict.fromkeys(("bert_base", "bert_large"), _Benchmark("bert", "5.0.0", "nsp_accuracy")),
 }
-# Of the optimizer, under MLPerf's names.
+# MLPerf's names of the optimizer's keys, and a recipe's.
 _OPTIMIZER = {"opt_name": "name", "opt_base_learning_rate": "lr", "opt_weight_decay": "weight_decay"}
 
 
 def mlperf_log(result: RunResult, num_train: int, num_eval: int, began_ms: int) -> str:
-    """Return the log of a run that trained; the first line, no event, says which ruleset takes it, if any.
+    """Return the log of a run that trained; the first line is a comment on which ruleset accepts it, if any.
 
-    Of so many samples were an epoch and an evaluation; the run's clock started at `began_ms`, since the epoch.
+    Args:
+        result: of the run, with its recipe.
+        num_train: samples of an epoch.
+        num_eval: samples of an evaluation.
+        began_ms: when the run's clock started, milliseconds since the epoch.
     """
     model = result.recipe.get("model.name", "null")
     benchmark = _BENCHMARKS.get(model)
@@ -61,10 +65,10 @@ def _line(began_ms: int, at_s: float, kind: str, key: str, value: Any, metadata:
 
 
 def _header(result: RunResult, benchmark: _Benchmark | None, num_train: int, num_eval: int) -> Iterator[_Event]:
-    """Yield what is logged before training."""
+    """Yield the events before training."""
     recipe = result.recipe
     facts = {
-        "cache_clear": False,  # caches are left as they are
+        "cache_clear": False,  # the system's caches are not cleared
         "submission_org": "pipebench (no submission)",
         "submission_platform": f"{recipe.get('cluster.name', 'local')}: {result.timing}",
         "submission_division": "open",
@@ -82,12 +86,13 @@ def _header(result: RunResult, benchmark: _Benchmark | None, num_train: int, num
 
 
 def _training(result: RunResult, benchmark: _Benchmark | None, num_train: int) -> Iterator[_Event]:
-    """Yield what is logged of training: a block to each evaluation, and its score."""
+    """Yield the events of training: a block up to each evaluation, and its score."""
     clock = {"clock": result.clock, "mode": result.mode, "plan": result.plan}
     yield 0.0, _START, "run_start", None, clock
     began_s, seen = 0.0, 0
     metric = benchmark.metric if benchmark else result.recipe.get("train.target.metric", "")
-    reached_s = result.metrics.get("time_to_accuracy_s", math.inf)  # there are later points if it went on for another
+    # A run that was resumed for another target has later points, too.
+    reached_s = result.metrics.get("time_to_accuracy_s", math.inf)
     for point in result.points:
         if point.clock_s > reached_s:
             break
@@ -102,7 +107,7 @@ def _training(result: RunResult, benchmark: _Benchmark | None, num_train: int) -
         yield point.clock_s, _POINT, "eval_accuracy", score, {"epoch_num": point.samples / num_train, "metric": name}
         yield point.clock_s, _END, "block_stop", None, {"first_epoch_num": first}
         began_s, seen = point.clock_s, point.samples
-    # MLPerf's clock stops when the target is known to be reached: with the last evaluation, before its checkpoint.
+    # MLPerf's clock stops when the target is known to be reached: after the last evaluation, before its checkpoint.
     end_s = began_s if result.outcome == REACHED else result.metrics.get("total_time_s", began_s)
     yield end_s, _END, "run_stop", None, {**clock, "status": "success" if result.outcome == REACHED else "aborted"}
 

@@ -1,4 +1,4 @@
-"""A run's result as far as MLflow's metrics, params and tags tell it, where its artifacts are gone or out of reach."""
+"""Rebuilds a run's result from MLflow's metrics, params and tags, for a run whose artifacts can't be read."""
 
 import math
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
     from mlflow.tracking import MlflowClient
 
-LACKS = "stages, sentences and what a sweep varies"  # of what comparisons show
+LACKS = "stages, sentences and what a sweep varies"  # the parts of a comparison that a rebuilt result lacks
 
 
 def rebuilt(client: "MlflowClient", run: "Run") -> RunResult | None:
-    """Return the result of a run that has ended, without what `LACKS` says; None if it has none.
+    """Return the result of a run that has ended, without the parts in `LACKS`; None if it has none.
 
-    Tags may have been edited: what isn't an outcome is none. May raise whatever MLflow raises.
+    Tags may have been edited: a run whose outcome or seed isn't valid has no result. Raises MLflow's own exceptions.
     """
     tags = run.data.tags
     recipe = {name: tags.get(f"resumed.{name}", value) for name, value in run.data.params.items()}
@@ -51,7 +51,7 @@ def rebuilt(client: "MlflowClient", run: "Run") -> RunResult | None:
 
 
 def _points(client: "MlflowClient", run: "Run", *, virtual: bool) -> tuple[Point, ...]:
-    """Return the curves; of two values at a step the one logged last counts."""
+    """Return the curves; of several values at a step, the one logged last counts."""
     values: dict[int, dict[str, float]] = {}
     clocks_s: dict[int, float] = {}
     for metric in run.data.metrics:

@@ -1,10 +1,10 @@
-"""The record of a run: a folder to which every log entry is appended before it is sent.
+"""The record of a run: a folder to which every log entry is appended before it is sent to MLflow.
 
-    record.jsonl    an entry a line, in order
-    mlflow.json     MLflow's id of the run, how many of the entries it has, and when a run that ended unsaid was closed
+    record.jsonl    the entries in order, one per line
+    mlflow.json     what MLflow has of them: its id of the run, the number of entries, the run's end (`Sent`)
     ...             the artifacts, under their names
 
-What a run logged is read back from here, whether MLflow has it or not.
+A run's entries are read back from here, whether MLflow has them or not.
 """
 
 import errno
@@ -28,26 +28,26 @@ from pipebench.tracking.inputs import Inputs
 from pipebench.train.result import Point, RunResult
 from pipebench.typed_json import Count, JsonError, Number, read
 
-RECORD = "record"  # the record, in the folder of a run that has one
-RESULTS_FOLDER = "pipebench-results"  # where records are kept of runs that have no folder of their own
-ENTRIES, _SENT, _HELD = "record.jsonl", "mlflow.json", ".held"
+RECORD = "record"  # the record's folder, inside the folder of a run that has one
+RESULTS_FOLDER = "pipebench-results"  # the folder of records of runs that have no folder of their own
+ENTRIES, _SENT, _LOCK = "record.jsonl", "mlflow.json", ".held"
 LOG_FILE = "run.log"  # the artifact that the processes of a run write while they run
-RESULT_FILE, STAGES_FILE = "result.json", "stages.csv"  # the artifacts that a run's result is, whole and by stage
+RESULT_FILE, STAGES_FILE = "result.json", "stages.csv"  # artifacts: a run's whole result, and its table of stages
 
-# Ends a line of which a process that died, or a full disk, has written a part, maybe all but its end: no entry
+# Completes a line that a killed process or a full disk left incomplete, and makes it invalid: it is no entry.
 _VOID = b"?\n"
-_MOST_TRIES = 100  # to make a folder beside others that remove theirs
-_PATIENCE_S, _POLL_S = 10.0, 0.05  # with one who sends a record that was left, which takes a second
-_LONGEST = 120  # characters of its description
-_MAX_BYTES = 1 << 40  # a long run's entries, or its trace, are as large as they are
+_MOST_TRIES = 100  # to create a folder while other runs remove theirs
+_PATIENCE_S, _POLL_S = 10.0, 0.05  # waiting for a process that sends an orphaned record, which takes a second
+_LONGEST = 120  # characters of that process's description
+_MAX_BYTES = 1 << 40  # the entries of a long run, or its trace, may have any size
 _log = logging.getLogger(__name__)
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 
 @dataclass(frozen=True)
-class Begun:
-    """Identifies a run of an experiment that MLflow may not have yet."""
+class RunKey:
+    """Identifies a run of an experiment to which MLflow may not have given an id yet."""
 
     name: str
     at_ms: int  # when it began, milliseconds since the epoch
@@ -55,22 +55,22 @@ class Begun:
 
 @dataclass(frozen=True)
 class Start:
-    """A process that begins or resumes a run."""
+    """The start of a process that begins or resumes a run."""
 
-    name: str
+    name: str  # of the run in MLflow
     virtual: bool  # whether the run's clock is virtual
-    parent_id: str | None = None  # MLflow's id of the run it belongs to, if known
-    # Samples at the checkpoint that it goes on from, 0 at the beginning; None in early records: those at the last point
+    parent_id: str | None = None  # MLflow's id of the parent run, if known
+    # Samples at the checkpoint that the process goes on from, 0 without one. None in early records, which went on from
+    # their last point.
     goes_on_from: Count | None = None
-    # That no other run of the experiment has, by which other writers than MLflow know it
-    unique_name: str | None = None
+    unique_name: str | None = None  # that no other run of the experiment has, for writers other than MLflow
     suite: str | None = None  # MLflow's experiment; None in early records
-    parent: Begun | None = None  # the run it belongs to, in this process
+    parent: RunKey | None = None  # the parent run, if it was begun by the same process
 
 
 @dataclass(frozen=True)
 class LogEntry:
-    """What was logged at one moment; absent parts are empty or None."""
+    """What was logged at one moment; most entries have one part, and the others are empty or None."""
 
     at_ms: int = field(default_factory=lambda: time.time_ns() // 1_000_000)  # milliseconds since the epoch
     start: Start | None = None  # begins the record of a process
@@ -78,15 +78,15 @@ class LogEntry:
     tags: Mapping[str, str] = field(default_factory=dict)
     metrics: Mapping[str, Number] = field(default_factory=dict)  # single values, at `step`
     step: int = 0
-    about: str | None = None  # MLflow's id of the run that the metrics are of; None for the run itself
+    about: str | None = None  # MLflow's id of the run that the metrics describe; None for the run itself
     point: Point | None = None  # of the curves
     inputs: Inputs | None = None
     artifact: str | None = None  # name of a complete file in the record's folder; it may include folders
     result: RunResult | None = None
-    status: Status | None = None  # how it ended: the last entry of a process that ended normally
+    status: Status | None = None  # how the run ended: the last entry of a process that ended normally
 
     def to_json(self) -> str:
-        """Return it on one line, without empty parts; `typed_json.read` reads it back."""
+        """Return the entry on one line, without empty parts; `typed_json.read` reads it back."""
         return json.dumps({name: value for name, value in asdict(self).items() if value not in (None, {})})
 
 
@@ -94,27 +94,27 @@ class LogEntry:
 class Sent:
     """What MLflow has of a record."""
 
-    run_id: str | None  # MLflow's id of the run, None as long as it has none
-    num_sent: Count  # how many of the entries it has
-    end_ms: int | None = None  # of the last end that whoever sends the record is done with, when it was logged
-    failed: bool = False  # whether that was without MLflow having everything
+    run_id: str | None  # MLflow's id of the run, None while it has none
+    num_sent: Count  # number of entries that MLflow has
+    end_ms: int | None = None  # when the last end was logged that was sent or given up
+    failed: bool = False  # whether it was given up
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run's entries combined: later values replace earlier ones, each point is there once.
+    """A run's entries combined: later values replace earlier ones, and each point is there once.
 
-    Points beyond the checkpoint that a later process went on from are of a branch that was left.
+    Points after the checkpoint that a later process went on from are left out.
     """
 
     name: str
     params: Mapping[str, str]  # of the recipe
     tags: Mapping[str, str]
-    metrics: Mapping[str, float]  # single values but those of the result
+    metrics: Mapping[str, float]  # single values, except those of the result
     points: tuple[Point, ...]  # the curves, in time order
     artifacts: tuple[str, ...]  # their names
     result: RunResult | None  # of the last process that began or resumed the run; None if it has none yet
-    status: Status | None  # likewise
+    status: Status | None  # how that process ended the run; None if it did not
 
     @staticmethod
     def of(entries: Sequence[LogEntry]) -> "RunRecord | None":
@@ -130,6 +130,7 @@ class RunRecord:
         result, status = None, None
         for entry in entries:
             if entry.start is not None and (back_to := entry.start.goes_on_from) is not None:
+                # The process trains these points again, perhaps with other values.
                 points = {samples: point for samples, point in points.items() if samples <= back_to}
             params |= entry.params
             tags |= entry.tags
@@ -145,7 +146,7 @@ class RunRecord:
 
 
 def read_record(folder: Path) -> RunRecord | None:
-    """Return what is recorded in a folder; None if nothing is; raises a FileError if it can't be read."""
+    """Return the run recorded in a folder, None without one; raises a FileError if the record can't be read."""
     return RunRecord.of(_entries_in(_read(folder / ENTRIES)))
 
 
@@ -158,32 +159,36 @@ def starts_of(folder: Path) -> list[LogEntry]:
 
 
 def mlflow_run_id(folder: Path) -> str | None:
-    """Return MLflow's id of the run that is recorded in a folder; None if it has none yet."""
+    """Return MLflow's id of the run recorded in a folder; None if it has none yet."""
     return read_sent(folder).run_id
 
 
 class RecordFolder:
-    """Writes a record; thread-safe.
+    """Writes and reads a record; thread-safe.
 
-    Whoever has it open holds a shared lock on it, which the system releases when a process dies.
+    A process that has the record open holds a shared lock on it, which the system releases when the process dies.
     """
 
-    def __init__(self, path: Path | None, *, alone: bool = False) -> None:
-        """Open or make a folder, or none; `alone`: none if somebody has it open.
+    def __init__(self, path: Path | None, *, exclusive: bool = False) -> None:
+        """Open a record's folder, created if missing.
+
+        Args:
+            path: the folder; None for a record that keeps nothing.
+            exclusive: take the lock exclusively; if another process has the record open, keep nothing.
 
         Raises:
-            UserError: somebody has had it alone for long: a command that was stopped (Ctrl-Z), or a slow server's.
+            UserError: another process holds it exclusively for long: it was stopped (Ctrl-Z), or its server is slow.
         """
-        self.path = path  # None once it can't be written, and then nothing is
-        self.num_sent = 0  # how many of all entries MLflow has
-        self.run_id: str | None = None  # MLflow's, as soon as it has one
-        self._num_bytes = 0  # of the file's entries that are `earlier`
+        self.path = path  # None once it can't be written; then nothing is
+        self.num_sent = 0  # number of entries that MLflow has
+        self.run_id: str | None = None  # MLflow's, None while it has none
+        self._num_bytes = 0  # size of the entries that `earlier` returns
         self._lock = threading.Lock()
-        self._holds: FileLock | None = None  # None where the file system has no locks
+        self._file_lock: FileLock | None = None  # None if the file system has no locks
         with self._writing():
             if path is not None:
                 path.mkdir(parents=True, exist_ok=True)
-                self._hold(path / _HELD, alone=alone)
+                self._hold(path / _LOCK, exclusive=exclusive)
                 sent = read_sent(path)
                 self.run_id, self.num_sent = sent.run_id, sent.num_sent
                 self._num_bytes = len(_whole_lines(_read(path / ENTRIES)))
@@ -194,9 +199,12 @@ class RecordFolder:
         return self._num_bytes == 0
 
     def earlier(self, *parts: str) -> list[LogEntry]:
-        """Return the entries of earlier processes, and those that were heard of: all, or those with one of some parts.
+        """Return the entries before this process, and those that `new_entries` returned.
 
-        They are read anew: those of a long run, which has a sample of the system every ten seconds, would fill memory.
+        They are read from disk each time: a long run, which has a system sample every ten seconds, would fill memory.
+
+        Args:
+            parts: names of fields of `LogEntry`: return only entries that have one of them; all by default.
         """
         with self._writing():
             if self.path is not None:
@@ -205,7 +213,7 @@ class RecordFolder:
 
     @staticmethod
     def of_name(name: str, parent: Path) -> "RecordFolder":
-        """Make the record of a run that has no folder of its own: `<parent>/pipebench-results/<name>-<n>/`."""
+        """Create the record of a run without a folder of its own: `<parent>/pipebench-results/<name>-<n>/`."""
         stem = re.sub(r"[^\w.+-]+", "-", name).strip("-.") or "run"
         number, tries = 1, 0
         while tries < _MOST_TRIES:
@@ -213,10 +221,10 @@ class RecordFolder:
             try:
                 path.mkdir(parents=True)
             except FileExistsError:
-                if not path.is_dir():  # something else is in the way
+                if not path.is_dir():  # a file has this name
                     return RecordFolder(None)
                 number += 1
-            except FileNotFoundError:  # another run has just removed what it made, or nothing can be made here
+            except FileNotFoundError:  # another run has just removed the parent, or nothing can be created here
                 tries += 1
             except OSError:
                 break
@@ -225,7 +233,7 @@ class RecordFolder:
         return RecordFolder(None)
 
     def append(self, entry: LogEntry, content: bytes | None = None) -> None:
-        """Write an artifact's content, then its entry. Never raises: MLflow may still take it."""
+        """Write an artifact's content, then its entry. Never raises, as MLflow may still accept the entry."""
         with self._writing():
             if self.path is None:
                 return
@@ -235,15 +243,15 @@ class RecordFolder:
                 path.write_bytes(content)
             line = f"{entry.to_json()}\n".encode()
             with (self.path / ENTRIES).open("a+b", buffering=0) as file:
-                if not _ends_whole(file):
+                if not _ends_with_newline(file):
                     line = _VOID + line
-                # In one piece: another process may append, too.
+                # In one write, as another process may append at the same time.
                 if file.write(line) < len(line):
                     raise OSError(errno.ENOSPC, "No space left on device")
 
-    def hear(self) -> list[LogEntry]:
-        """Return the entries that were appended, by whichever process, since the last call or the folder was opened."""
-        heard: list[LogEntry] = []
+    def new_entries(self) -> list[LogEntry]:
+        """Return the entries that any process has appended since the last call, or since the folder was opened."""
+        entries: list[LogEntry] = []
         with self._writing():
             path = None if self.path is None else self.path / ENTRIES
             if path is not None and path.exists() and path.stat().st_size > self._num_bytes:
@@ -251,8 +259,8 @@ class RecordFolder:
                     file.seek(self._num_bytes)
                     whole = _whole_lines(file.read())
                 self._num_bytes += len(whole)
-                heard = _entries_in(whole)
-        return heard
+                entries = _entries_in(whole)
+        return entries
 
     def content(self, artifact: str) -> bytes | None:
         """Return an artifact's content; None if it is gone."""
@@ -261,9 +269,10 @@ class RecordFolder:
                 return read_bytes(self._inside(artifact), _MAX_BYTES)
         return None
 
-    def note(self, sent: Sent) -> None:
-        """Store what MLflow has; on a full disk it isn't, and what is sent twice is logged once."""
-        self.run_id, self.num_sent = sent.run_id, sent.num_sent
+    def write_sent(self, sent: Sent) -> None:
+        """Store what MLflow has. A full disk is ignored: entries that are sent twice are logged once."""
+        self.run_id = sent.run_id
+        self.num_sent = sent.num_sent
         with self._lock, suppress(OSError):
             if self.path is not None:
                 beside = self.path / f".{_SENT}"
@@ -279,7 +288,7 @@ class RecordFolder:
                 self.path = path
 
     def remove(self) -> None:
-        """Remove a record that MLflow has, unless it is in a run's folder."""
+        """Remove a record that MLflow has, unless the run has a folder of its own; release the lock."""
         with self._lock:
             if self.path is not None and self.path.parent.name == RESULTS_FOLDER:
                 shutil.rmtree(self.path, ignore_errors=True)
@@ -287,34 +296,36 @@ class RecordFolder:
         self.release()
 
     def release(self) -> None:
-        """Let others have the record alone."""
-        if self._holds is not None:
-            self._holds.release()
+        """Release the lock, so that another process may take it exclusively."""
+        if self._file_lock is not None:
+            self._file_lock.release()
 
-    def _hold(self, path: Path, *, alone: bool) -> None:
+    def _hold(self, path: Path, *, exclusive: bool) -> None:
+        """Lock the record's lock file; wait for a process that has locked it exclusively."""
         until_s = time.monotonic() + _PATIENCE_S
-        while self._holds is None:
+        while self._file_lock is None:
             try:
-                self._holds = FileLock(path, shared=not alone)
+                self._file_lock = FileLock(path, shared=not exclusive)
             except OSError as error:
-                if not alone and error.errno in NO_LOCKS:
+                if not exclusive and error.errno in NO_LOCKS:
                     return
-                if alone or error.errno != errno.EWOULDBLOCK:
+                if exclusive or error.errno != errno.EWOULDBLOCK:
                     raise
                 if time.monotonic() >= until_s:
                     raise UserError(f"{path.parent}: {_holder(path)}") from None
                 time.sleep(_POLL_S)
-        if alone:
+        if exclusive:
             with suppress(OSError):
                 path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
 
     def _inside(self, name: str) -> Path:
+        """Return the path of an artifact, which is inside the folder whatever its name."""
         assert self.path is not None
         return self.path.joinpath(*(part for part in PurePosixPath(name).parts if part not in ("/", "..")))
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Lock the folder for writing, and give it up when the disk fails."""
+        """Exclude other threads; give the folder up if the disk fails."""
         with self._lock:
             try:
                 yield
@@ -328,8 +339,8 @@ def _read(path: Path) -> bytes:
     return read_bytes(path, _MAX_BYTES) if path.exists() else b""
 
 
-def _ends_whole(file: IO[bytes]) -> bool:
-    """Return whether a file of entries ends with a whole one, or is empty."""
+def _ends_with_newline(file: IO[bytes]) -> bool:
+    """Return whether a file's last line is complete, or the file empty."""
     num_bytes = file.seek(0, os.SEEK_END)
     return num_bytes == 0 or os.pread(file.fileno(), 1, num_bytes - 1) == b"\n"
 
@@ -339,7 +350,10 @@ def _whole_lines(content: bytes) -> bytes:
 
 
 def _entries_in(content: bytes, parts: Sequence[str] = ()) -> list[LogEntry]:
-    """Return the valid entries, or those with one of some parts; a crash, a full disk or an edit may spoil one."""
+    """Return the valid entries, with `parts` those that have one of these fields.
+
+    Lines that a crash, a full disk or an edit made invalid are skipped.
+    """
     marks = [f'"{part}": '.encode() for part in parts]
     entries = []
     for line in content.splitlines():
@@ -355,12 +369,12 @@ def read_sent(folder: Path) -> Sent:
         found = read(dict[str, Any], read_text(folder / _SENT))
         found.pop("experiment_id", None)  # of earlier versions
         return read(Sent, found)
-    except (FileError, JsonError):  # not there, or spoilt: what is sent twice is logged once
+    except (FileError, JsonError):  # missing or invalid: entries that are sent twice are logged once
         return Sent(None, 0)
 
 
 def _holder(path: Path) -> str:
-    """Say who has a record alone, and what to do about it."""
+    """Return, as the end of a sentence, which process holds a record exclusively, and the remedy."""
     try:
         holder = path.read_text(errors="replace")[:_LONGEST]
     except OSError:

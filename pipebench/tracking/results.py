@@ -29,11 +29,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _Item = TypeVar("_Item")
-_LISTED, _LONGEST = 5, 80  # runs in a sentence, characters of what was given
-_MLFLOW_ID, _ID_CHARS = re.compile(r"[0-9a-f]{32}"), 8
+_LISTED = 5  # runs named in a message
+_LONGEST = 80  # characters of a user's text in a message
+_MLFLOW_ID = re.compile(r"[0-9a-f]{32}")
+_ID_CHARS = 8  # of an MLflow id in lists
 _TIMES = ("time_to_accuracy_s", "throughput_samples_per_s")
-_PARENT = "mlflow.parentRunId"  # the tag of MLflow's pages
-_PAGE = 1000  # runs, or experiments, that one question is answered with
+_PARENT = "mlflow.parentRunId"  # MLflow's tag of a run's parent
+_PAGE = 1000  # runs, or experiments, in the answer to one request
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,12 @@ class Recorded:
     """A run with a result.
 
     Attributes:
-        run_id: MLflow's; of a run that MLflow hasn't, its folder's name.
-        experiment_id: MLflow's; "" likewise.
+        run_id: MLflow's; the folder's name for a run that MLflow lacks.
+        experiment_id: MLflow's; "" for a run that MLflow lacks.
+        result: whole, or `rebuilt`.
         ended_ms: milliseconds since the epoch.
-        name: the run's in MLflow.
-        lacks: why its result could only be `rebuilt`; "" if it is whole.
+        name: the run's name in MLflow.
+        lacks: why the result could only be `rebuilt`; "" if it is whole.
     """
 
     run_id: str
@@ -65,16 +68,18 @@ class Recorded:
 class PastRun:
     """A run, or a comparison of runs."""
 
-    ids: tuple[str, ...]  # MLflow's, and its folder's name; of a run that MLflow hasn't, its folder's name first
-    parent_id: str | None  # MLflow's, of its comparison
+    ids: tuple[
+        str, ...
+    ]  # MLflow's id, and the name of its folder; for a run that MLflow lacks, the folder's name first
+    parent_id: str | None  # MLflow's id of its comparison
     kind: str  # `run`, or `comparison`, `seeds` or `report`, which have runs
-    # MLflow's name and, of a run, its recipe's, and in a sweep what it is called on the console: `small-depth=4`.
+    # MLflow's name; for a run also its recipe's name and, in a sweep, its name on the console: `small-depth=4`
     names: tuple[str, ...]
-    recipe: str  # its name; "" of a comparison of several
-    began_ms: int  # since the epoch; of a run that MLflow hasn't, when it last logged something
-    outcome: str  # `reached`, ...; of a comparison how many of each; without one the status
-    time_to_accuracy_s: float | None  # on the run's clock; None without a target reached
-    throughput_samples_per_s: float | None  # None where unknown
+    recipe: str  # the recipe's name; "" for a comparison of several recipes
+    began_ms: int  # milliseconds since the epoch; for a run that MLflow lacks, the time of its last entry
+    outcome: str  # `reached`, ...; for a comparison the number of each; without an outcome MLflow's status
+    time_to_accuracy_s: float | None  # on the run's clock; None if no target was reached
+    throughput_samples_per_s: float | None  # None if unknown
     load: Callable[[], Recorded | None]  # returns the run with its result, None without one
 
     @property
@@ -87,19 +92,25 @@ class RecordedRuns:
     """The runs of one MLflow store. Not thread-safe."""
 
     def __init__(self, uri: str | None = None, local: Mapping[str, Path] | None = None) -> None:
-        """Prepare for an MLflow tracking URI, `default_uri` without one, without importing MLflow.
+        """Prepare to read a store, without importing MLflow.
 
-        `local` has the records on this disk, by MLflow's id of their runs.
+        Args:
+            uri: MLflow's tracking URI, by default `default_uri()`.
+            local: records on this disk, by MLflow's id of their runs.
         """
         self._connection = StoreConnection(uri or default_uri())
         self._local = local or {}
 
     def newest(self, recipe_hash: str, version: str, tags: Mapping[str, str] | None = None) -> Recorded | None:
-        """Return the latest run with this `recipe_hash` and `source_version` (of `identity`); None without one.
+        """Return the latest run of this recipe and code that has a result; None without one.
 
-        It has `tags`, too: where durations are measured, those of the machine.
+        Interrupted runs don't count, nor runs resumed with another recipe or code. Diverged runs do, as they would
+        diverge again.
 
-        Interrupted runs don't count, nor runs resumed with another recipe or code. Diverged runs do: they would again.
+        Args:
+            recipe_hash: by `identity.recipe_hash`.
+            version: by `identity.source_version`.
+            tags: that the run must have; if durations are measured, those of the machine.
 
         Raises:
             UserError: MLflow can't be read.
@@ -117,7 +128,7 @@ class RecordedRuns:
         return None
 
     def result_of(self, run_id: str) -> RunResult | None:
-        """Return a run's result; None if it has none that can be read.
+        """Return a run's result; None if its artifact is missing or invalid.
 
         Raises:
             UserError: MLflow can't be read.
@@ -131,10 +142,11 @@ class RecordedRuns:
         found = []
         for run in self._search("tags.kind LIKE '%'"):
             tags, params = run.data.tags, run.data.params
+            parent_id = tags.get(_PARENT)
             time_s, rate = (on_its_clock(run.data.metrics, name) for name in _TIMES)
             past = PastRun(
                 ids=(run.info.run_id,),
-                parent_id=parent_id if (parent_id := tags.get(_PARENT)) != run.info.run_id else None,  # edited by hand
+                parent_id=parent_id if parent_id != run.info.run_id else None,  # the tag may have been edited
                 kind=tags["kind"],
                 names=_names(run.info.run_name, params, tags),
                 recipe=params.get("name", ""),
@@ -157,7 +169,7 @@ class RecordedRuns:
                 return client.search_experiments(max_results=_PAGE, page_token=token)
 
         def ask_runs(token: str | None) -> "PagedList[Run]":
-            # The collector would take two thirds of the time: a run is a hundred objects
+            # Garbage collection would take two thirds of the time, as a run is a hundred objects.
             with self._asking() as client, without_collector():
                 return client.search_runs(
                     experiments, question, max_results=_PAGE, order_by=["attributes.end_time DESC"], page_token=token
@@ -167,7 +179,7 @@ class RecordedRuns:
         yield from _all_pages(ask_runs)
 
     def _loaded(self, run: "Run") -> Recorded | None:
-        """Return a run by its result: the artifact, else a copy on this disk, else what MLflow has of it."""
+        """Return a run with its result: the artifact, else a copy on this disk, else rebuilt from MLflow's metrics."""
         run_id = run.info.run_id
         with self._asking() as client:
             found = _result(client, run_id)
@@ -178,7 +190,10 @@ class RecordedRuns:
             return None if result is None else replace(_recorded(run, result), lacks=str(found))
 
     def _result_here(self, run_id: str) -> RunResult | None:
-        """Return a run's result from a record, or beside a SQLite file that was moved: MLflow has the old address."""
+        """Return a run's result from its record, or from the artifacts beside a SQLite file that was moved.
+
+        For a moved file, MLflow has the artifacts' old address.
+        """
         folder, artifacts = self._local.get(run_id), self._connection.artifacts
         with suppress(OSError, FileError, JsonError):
             if folder is not None and (record := read_record(folder)) is not None:
@@ -192,13 +207,13 @@ class RecordedRuns:
         try:
             with self._connection.turn() as client:
                 yield client
-        except Exception as error:  # whatever MLflow, SQLAlchemy, the disk or the network can think of
+        except Exception as error:  # any exception of MLflow, SQLAlchemy, the disk or the network
             store = shown_uri(self._connection.uri)
             raise UserError(f"MLflow at {store} can't be read: {reason_of(error)}") from error
 
 
 def _all_pages(ask: "Callable[[str | None], PagedList[_Item]]") -> Iterator[_Item]:
-    """Yield what is on all pages of an answer; `ask` gets a page's token."""
+    """Yield the items of all pages of an answer; `ask` returns the page of a token, the first for None."""
     token = None
     while token != "":
         page = ask(token)
@@ -207,13 +222,16 @@ def _all_pages(ask: "Callable[[str | None], PagedList[_Item]]") -> Iterator[_Ite
 
 
 def find_runs(references: Sequence[str], folders: Iterable[Path]) -> list[Recorded]:
-    """Return the runs that a user names by id, beginning of an id, or unique name, MLflow's or the recipe's.
+    """Return the runs that a user names, each with its result.
 
-    Ids are MLflow's or names of `folders`, records on this disk, some of which MLflow may not have. What names no run
-    but a comparison stands for all of its runs.
+    Args:
+        references: ids, beginnings of ids, or unique names, MLflow's or the recipe's. Ids are MLflow's, or names of
+            `folders`. A reference that matches a comparison and no run stands for all runs of the comparison.
+        folders: records on this disk, of which MLflow may lack some.
 
     Raises:
-        UserError: a reference matches no run or several, or the run has no result; names the nearest, or all.
+        UserError: a reference matches no run or several, or the run has no result; the message lists the matching
+            runs, or the nearest name.
     """
     past = past_runs(folders)
     known, found = [run for run in past if run.kind == "run"], list[Recorded]()
@@ -232,9 +250,9 @@ def find_runs(references: Sequence[str], folders: Iterable[Path]) -> list[Record
 
 
 def past_runs(folders: Iterable[Path]) -> list[PastRun]:
-    """Return all runs and comparisons, the newest first: MLflow's, and those of `folders` that it hasn't.
+    """Return all runs and comparisons, the newest first: MLflow's, and those recorded in `folders` that it lacks.
 
-    Where MLflow can't be read, which is printed, those that this disk has a record of.
+    If MLflow can't be read, a notice is printed, and only the recorded ones are returned.
 
     Raises:
         UserError: MLflow can't be read, and there is no record.
@@ -247,7 +265,7 @@ def past_runs(folders: Iterable[Path]) -> list[PastRun]:
     except UserError as unread:
         problem = unread
     there = {run.ids[0] for run in past}
-    # Of what MLflow has no record is read: a long run's has thousands of samples of the system
+    # Records of runs that MLflow has are not read: a long run's has thousands of system samples.
     unknown = (folder for folder, own in ids.items() if not there & {*own})
     local = [run for folder in unknown if (run := _past_of(folder)) is not None]
     if problem is not None and not local:
@@ -259,11 +277,11 @@ def past_runs(folders: Iterable[Path]) -> list[PastRun]:
 
 
 def runs_of(reference: str, folders: Iterable[Path]) -> list[Recorded]:
-    """Return the runs of a comparison, by its id, the beginning of it, or its name in MLflow.
+    """Return the runs of a comparison, named by its id, the beginning of its id, or its name in MLflow.
 
     Raises:
-        UserError: no comparison or several go by the reference, or a run, also one of `folders`; or it has no run with
-            a result.
+        UserError: the reference matches no comparison, several, or a run of MLflow's or in `folders`; or the comparison
+            has no run with a result.
     """
     past = past_runs(folders)
     known = [run for run in past if run.kind != "run"]
@@ -274,15 +292,16 @@ def runs_of(reference: str, folders: Iterable[Path]) -> list[Recorded]:
 
 
 def _runs_below(comparison: PastRun, past: Sequence[PastRun]) -> list[Recorded]:
-    """Return a comparison's runs that have results, those of several seeds included, in the order of their start."""
+    """Return a comparison's runs that have results, in the order of their start; runs in groups of seeds, too."""
     below: dict[str | None, list[PastRun]] = {}
     for run in reversed(past):
         below.setdefault(run.parent_id, []).append(run)
 
+    # A comparison's runs may be in groups of seeds, which are comparisons themselves.
     def found_in(run: PastRun) -> Iterator[Recorded]:
         if run.kind == "run" and (loaded := run.load()) is not None:
             yield loaded
-        for child in below.pop(run.ids[0], ()):  # at most once: tags that say whose it is may have been edited
+        for child in below.pop(run.ids[0], ()):  # popped, as edited parent tags may form a cycle
             yield from found_in(child)
 
     found = list(found_in(comparison))
@@ -292,11 +311,12 @@ def _runs_below(comparison: PastRun, past: Sequence[PastRun]) -> list[Recorded]:
 
 
 def _chosen(reference: str, known: Sequence[PastRun], what: str = "run") -> PastRun:
-    """Return the run, or `what` these are, that a reference names."""
+    """Return the only run or comparison that a reference matches; `what` names their kind in messages."""
     found = _matching(reference, known)
     if len(found) == 1:
         return found[0]
-    got, names = f"{what}: got {reference[:_LONGEST]!r}", listed([run.text for run in found or known], _LISTED)
+    got = f"{what}: got {reference[:_LONGEST]!r}"
+    names = listed([run.text for run in found or known], _LISTED)
     if found:
         raise UserError(f"{got}, which matches {len(found)} {what}s: {names}; name one by the beginning of its id")
     if not known:
@@ -306,7 +326,7 @@ def _chosen(reference: str, known: Sequence[PastRun], what: str = "run") -> Past
 
 
 def _matching(reference: str, known: Sequence[PastRun]) -> list[PastRun]:
-    """Return the runs that have a reference as an id or a name; without any, those whose id begins with it."""
+    """Return the runs with the reference as an id or a name or, without any, those whose id begins with it."""
     exact = [run for run in known if reference and reference in (*run.ids, *run.names)]
     return exact or [run for run in known if reference and any(each.startswith(reference) for each in run.ids)]
 
@@ -317,7 +337,7 @@ def short_id(run_id: str) -> str:
 
 
 def _ids_of(folder: Path) -> tuple[str, ...]:
-    """Return the ids of the run recorded in a folder: its folder's name, and MLflow's, if it has one."""
+    """Return the ids of the run recorded in a folder: the folder's name, and MLflow's id if there is one."""
     name = folder.parent.name if folder.name == RECORD else folder.name
     return tuple(filter(None, (name, mlflow_run_id(folder))))
 
@@ -350,7 +370,7 @@ def _past_of(folder: Path) -> PastRun | None:
 
 
 def _names(name: str, params: Mapping[str, str], tags: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what a run is called; a comparison, whose params may have its only recipe's name, by its own alone."""
+    """Return a run's names; a comparison has only its own, although its params may name its only recipe."""
     others = (params.get("name"), tags.get("called")) if tags.get("kind", "run") == "run" else ()
     return tuple(dict.fromkeys((name, *filter(None, others))))
 
@@ -361,10 +381,10 @@ def _recorded(run: "Run", result: RunResult) -> Recorded:
 
 
 def _result(client: "MlflowClient", run_id: str) -> RunResult | str:
-    """Return a run's result artifact, or why it can't be read: it is gone, was changed, or can't be reached."""
+    """Return a run's result artifact, or why it can't be read."""
     with tempfile.TemporaryDirectory() as scratch:
         try:
             return read(RunResult, Path(client.download_artifacts(run_id, RESULT_FILE, scratch)).read_bytes())
-        except Exception as error:  # every kind of artifact store has an exception of its own for what isn't there
+        except Exception as error:  # every artifact store has its own exception for a missing file
             _log.debug("the result of run %s can't be read: %s", run_id, error)
             return reason_of(error)

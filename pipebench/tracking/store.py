@@ -41,20 +41,20 @@ class StoredRun:
     start_ms: int  # when it began, milliseconds since the epoch
     params: Mapping[str, str]  # under MLflow's names, like tags
     tags: Mapping[str, str]
-    metrics: Mapping[str, float]  # the last value of every metric that has one
-    last_steps: Mapping[str, int]  # the largest step of each, of which that value is
+    metrics: Mapping[str, float]  # the last value of every metric
+    last_steps: Mapping[str, int]  # the step of that value, the metric's largest
 
 
 def require_writable() -> None:
-    """Check that runs can be recorded, in the store or in the folder that replaces it.
+    """Check that runs can be recorded: in the store, or in the folder that keeps results when the store fails.
 
-    A server is assumed to take runs; if a store fails later, the folder keeps the results.
+    A server is assumed to accept runs.
 
     Raises:
         UserError: neither can be written.
     """
     uri = default_uri()
-    if folder_problem(Path(RESULTS_FOLDER)) is None or _takes_runs(uri):
+    if folder_problem(Path(RESULTS_FOLDER)) is None or _is_writable(uri):
         return
     raise UserError(
         f"runs would not be recorded: nothing can be written to {shown_uri(uri)}, nor to "
@@ -62,8 +62,8 @@ def require_writable() -> None:
     )
 
 
-def _takes_runs(uri: str) -> bool:
-    """Return whether a store can be written, as far as this machine can know."""
+def _is_writable(uri: str) -> bool:
+    """Return whether a store on this machine can be written; True for a server."""
     database = sqlite_path(uri)
     if database is not None:
         return folder_problem(database.parent) is None and (not database.exists() or os.access(database, os.W_OK))
@@ -83,17 +83,18 @@ class Store(StoreConnection):
         self.is_connected = False  # false again after a failure: the experiment may have been deleted
 
     def connect(self) -> None:
-        """Import MLflow, make the database and the experiment if missing. Nothing if `is_connected`."""
+        """Import MLflow, and create the database and the experiment if missing; does nothing if `is_connected`."""
         if self.is_connected:
             return
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
         with self.turn() as client:
             experiment_id = self._experiment(client)
-            if not experiment_id:  # runs without ids would follow, and their records be taken for sent
+            if not experiment_id:  # runs would have no ids either, and their records would count as sent
                 raise ConnectionError("its answers are empty")
             _add_tags(client, experiment_id)
-            self.experiment_id, self.is_connected = experiment_id, True
+            self.experiment_id = experiment_id
+            self.is_connected = True
 
     def create_run(self, name: str, tags: Mapping[str, str], start_ms: int) -> str:
         """Create a run and return its id."""
@@ -102,14 +103,14 @@ class Store(StoreConnection):
             run = client.create_run(str(self.experiment_id), start_time=start_ms, tags=tags, run_name=name)
         return str(run.info.run_id)
 
-    def run_begun_at(self, name: str, at_ms: int) -> str | None:
-        """Return the id of the experiment's run that began then, milliseconds since the epoch; None without one."""
+    def find_run(self, name: str, start_ms: int) -> str | None:
+        """Return the id of the experiment's run of this name and start [ms since the epoch]; None without one."""
         with self.turn() as client:
-            found = client.search_runs([str(self.experiment_id)], f"attributes.start_time = {at_ms}")
+            found = client.search_runs([str(self.experiment_id)], f"attributes.start_time = {start_ms}")
         return next((str(run.info.run_id) for run in found if run.info.run_name == name), None)
 
     def resume_run(self, run_id: str) -> StoredRun | None:
-        """Set a run's status to RUNNING again and return it; None if MLflow doesn't know it."""
+        """Set a run's status to RUNNING again and return the run; None if MLflow doesn't know it."""
         from mlflow.exceptions import MlflowException
 
         with self.turn() as client:
@@ -119,7 +120,7 @@ class Store(StoreConnection):
                 if error.error_code == "RESOURCE_DOES_NOT_EXIST":
                     return None
                 raise
-            if run.info.lifecycle_stage == "deleted":  # in the UI
+            if run.info.lifecycle_stage == "deleted":  # by the user, in MLflow's UI
                 client.restore_run(run_id)
             client.update_run(run_id, status="RUNNING")
         data = run.data
@@ -144,11 +145,14 @@ class Store(StoreConnection):
             else:
                 client.set_tag(run_id, name, value[:MAX_TAG_CHARS])
 
-    def forget(self, run_id: str, metrics: Sequence[str], *, after: int = -1) -> bool:
-        """Remove values of metrics, by MLflow's names, at steps after one, from a run in this process's own database.
+    def remove_values(self, run_id: str, metrics: Sequence[str], *, after: int = -1) -> bool:
+        """Remove values of metrics at steps larger than `after`; `metrics` are MLflow's names.
 
-        MLflow's client, and so every server, only adds values: there the older ones stay in a metric's history, the
-        newest is shown, and the answer is False.
+        Only a database that this process opens itself allows that. MLflow's client, and so every server, only adds
+        values: the older ones stay in the metric's history, and the newest is shown.
+
+        Returns:
+            Whether the values were removed.
         """
         if not metrics:
             return True
@@ -183,7 +187,7 @@ class Store(StoreConnection):
             client.log_inputs(run_id, [DatasetInput(data, [InputTag("mlflow.data.context", "training")])])
             try:
                 client.log_inputs(run_id, models=[LoggedModelInput(self._model_id(client, inputs))])
-            except Exception as error:  # not every store knows models that are no files
+            except Exception as error:  # not every store supports models without files
                 _log.debug("run %s has no model: %s", run_id, error)
 
     def log_artifact(self, run_id: str, name: str, content: bytes) -> None:
@@ -207,16 +211,16 @@ class Store(StoreConnection):
             try:
                 return str(client.create_experiment(self.suite, self._artifact_root()))
             except Exception:
-                # On a server another process may have been faster; anything else is raised again.
+                # Another process may have created it on the server meanwhile; any other error is raised again.
                 found = client.get_experiment_by_name(self.suite)
                 if found is None:
                     raise
-        if found.lifecycle_stage == "deleted":  # in the UI; its name stays taken until it is restored
+        if found.lifecycle_stage == "deleted":  # by the user, in MLflow's UI; no other experiment can have its name
             client.restore_experiment(found.experiment_id)
         return str(found.experiment_id)
 
     def _model_id(self, client: "MlflowClient", inputs: Inputs) -> str:
-        """Return MLflow's id of a model, created if missing."""
+        """Return MLflow's id of a run's model, created if missing."""
         name = re.sub(r"[/:.%\"']+", "-", f"{inputs.model}-{inputs.model_digest}")
         experiment_id = str(self.experiment_id)
         found = client.search_logged_models([experiment_id], f"name = '{name}'")
@@ -234,7 +238,7 @@ class Store(StoreConnection):
 
 
 def _add_tags(client: "MlflowClient", experiment_id: str) -> None:
-    """Set the tags of an experiment's view, except those that are set: the user may have changed them."""
+    """Set the tags of an experiment's view that are missing; the user may have changed the others."""
     try:
         known = client.get_experiment(experiment_id).tags
         for name, value in experiment_tags().items():
@@ -245,7 +249,7 @@ def _add_tags(client: "MlflowClient", experiment_id: str) -> None:
 
 
 def _user() -> dict[str, str]:
-    """Return who runs this, as MLflow's own `start_run` tags it: on a team's server the column `User`."""
+    """Return the tag that MLflow's own `start_run` sets, which its pages show as the column `User`."""
     try:
         return {"mlflow.user": getpass.getuser()}
     except (OSError, KeyError):  # a container's user may have no name

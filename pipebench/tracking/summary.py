@@ -1,6 +1,6 @@
-"""Summaries of curves and of several seeds, which MLflow's own table can't compute.
+"""Summaries of curves and of several seeds: best values, means and spreads, for MLflow's table of runs.
 
-The table shows the last value of a curve; people compare by the best one, and by mean and spread over seeds.
+MLflow's own table shows the last value of a curve only.
 """
 
 import math
@@ -11,16 +11,16 @@ from pipebench.metrics import MEDIAN, METRICS, SPREAD, SPREAD_METRICS
 from pipebench.train.result import REACHED, Point, RunResult
 from pipebench.train.seeds import median, values_of
 
-# Of which a group of seeds gets the median, under the same name: its row then stands beside single runs.
+# Metrics whose median a group of seeds has under the metric's own name, so that it compares with single runs.
 _MEDIAN = tuple(row.name for row in METRICS if row.shown & (MEDIAN | SPREAD))
 _BEST = "best_"
-_NOISE = 1e-9  # relative: values this close differ in the order of additions only
+_NOISE = 1e-9  # relative difference that another order of additions makes
 
 
 def least_losses(points: Sequence[Point]) -> dict[str, float]:
     """Return `best_<loss>` of every curve that is a loss; non-finite values don't count.
 
-    Those of scores are in a result's metrics: their data set says which direction is better.
+    The best values of scores are in a result's metrics, as their data set defines which direction is better.
     """
     losses: dict[str, list[float]] = {}
     for point in points:
@@ -35,8 +35,8 @@ def summarise_seeds(results: Sequence[RunResult]) -> dict[str, float]:
 
     Returns:
         `<metric>_mean`, `_std` (sample standard deviation, with two runs or more), `_median`, `_min`, `_max`;
-        `runs_total` and `runs_reached`. What a target that was missed makes infinite is left out: mean, deviation and
-        maximum, and the median if half or more missed it.
+        `runs_total` and `runs_reached`. A missed target counts as an infinite time, and infinite statistics are left
+        out: mean, deviation and maximum, and the median if half or more of the runs missed it.
     """
     summary = count_reached(results)
     for metric in dict.fromkeys(name for result in results for name in result.metrics):
@@ -46,7 +46,7 @@ def summarise_seeds(results: Sequence[RunResult]) -> dict[str, float]:
 
 
 def seed_medians(results: Sequence[RunResult]) -> dict[str, float]:
-    """Return the medians over several runs of the metrics listed for it, under the metrics' own names."""
+    """Return the medians over several runs of `Use.MEDIAN` and `Use.SPREAD` metrics, under the metrics' own names."""
     medians = {metric: median(values_of(results, metric)) for metric in _MEDIAN}
     return {metric: value for metric, value in medians.items() if value is not None}
 
@@ -57,7 +57,7 @@ def count_reached(results: Sequence[RunResult]) -> dict[str, float]:
 
 
 def _spread(sample: Sequence[float]) -> dict[str, float]:
-    """Return what is finite of a sample's statistics."""
+    """Return the finite ones of a sample's statistics."""
     if not sample:
         return {}
     if max(sample) - min(sample) <= _NOISE * max(map(abs, sample)) < math.inf:

@@ -1,7 +1,7 @@
 """System metrics of this host, by MLflow's own monitors: CPU, memory, disk, network and the GPU, if any.
 
-MLflow would start a thread that writes to the store itself; here the sender reads its monitors, so that a SQLite file
-has one writer.
+MLflow would start a thread that writes to the store. Here the sender reads MLflow's monitors instead, so that a SQLite
+file has one writer.
 """
 
 import logging
@@ -21,17 +21,17 @@ _log = logging.getLogger(__name__)
 
 
 class SystemMetrics:
-    """Samples this host every ten seconds. For the sender's thread only; never raises."""
+    """Samples this host every ten seconds. For the background thread only; never raises."""
 
     def __init__(self, first_step: int) -> None:
-        """Start the available monitors; samples count steps from `first_step`."""
+        """Start the available monitors; the first sample has step `first_step`."""
         self._step = first_step
         self._monitors = [monitor for path in _MONITORS if (monitor := _start(path)) is not None]
         self._monitors += [monitor for path in _GPU_MONITORS if (monitor := _start(path)) is not None][:1]
         self._due_s = time.monotonic() + SAMPLE_EVERY_S
 
     def due_entry(self) -> LogEntry | None:
-        """Return a sample when one is due."""
+        """Return a sample if one is due, else None."""
         if time.monotonic() < self._due_s:
             return None
         self._due_s = time.monotonic() + SAMPLE_EVERY_S
@@ -44,12 +44,13 @@ class SystemMetrics:
 
 
 def _start(path: str) -> Any:
+    """Return one of MLflow's monitors, started; None if this host has no such device or counters."""
     module, name = path.split(".")
     try:
         monitor = getattr(import_module(f"{_FOLDER}.{module}"), name)()  # MLflow's monitors are not typed
-        monitor.collect_metrics()  # the first CPU share is since an earlier call, of which there is none
+        monitor.collect_metrics()  # the CPU's share counts from the previous call, so the first has no meaning
         monitor.clear_metrics()
-    except Exception as error:  # no such device, a library that isn't there, a container that hides its counters
+    except Exception as error:  # no such device, a missing library, a container that hides the counters
         _log.debug("no system metrics from %s: %s", path, error)
         return None
     return monitor

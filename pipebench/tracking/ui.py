@@ -1,4 +1,4 @@
-"""`pipebench ui`: MLflow's own pages on the store of runs, for this machine only."""
+"""The command `pipebench ui`: serves MLflow's pages on the store of runs, to this machine only."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from typing import IO
 
 from pipebench.errors import PipebenchError, UserError, printable, printable_lines
 from pipebench.tracking.connection import default_uri, quiet_environment, shown_uri, sqlite_path
-from pipebench.tracking.left import close_left
+from pipebench.tracking.orphaned import close_orphaned
 from pipebench.tracking.view import VIEW_TAG, runs_address
 
 HOST, DEFAULT_PORT = "127.0.0.1", 5000
@@ -26,10 +26,11 @@ _START_LIMIT_S, _END_LIMIT_S = 60.0, 5.0
 
 
 def open_ui(port: int | None = None, records: Iterable[Path] = ()) -> int:
-    """Serve the MLflow pages until the user presses Ctrl-C, and return the exit code.
+    """Serve MLflow's pages until the user presses Ctrl-C, and return the exit code.
 
-    `port` is by default the first free one from 5000. Runs in the folders `records` whose processes were killed are
-    closed first.
+    Args:
+        port: None for the first free one from 5000 on.
+        records: folders of runs' records; orphaned runs among them are ended first.
 
     Raises:
         UserError: the port is taken, or there are no runs to look at.
@@ -43,8 +44,8 @@ def open_ui(port: int | None = None, records: Iterable[Path] = ()) -> int:
     if path is not None and not path.exists():
         raise UserError(f"{path.name}: no runs are recorded in this directory; run a recipe first")
     chosen = choose_port(port)
-    close_left(uri, records)
-    # The server says a lot that is not for users; it is shown only if the server doesn't come up.
+    close_orphaned(uri, records)
+    # The server's output is printed only if it does not come up.
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(
             _command(uri, chosen),
@@ -52,7 +53,7 @@ def open_ui(port: int | None = None, records: Iterable[Path] = ()) -> int:
             env=quiet_environment() | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "PYTHONSAFEPATH": "1"},
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # its own group, so that all of it can be ended
+            start_new_session=True,  # a process group of its own, so that its children can be ended too
         )
         for name in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C, so that the server ends too
             signal.signal(name, signal.default_int_handler)
@@ -65,7 +66,7 @@ def open_ui(port: int | None = None, records: Iterable[Path] = ()) -> int:
 
 
 def server_address() -> str:
-    """Return where MLflow's pages are: its server, or the default of `pipebench ui`; no slash at the end."""
+    """Return the address of MLflow's pages without a final slash: the server's, or the default of `pipebench ui`."""
     uri = default_uri()
     return shown_uri(uri).rstrip("/") if uri.startswith("http") else f"http://{HOST}:{DEFAULT_PORT}"
 
@@ -94,14 +95,14 @@ def newest_experiments(address: str) -> list[tuple[str, str]]:
     try:
         with urllib.request.urlopen(request, timeout=_START_LIMIT_S) as answer:
             experiments = json.load(answer).get("experiments", [])
-    except (OSError, ValueError):  # its pages are there all the same
+    except (OSError, ValueError):  # the list is a convenience: the pages work without it
         return []
     with_view = [each for each in experiments if any(tag["key"] == VIEW_TAG for tag in each.get("tags", []))]
     return [(each["name"], each["experiment_id"]) for each in with_view[:_EXPERIMENTS_SHOWN]]
 
 
 def _end(server: "subprocess.Popen[bytes]") -> None:
-    with suppress(ProcessLookupError, PermissionError):  # the second on macOS, until somebody has waited for it
+    with suppress(ProcessLookupError, PermissionError):  # on macOS the second, for a process that ended unwaited for
         os.killpg(server.pid, signal.SIGTERM)
     with suppress(KeyboardInterrupt):
         try:
@@ -121,7 +122,7 @@ def choose_port(port: int | None) -> int:
 
 
 def _is_free(port: int) -> bool:
-    # On macOS one interface's may be taken beside a server of all, as AirPlay's at 5000, which answers until ours does.
+    # On macOS a port can be bound on one interface although a server of all interfaces has it (AirPlay's at 5000).
     with suppress(OSError, OverflowError), socket.create_connection((HOST, port), timeout=1):
         return False
     with socket.socket() as probe:
@@ -135,7 +136,7 @@ def _is_free(port: int) -> bool:
 
 def _command(uri: str, port: int) -> list[str]:
     store = ["--backend-store-uri", uri, "--host", HOST, "--port", str(port)]
-    # uvicorn looks for modules in a folder of its own first, which is the working directory where it is given none.
+    # uvicorn imports from this folder first; its default is the working directory.
     options = f"--log-level=warning --app-dir={os.devnull}"
     return [sys.executable, "-m", "mlflow", "server", *store, "--workers", "1", "--uvicorn-opts", options]
 

@@ -1,8 +1,8 @@
-"""How MLflow's pages show an experiment: the columns by which people compare runs, curves over virtual time.
+"""The view of an experiment on MLflow's pages: the columns by which runs are compared, and curves over virtual time.
 
-MLflow stores shared views as tags of the experiment; its page's address selects a view, and training rather than
-traces. The tag's content is MLflow's own and undocumented (3.17: `{name, createdAt, updatedAt, state}`, the state a
-JSON text; before: the state itself): both forms are in one object. A page that can't read it shows its own columns.
+MLflow stores shared views as tags of the experiment, and the address of its page selects one. The tag's content is
+undocumented: from 3.17 on `{name, createdAt, updatedAt, state}`, the state a JSON text; before, the state itself. The
+tag here is one object with both forms. A page that can't read it shows MLflow's default columns.
 """
 
 import json
@@ -12,11 +12,11 @@ from pipebench.tracking.entries import DESCRIPTION, VIRTUAL_TIME
 
 VIEW = "pipebench"
 VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
-# Pages before the switch between `GenAI` and `Model training` (3.8 for one) go by it; 3.17's go by the address, and by
-# what the browser remembers.
+# Selects training in place of traces on pages without the switch between `GenAI` and `Model training` (3.8 for one).
+# Those of 3.17 use the address, and the browser's last choice.
 _KIND_TAG, _KIND = "mlflow.experimentKind", "custom_model_development"
 _NAME = "attributes.`Run Name`"
-# Kind, name, and width in pixels: MLflow's own would hide the names.
+# Kind, name, and width in pixels: MLflow's default width would cut the names.
 _COLUMNS = (
     ("tags", "outcome", 90),
     ("metrics", "time_to_accuracy_s", 150),
@@ -37,13 +37,13 @@ _COLUMNS = (
     ("params", "model.name", 110),
     ("attributes", "Dataset", 220),
 )
-_ALWAYS_FIRST = (_NAME, "runDateAndNestInfo", "duration")  # the page's own names of its columns
-_TRAINS = "workflowType=machine_learning"  # MLflow's pages are for traces unless the address or the browser says so
-# Plain: MLflow's list of experiments shows Markdown as it is written.
+_ALWAYS_FIRST = (_NAME, "runDateAndNestInfo", "duration")  # as MLflow's page names these columns
+_TRAINS = "workflowType=machine_learning"  # without it MLflow's pages show traces, or the browser's last choice
+# Plain text, as MLflow's list of experiments does not render Markdown.
 _ABOUT = (
     "Runs of pipebench. The command pipebench ui prints the address of their table, the first to its target on top."
 )
-_MADE_MS = 1_767_225_600_000  # any moment: the page sorts views by it
+_MADE_MS = 1_767_225_600_000  # an arbitrary date, by which the page sorts views
 
 
 def experiment_tags() -> Mapping[str, str]:
@@ -58,7 +58,7 @@ def view_state() -> str:
         "selectedColumns": [*columns],
         "columnOrder": [*_ALWAYS_FIRST, *columns],
         "columnWidths": {_NAME: 340, **columns},
-        # The first to the target on top; in any order but MLflow's own the runs of a comparison are not folded away.
+        # The fastest to the target on top. MLflow's default order would fold the runs of a comparison.
         "orderByKey": "metrics.`time_to_accuracy_s`",
         "orderByAsc": True,
         "globalLineChartConfig": {"xAxisKey": "metric", "selectedXAxisMetricKey": VIRTUAL_TIME, "lineSmoothness": 0},

@@ -1,7 +1,7 @@
-"""Where a run's curves go besides MLflow, by the recipe's `tracking`: TensorBoard, Weights & Biases.
+"""Writes a run's curves to TensorBoard or Weights & Biases, beside MLflow, if the recipe's `tracking` names them.
 
-Each writes by its own library, into the working directory. One that fails is left out with one warning: neither is
-where results are kept.
+Each uses its own library and writes below the working directory. One that fails is left out after one warning, as
+MLflow has the results.
 """
 
 import hashlib
@@ -18,18 +18,20 @@ from pipebench.tracking.record import LogEntry
 from pipebench.train.result import Point, RunResult
 
 
-class Described(NamedTuple):
-    """A run, as writers name it."""
+class RunDescription(NamedTuple):
+    """A run's names and params."""
 
     suite: str  # the MLflow experiment
     title: str  # the run's name in MLflow
     folder: str  # a name that no other run of the suite has
     params: Mapping[str, str]
     virtual: bool  # whether the run's clock is virtual
-    samples_done: int = 0  # those after which this process goes on with the run
+    samples_done: int = 0  # samples after which this process resumes the run; 0 at its beginning
 
 
 class _Writer(Protocol):
+    """A writer of one kind."""
+
     def values(self, values: Mapping[str, float], samples: int) -> None:
         """Write the values of one moment."""
 
@@ -40,7 +42,7 @@ class _Writer(Protocol):
 class _TensorBoard:
     """Event files in `tensorboard/SUITE/FOLDER`."""
 
-    def __init__(self, run: Described) -> None:
+    def __init__(self, run: RunDescription) -> None:
         folder = Path("tensorboard") / run.suite / re.sub(r"[^\w.+-]+", "-", run.folder)
         self._writer: Any = import_module("torch.utils.tensorboard").SummaryWriter(
             str(folder), purge_step=run.samples_done + 1
@@ -50,7 +52,7 @@ class _TensorBoard:
     def values(self, values: Mapping[str, float], samples: int) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, samples)
-        self._writer.flush()  # a process that goes on with the run writes later points only
+        self._writer.flush()  # at once, as a process that resumes the run writes later points only
 
     def finish(self, result: RunResult | None) -> None:
         if result is not None:
@@ -60,9 +62,9 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    """A run of wandb's in the folder `wandb`; nothing is sent anywhere unless WANDB_MODE says so."""
+    """A Weights & Biases run in the folder `wandb`; offline unless WANDB_MODE says otherwise."""
 
-    def __init__(self, run: Described) -> None:
+    def __init__(self, run: RunDescription) -> None:
         wandb: Any = import_module("wandb")
         self._run: Any = wandb.init(
             project=re.sub(r"[^\w.-]+", "-", run.suite),
@@ -83,13 +85,13 @@ class _WeightsAndBiases:
         self._run.finish(exit_code=0 if result is not None else 1)
 
 
-_KINDS: dict[str, Callable[[Described], _Writer]] = {"tensorboard": _TensorBoard, "wandb": _WeightsAndBiases}
+_KINDS: dict[str, Callable[[RunDescription], _Writer]] = {"tensorboard": _TensorBoard, "wandb": _WeightsAndBiases}
 
 
 class Writers:
-    """A run's writers; no method raises because of one."""
+    """A run's writers; no method raises because a writer fails."""
 
-    def __init__(self, names: Iterable[str], run: Described) -> None:
+    def __init__(self, names: Iterable[str], run: RunDescription) -> None:
         """Begin with the writers among a recipe's `tracking`."""
         self._virtual = run.virtual
         self._writers: dict[str, _Writer] = {}
@@ -114,7 +116,7 @@ class Writers:
     def _try(self, name: str, write: Callable[[], None]) -> None:
         try:
             write()
-        except Exception as error:  # whatever a library, the disk or the network can think of
+        except Exception as error:  # any exception of a library, the disk or the network
             self._writers.pop(name, None)
             why = " ".join(str(error).split())[:160]
             print_notice(f"{name} failed ({why}); MLflow has the run, which goes on")

@@ -1,4 +1,4 @@
-"""Writing checkpoints, all processes together, and resuming from the newest one that fits the run."""
+"""Writing checkpoints, by all processes together, and resuming from the newest one that fits the run."""
 
 import logging
 import threading
@@ -24,10 +24,10 @@ from pipebench.train.interfaces import ProgressSink
 from pipebench.train.job import Job
 from pipebench.train.metrics import EarlierWorkers, sum_facts
 
-_SAMPLES_COMPARED = 8  # enough to distinguish two orders
-_MOMENT_S = 5.0  # other processes may be gone, whose parts never come
+_SAMPLES_COMPARED = 8  # enough to tell two orders of samples apart
+_LAST_WAIT_S = 5.0  # for a checkpoint under way after a failure: the parts of other processes may never come
 _LOG = logging.getLogger(__name__)
-ProgressOf = Callable[[list[Facts]], dict[str, Any]]
+ProgressOf = Callable[[list[Facts]], dict[str, Any]]  # the training loop's state, given all processes' counters
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,20 @@ class ResumePoint:
     """A checkpoint that fits a run."""
 
     step: int  # minibatches done
-    state: ModelState  # of the whole model; emptied by the run that goes on from it
+    state: ModelState  # of the whole model; emptied by the run that resumes from it
     progress: SavedProgress  # of the training loop
 
 
 def resume_point(checkpoint: Checkpoint, job: Job, run: RunIdentity | None = None) -> ResumePoint:
-    """Return a complete checkpoint's content after checking that all of it fits a job and, with a folder, its run.
+    """Return a complete checkpoint's content after checking that all of it fits a job and its run.
+
+    Args:
+        checkpoint: the checkpoint.
+        job: what will be trained.
+        run: the run that resumes; None for one without a folder, which may resume from any run.
 
     Raises:
-        CheckpointError: names the checkpoint, what in it does not fit, found and expected.
+        CheckpointError: names the checkpoint and what in it does not fit, found and expected.
     """
     try:
         check_same_run(checkpoint.run, run)
@@ -60,12 +65,12 @@ def resume_point(checkpoint: Checkpoint, job: Job, run: RunIdentity | None = Non
 
 
 def load_checked(checkpoint: Checkpoint, optimizer: Collection[str], job: Job) -> ResumePoint:
-    """Return the content of a checkpoint that another process has checked, which takes memory and time.
+    """Return the content of a checkpoint that another process has checked: a check takes memory and time.
 
-    `optimizer` names the parameters whose optimizer state that process restores.
+    `optimizer` names the parameters whose optimizer state the other process restores.
 
     Raises:
-        CheckpointError: it has changed since.
+        CheckpointError: it has changed since it was checked.
     """
     state = checkpoint.load()
     state.optimizer = {name: own for name, own in state.optimizer.items() if name in optimizer}
@@ -74,9 +79,9 @@ def load_checked(checkpoint: Checkpoint, optimizer: Collection[str], job: Job) -
 
 
 def newest(checkpoints: Checkpoints, job: Job) -> tuple[ResumePoint | None, list[str]]:
-    """Return the newest complete checkpoint that fits, and messages for the user, a sentence each.
+    """Return the newest complete checkpoint that fits, and sentences for the user.
 
-    These say why newer ones were skipped, and what has changed since it was written.
+    They say why newer checkpoints were skipped, and what has changed since this one was written.
     """
     fitting: list[ResumePoint] = []
     run = checkpoints.run
@@ -96,16 +101,16 @@ def nothing_to_go_on_from(run_id: str, skipped: Sequence[str]) -> UserError:
 
 
 def taken_by(job: Job) -> str:
-    """Return the engine and the plan, which must match to continue workers' counters."""
+    """Return the engine and the plan, in words: a resumed run continues the counters of workers only if they match."""
     setup = job.setup
     slices = f", slices {setup.costs.slices}" if setup.costs.slices > 1 else ""
     return f"{job.recipe.engine.kind}, {setup.plan.stages}, devices {setup.devices}{slices}"
 
 
 def earlier_workers(progress: SavedProgress, *, same_workers: bool) -> EarlierWorkers:
-    """Return what was done before this run's workers start to count.
+    """Return what was done before this run's workers begin to count.
 
-    `same_workers`: they continue the checkpoint's counters; otherwise they start at 0.
+    With `same_workers` they continue the checkpoint's counters; otherwise they begin at 0.
     """
     sent = Counter({(kind, level): num_bytes for kind, level, num_bytes in progress.bytes_before})
     if same_workers:
@@ -146,17 +151,17 @@ def _check_progress(progress: SavedProgress, job: Job, step: int) -> None:
 class CheckpointPolicy:
     """Where a run writes checkpoints, and the one it resumes from."""
 
-    checkpoints: Checkpoints | None = None  # None: only what the next two say
+    checkpoints: Checkpoints | None = None  # of the recipe's periods; None: it asks for none
     resume_from: ResumePoint | None = None  # None: start from the beginning
-    lost_s: float = 0.0  # seconds on the clock since that checkpoint, or since the start without one
-    # Where a run without other checkpoints writes those of its best evaluation and its end, if it `keeps` these, and
-    # one when it is stopped; called then
+    lost_s: float = 0.0  # seconds on the clock since that checkpoint or, without one, since the start
+    # For runs that ask for no checkpoints: returns where to write one, called when one is due
     late: Callable[[], Checkpoints | None] = lambda: None
+    # Whether such a run writes those of its best evaluation and its end, and some in between, not only one when stopped
     keeps: bool = False
 
     @property
     def samples_done(self) -> int:
-        """Samples that the run was trained on before."""
+        """Samples trained on before this run resumes."""
         return 0 if self.resume_from is None else self.resume_from.progress.samples
 
 
@@ -164,10 +169,12 @@ NO_CHECKPOINTS = CheckpointPolicy()
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints behind training, at most one at a time; training waits for a copy of its state.
+    """Writes a run's checkpoints in a thread beside training, one at a time.
 
-    All processes make the same calls, drained. A checkpoint is complete once the first process has heard of all parts
-    and committed it; until then the one before is the newest.
+    Training waits only for a copy of its state.
+
+    All processes make the same calls, at drains. A checkpoint is complete once the first process knows that all parts
+    are written, and commits it; until then the one before is the newest.
     """
 
     def __init__(self, engine: TrainingEngine, progress: ProgressSink) -> None:
@@ -180,8 +187,7 @@ class CheckpointWriter:
     def write(self, store: Checkpoints, step: int, training_state: ProgressOf) -> None:
         """Begin to write a checkpoint after `step` minibatches; first wait for the one under way.
 
-        A part that can't be written, for whatever reason, is reported later, and the previous checkpoint stays.
-        `training_state` returns the training loop's state from all processes' counters.
+        If a part can't be written, `wait` reports it, and the previous checkpoint stays.
         """
         engine = self._engine
         self.wait()
@@ -205,7 +211,7 @@ class CheckpointWriter:
             except BaseException as error:  # raised where training waits for it
                 self._failure = error
 
-        # A daemon: a process that fails doesn't wait for a part of another one that never comes.
+        # A daemon, so that a process that fails ends: it might wait for the part of another one that has ended.
         self._thread = threading.Thread(target=work, name=f"checkpoint {step}", daemon=True)
         self._thread.start()
         engine.sync_clock()
@@ -225,12 +231,12 @@ class CheckpointWriter:
             self._problem = ""
 
     def end(self) -> None:
-        """Wait a moment for the checkpoint under way, after a failure."""
+        """Wait a few seconds for the checkpoint under way, after a failure."""
         if self._thread is not None:
-            self._thread.join(_MOMENT_S)
+            self._thread.join(_LAST_WAIT_S)
 
 
-_Share = list[dict[str, Any]] | str  # of a process: its parts, or why there are none
+_Share = list[dict[str, Any]] | str  # a process's parts, or why it has none
 
 
 def _written(store: Checkpoints, step: int, copies: Sequence[tuple[str, ModelState]]) -> _Share:
@@ -238,13 +244,13 @@ def _written(store: Checkpoints, step: int, copies: Sequence[tuple[str, ModelSta
         return [asdict(store.write_part(step, name, state)) for name, state in copies]
     except (OSError, CheckpointError) as error:
         return str(error)
-    except Exception as error:  # memory, torch's: a share that never came would keep the first process waiting
+    except Exception as error:  # of any kind: without this process's share the first one would wait for ever
         _LOG.warning("the part of minibatch %d can't be written", step, exc_info=error)
         return reason(error)
 
 
 def _committed(store: Checkpoints, step: int, shares: Sequence[_Share], progress: Mapping[str, Any]) -> str:
-    """Complete a checkpoint of all processes' parts; return "", or why one was abandoned, for the user."""
+    """Commit a checkpoint of all processes' parts; return "", or a sentence for the user on why it was abandoned."""
     problem = next((share for share in shares if isinstance(share, str)), None)
     if problem is None:
         parts = [CheckpointFile(**part) for share in shares if not isinstance(share, str) for part in share]

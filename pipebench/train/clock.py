@@ -1,7 +1,7 @@
-"""The run's clock: training, evaluation, checkpoints and time lost by restarts.
+"""The run's clock: seconds in training, in evaluations, in checkpoints, and lost by restarts.
 
-As in MLPerf, it starts after initialisation and profiling, never pauses, and includes evaluation; time without
-evaluation is also reported.
+As in MLPerf, it starts after initialisation and profiling, never pauses, and includes evaluation. Time without
+evaluation is reported, too.
 """
 
 from collections.abc import Iterator
@@ -13,12 +13,13 @@ from pipebench.engine.engine import TrainingEngine
 
 
 class RunClock:
-    """Sums of an engine's time by purpose."""
+    """Sums an engine's seconds by purpose."""
 
     def __init__(self, engine: TrainingEngine) -> None:
         self._engine = engine
-        # Training includes fill and drain; lost is from a checkpoint to the process that resumes from it
-        self.training_s = self.evaluation_s = self.checkpoint_s = self.lost_s = 0.0
+        self.training_s = 0.0  # fill and drain included
+        self.evaluation_s = self.checkpoint_s = 0.0
+        self.lost_s = 0.0  # from checkpoints to the starts of the processes that resumed from them
 
     @property
     def drained_s(self) -> float:
@@ -26,7 +27,7 @@ class RunClock:
         return self._engine.clock_s
 
     def start(self, saved: SavedProgress | None, lost_s: float) -> None:
-        """Start the clock, or resume it from a checkpoint `lost_s` later."""
+        """Start the clock, or resume it from a checkpoint that was written `lost_s` seconds ago."""
         self.lost_s = lost_s
         clock_s = lost_s
         if saved is not None:
@@ -38,13 +39,13 @@ class RunClock:
 
     @contextmanager
     def spending(self, on: Literal["training_s", "evaluation_s", "checkpoint_s"]) -> Iterator[None]:
-        """Add the time inside to one of the sums; after an error in training `end_early` does."""
+        """Add the seconds inside to one of the sums. After an error in training, `end_early` adds them."""
         before_s = self.drained_s
         yield
         setattr(self, on, getattr(self, on) + self.drained_s - before_s)
 
     def end_early(self, *, in_training: bool) -> float:
-        """Return the run's time if it ends between two drains; `in_training`: since the last drain."""
+        """Return the run's seconds if it ends between two drains; `in_training`: it trained since the last drain."""
         total_s = max(self._engine.now_s, self.drained_s)
         if in_training:
             self.training_s += total_s - self.drained_s

@@ -1,4 +1,4 @@
-"""The curves of a run, their first point that reaches the target, and the training loss between points."""
+"""The curves of a run: their best point, the first one that reaches the target, and the training loss in between."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,41 +12,36 @@ from pipebench.recipe.schema import TargetRecipe
 from pipebench.train.result import Point
 
 
-def _counted(point: Point, metric: str) -> float:
-    """Return a metric of an evaluation, NaN where its loss is: NaN outputs have accuracies, too, those of a class."""
-    return math.nan if math.isnan(point.metrics.get(EVAL_LOSS, 0.0)) else point.metrics[metric]
-
-
 class Curves:
     """Collects a point per evaluation, in time order.
 
-    `metrics` are the data set's, each with its better direction, `min` or `max`.
+    `metrics` are the data set's: name to the better direction, `min` or `max`.
     """
 
     def __init__(self, target: TargetRecipe | None, metrics: Mapping[str, str]) -> None:
         self._target, self._metrics = target, metrics
         self.points: list[Point] = []
-        self.training_s_at: list[float] = []  # seconds of training before each point
-        self.best_point: Point | None = None  # by the target's metric, or else the data set's first
-        self.reached: Point | None = None  # the first at the target
-        self.reached_training_s = self.reached_checkpoint_s = 0.0  # of training and of checkpoints before it
+        self.training_s_at: list[float] = []  # seconds in training before each point
+        self.best_point: Point | None = None  # by the target's metric or, without a target, the data set's first
+        self.reached: Point | None = None  # the first point at the target
+        self.reached_training_s = 0.0  # seconds in training before it
+        self.reached_checkpoint_s = 0.0  # seconds in checkpoints before it
 
     def add(self, point: Point, training_s: float, checkpoint_s: float) -> None:
-        """Add a point; the seconds are those in training and in checkpoints before it."""
+        """Add a point, with the seconds in training and in checkpoints before it."""
         self.points.append(point)
         self.training_s_at.append(training_s)
         if self._is_best(point):
             self.best_point = point
-        if self._target is not None and self.reached is None and self.reaches(_counted(point, self._target.metric)):
+        if self._target is not None and self.reached is None and self.reaches(point.metrics[self._target.metric]):
             self.reached = point
             self.reached_training_s, self.reached_checkpoint_s = training_s, checkpoint_s
 
     def reaches(self, value: float) -> bool:
         """Return whether a value of the target's metric is at the target; requires a target."""
         assert self._target is not None
-        return (
-            value >= self._target.value if self._metrics[self._target.metric] == "max" else value <= self._target.value
-        )
+        is_max = self._metrics[self._target.metric] == "max"
+        return value >= self._target.value if is_max else value <= self._target.value
 
     def has_point_at(self, samples: int) -> bool:
         """Return whether there was an evaluation after `samples`."""
@@ -54,12 +49,12 @@ class Curves:
 
     def best(self, metric: str) -> float:
         """Return the best value of a metric, NaN only if no evaluation gave a number; requires an evaluation."""
-        counted = [_counted(point, metric) for point in self.points]
-        values = [value for value in counted if not math.isnan(value)] or counted
+        found = [point.metrics[metric] for point in self.points]
+        values = [value for value in found if not math.isnan(value)] or found
         return max(values) if self._metrics[metric] == "max" else min(values)
 
-    def no_numbers(self) -> Iterator[tuple[str, Point]]:
-        """Yield metrics that are NaN at the end, each with the first point from which on it is."""
+    def nan_metrics(self) -> Iterator[tuple[str, Point]]:
+        """Yield the metrics that are NaN at the last point, each with the point since which it is."""
         for name in (EVAL_LOSS, *self._metrics):
             count = len([*takewhile(math.isnan, (point.metrics.get(name, 0.0) for point in reversed(self.points)))])
             if count:
@@ -70,7 +65,7 @@ class Curves:
         name = self._target.metric if self._target is not None else next(iter(self._metrics), EVAL_LOSS)
         if self.best_point is None:
             return True
-        value, best = _counted(point, name), _counted(self.best_point, name)
+        value, best = point.metrics[name], self.best_point.metrics[name]
         better = value > best if self._metrics.get(name) == "max" else value < best
         return better or math.isnan(best) > math.isnan(value)
 
@@ -87,17 +82,16 @@ class Curves:
 
 
 class TrainingLoss:
-    """The training loss of this process since the drain, and of all processes since the evaluation."""
+    """The training loss: of this process since the last drain, and of all processes since the last evaluation."""
 
     def __init__(self, total: float = 0.0, weight: float = 0.0) -> None:
-        # Sum and total weight over all processes since the last evaluation
-        self.total, self.weight = total, weight
-        self._own: float | torch.Tensor = 0.0  # a tensor while on the GPU
+        self.total, self.weight = total, weight  # of all processes since the last evaluation
+        self._own: float | torch.Tensor = 0.0  # of this process since the last drain; on a GPU a tensor
         self._own_weight = 0.0
         self._num_units = 0
 
     def add(self, loss: torch.Tensor, weight: float) -> bool:
-        """Add a unit's loss of this process; return whether the sum is finite as far as read."""
+        """Add a unit's summed loss; return whether the sum is finite, as far as it has been read from a GPU."""
         self._own_weight += weight
         self._own = self._own + loss
         self._num_units += 1
@@ -107,13 +101,13 @@ class TrainingLoss:
         return math.isfinite(self._own)
 
     def take_share(self) -> dict[str, float]:
-        """Return this process's sum since the drain, and reset it."""
+        """Return this process's sums since the last drain, and reset them."""
         share = {"loss": float(self._own), "weight": self._own_weight}
         self._own = self._own_weight = 0.0
         return share
 
     def add_shares(self, shares: Iterable[Mapping[str, float]]) -> bool:
-        """Add all processes' results of `take_share`; return whether the sum is finite."""
+        """Add what `take_share` has returned in all processes; return whether the sum is finite."""
         for share in shares:
             self.total += share["loss"]
             self.weight += share["weight"]

@@ -1,4 +1,4 @@
-"""Engines for a job in this process: simulation, of an epoch or of a whole run that changes, or the virtual engine."""
+"""Engines for a job in this process: the simulated and the virtual engine."""
 
 from collections.abc import Sequence
 
@@ -16,8 +16,11 @@ from pipebench.train.simulated import simulate_epoch
 
 
 def simulate(job: Job, forecast: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
-    """Simulate a job; return its result and the recorded timeline. `forecast` predicts peak memory."""
-    for extended in job.setup.pipeline.hooks("simulate").values():  # of several, the first
+    """Simulate a job; return its result, with the peak memory of `forecast`, and the recorded timeline.
+
+    Simulated is an epoch or, if an extension changes the run on its way, all of it.
+    """
+    for extended in job.setup.pipeline.hooks("simulate").values():  # of several extensions, the first
         found: tuple[RunResult, Timeline] = extended(job, forecast)
         return found
     return simulate_epoch(job, forecast)
@@ -39,6 +42,6 @@ def on_virtual_clock(job: Job, stop: StopRequest | None = None) -> MakeEngine:
 
 
 def _predicted_peaks(job: Job) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the predicted peaks of one device of every worker, and on its host, in bytes."""
+    """Return the predicted peak bytes of one device of every worker, and those on its host."""
     memory = MemoryForecast(job).memory
     return [peak.num_bytes for peak in memory.peaks], memory.host_peaks

@@ -1,7 +1,7 @@
 """Compares all tensors of a checkpoint with those of the model and its optimizer.
 
-No part of a checkpoint is used before all of it fits. One that does not is damaged, or its model's code has changed;
-either way it is skipped like an incomplete one.
+No part of a checkpoint is used before all of it fits. A checkpoint that doesn't fit is damaged, or the model's code has
+changed; either way it is skipped, like an incomplete one.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,17 +23,20 @@ from pipebench.model.precision import LOW_TYPES, lower
 from pipebench.model.sampling import microbatch_sizes
 from pipebench.profile.shapes import without_data
 
-_PRECISIONS = {torch.float32, *LOW_TYPES.values()}  # types that what is computed has in one precision or another
+_PRECISIONS = {torch.float32, *LOW_TYPES.values()}  # types that a computed tensor may have, by `train.precision`
 
 
 def check_fits(state: ModelState, setup: Setup, step: int) -> ModelState:
-    """Compare a checkpoint with a model, its optimizer and its data after `step` minibatches.
+    """Compare a checkpoint with a model, its optimizer and its data.
 
-    The state is of the whole model, under any plan; the setup's graph holds initial weights, or is on the meta device.
+    Args:
+        state: of the whole model, under any plan.
+        setup: of the run that resumes; its graph has initial weights, or is on the meta device.
+        step: minibatches done.
 
     Returns:
-        The state to restore, without that of an optimizer that no longer has any; what modules carry is in the types of
-        the setup's precision.
+        The state to restore. Optimizer state is left out if the optimizer has none any more; the states that modules
+        carry are in the types of the setup's precision.
 
     Raises:
         CheckpointError: names the first tensor that does not fit, found and expected.
@@ -107,7 +110,7 @@ def _check_trained(what: str, parameter: torch.Tensor | None) -> None:
 
 
 def _own_tensors(graph: LayerGraph) -> dict[str, torch.Tensor]:
-    """Return every tensor of a layer graph by the model's own name; divided ones whole."""
+    """Return every tensor of a layer graph by the model's own name; those divided into slices whole."""
     root = graph.root
     tensors = {
         **dict(root.named_buffers(remove_duplicate=False)),
@@ -118,7 +121,7 @@ def _own_tensors(graph: LayerGraph) -> dict[str, torch.Tensor]:
 
 
 def _held(graph: LayerGraph) -> Iterator[str]:
-    """Yield the own names of layers' tensors, which some stage holds under every plan."""
+    """Yield the own names of the layers' tensors: under every plan some stage has them."""
     own = own_names(graph)
     for node in (*graph.graph.nodes, *(layer.node for layer in graph.layers if layer.idle)):
         if node.op == "get_attr" and node.users and str(node.target) in own:
@@ -137,14 +140,14 @@ def _variances(graph: LayerGraph) -> Iterator[str]:
 
 
 def _began_with(has: Callable[[torch.Tensor], bool], tensor: torch.Tensor) -> bool:
-    """Return whether a tensor initially has such elements: infinite ones, as masks do, or NaN, as unused rows."""
+    """Return whether a tensor has such elements initially: infinite ones, as in masks, or NaN, as in unused rows."""
     return tensor.device.type != "meta" and has(tensor)
 
 
 def fitting_carried(carried: Mapping[str, Any], setup: Setup, step: int) -> dict[str, Any]:
-    """Compare carried states with those after one minibatch of as many samples; return them in the setup's precision.
+    """Compare carried states with those after a minibatch of this size; return them in the setup's precision.
 
-    Every stream that has begun has a state per module and microbatch of its minibatch.
+    There must be one for every stream that has begun by minibatch `step`, every microbatch and every module.
     """
     streams = range(min(setup.sampler.streams or 0, step))
     modules = _stateful(setup.graph) if streams else []
@@ -179,7 +182,7 @@ def _stateful(graph: LayerGraph) -> list[str]:
 
 
 def _carried_forms(setup: Setup, modules: Sequence[str], num_samples: int) -> dict[str, Any]:
-    """Return the states after some samples, as tensors without data, by module."""
+    """Return the states after `num_samples` samples, as tensors without data, by module."""
     graph, dataset = setup.graph, setup.dataset
     root = without_data(graph.root).train()
     lower([root], graph.rounding)
@@ -196,7 +199,7 @@ def _carried_forms(setup: Setup, modules: Sequence[str], num_samples: int) -> di
 
 
 def _fitting_leaves(what: str, found: Any, expected: Any) -> Any:
-    """Compare nested lists, tuples and dictionaries, tensor by tensor; return `found` in the expected precision."""
+    """Compare nested containers tensor by tensor; return `found` in the expected precision."""
     leaves, structure = pytree.tree_flatten(found)
     wanted, wanted_structure = pytree.tree_flatten(expected)
     if structure != wanted_structure:

@@ -1,4 +1,4 @@
-"""A recipe that is ready to run, and what all its processes must agree on."""
+"""A job: a recipe that is ready to run. And what all processes of a run must agree on."""
 
 import time
 from abc import ABC, abstractmethod
@@ -18,32 +18,32 @@ from pipebench.train.profiled_model import ProfiledModel
 class JobExtension(ABC):
     """An extension's part in a job."""
 
-    profiles_often: ClassVar[bool] = False  # whether a simulation profiles many models: then of whole minibatches only
-    switches: ClassVar[bool] = False  # whether engines must be able to switch to other setups at drains
+    profiles_often: ClassVar[bool] = False  # a simulation profiles many models, so of whole minibatches only
+    switches: ClassVar[bool] = False  # engines must be able to switch to other setups at drains
 
     @classmethod
     @abstractmethod
     def of(cls, recipe: Recipe, cluster: Cluster, known: ProfiledModel) -> Self:
-        """Return the part in a recipe's job; `known` is its whole model."""
+        """Return the extension's part in a recipe's job; `known` is the recipe's model with all its layers."""
 
     def profiled(self, known: ProfiledModel) -> ProfiledModel:
-        """Return the model that the run begins with."""
+        """Return the model that the run begins with, given the one with all layers."""
         return known
 
     def prepared(self, setup: Setup) -> Self:
-        """Return the part under the setup that the run begins with."""
+        """Return this part, given the setup that the run begins with."""
         return self
 
     def refused(self, setup: Setup) -> Iterable[tuple[str, str]]:
-        """Return key and problem of what a recipe asks for and its run can't come to, under that setup."""
+        """Return what the run can't do under a setup although the recipe asks for it: (key, problem)."""
         return ()
 
     def notes(self, setup: Setup) -> Mapping[str, str]:
-        """Return notes on a recipe's numbers, by the fact in the summary."""
+        """Return notes on the run's numbers, by the fact in the summary."""
         return {}
 
     def variants(self, job: "Job") -> Iterable["Job"]:
-        """Return the jobs that a run goes through, if they are known before it: memory must suffice for each."""
+        """Return the jobs that a run goes through, if they are known before it. Memory must suffice for each."""
         return ()
 
 
@@ -56,10 +56,10 @@ class Job:
     setup: Setup  # that the run begins with
     comparison: Comparison | None = None  # of modes, if the recipe left the mode to the planner
     left_over: int = 0  # samples of an epoch that aren't run, if the profile has times of whole minibatches only
-    extensions: Mapping[str, JobExtension] = field(default_factory=dict)  # their parts, by name
-    of_all_layers: Profile | None = None  # None: the setup's
-    began_s: float = field(default_factory=time.perf_counter)  # when its preparation did, by the host's counter
-    chosen: str = ""  # columns that the planner chose besides the plan, as memory binds
+    extensions: Mapping[str, JobExtension] = field(default_factory=dict)  # extensions' parts, by name
+    of_all_layers: Profile | None = None  # None: the setup's profile is
+    began_s: float = field(default_factory=time.perf_counter)  # start of its preparation, by `time.perf_counter`
+    chosen: str = ""  # what the planner chose besides the plan, to fit in memory, in words
 
     @property
     def profile(self) -> Profile:
@@ -73,7 +73,7 @@ class Job:
 
 
 class Decision(NamedTuple):
-    """What all processes of a run must agree on."""
+    """A plan and a profile that an earlier preparation decided on, and all processes of a run must have."""
 
     plan: PlanForm
     profile: Profile  # for which the plan was made

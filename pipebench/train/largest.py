@@ -19,14 +19,14 @@ from pipebench.simulate.memory_meter import MemoryMeter
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.steady import simulate_all
 
-_FURTHER: Final = 16  # times a number that fits: a few minibatches say little about many
-_UPDATES: Final = 2  # the first creates the optimizer's state, present in the second
+_FURTHER: Final = 16  # a guess is at most so many times a number that fits: a few minibatches say little about many
+_UPDATES: Final = 2  # simulated: the first creates the optimizer's state, which the second has from its start
 
 
 def with_largest_update(workload: PlannedWorkload, memories: tuple[StageMemoryCosts, ...]) -> Pipeline:
     """Return a workload's pipeline with the most minibatches per update that fit in memory, at most an epoch's.
 
-    More minibatches never need less memory if all run forward before the first runs backward. `workload` has one
+    More minibatches never need less memory, since all run forward before the first runs backward. `workload` has one
     minibatch of every replica per update.
 
     Raises:
@@ -63,9 +63,9 @@ def peak_bytes(workload: PlannedWorkload, memories: tuple[StageMemoryCosts, ...]
 
 
 def most_within(limit: float, value: Callable[[int], float], most: int) -> int:
-    """Return the largest number from 1 to `most` whose value is within a limit, or 0.
+    """Return the largest number from 1 to `most` whose value is at most `limit`, or 0.
 
-    Values must not fall; they are assumed to grow nearly linearly, which guides the search but not its result.
+    Values must not fall. A guess assumes that they grow linearly, which affects the number of calls only.
 
     >>> most_within(50, lambda number: number * number, 1000)
     7

@@ -44,8 +44,8 @@ def largest_minibatch(loaded: LoadedRecipe, on_trial: Callable[[Trial], None] = 
     The search starts at the recipe's minibatch size; a smaller size than one that fits is assumed to fit, too.
 
     Raises:
-        PlanError: not even the smallest fits, the cluster has no limit of memory, or the profile is of one size.
-        UserError: an error in the recipe at any size.
+        PlanError: not even the smallest fits, the cluster has no limit of memory, or the profile has one size only.
+        UserError: the recipe has an error at any size.
     """
     recipe, cluster = loaded.recipe, loaded.cluster
     _check_known(recipe, cluster)
@@ -79,7 +79,7 @@ def largest_minibatch(loaded: LoadedRecipe, on_trial: Callable[[Trial], None] = 
 
 
 def _check_known(recipe: Recipe, cluster: Cluster) -> None:
-    """Check that the limit and the layers of other sizes are known; raises a PlanError."""
+    """Raise a PlanError unless the limit of memory, and layers' costs at other sizes, are known."""
     if cluster.memory_bytes is None:
         raise PlanError(
             f"cluster.name: got {cluster.name}, whose file gives no memory size; a largest minibatch needs one, "
@@ -97,11 +97,11 @@ def trial(loaded: LoadedRecipe, minibatch_size: int) -> Trial:
     """Return whether a recipe fits with another minibatch size.
 
     Raises:
-        UserError: an error in the recipe, other than that no plan fits.
+        UserError: the recipe has an error other than that no plan fits.
     """
     recipe = _with_size(loaded, minibatch_size)
     limit = loaded.cluster.memory_bytes
-    assert limit is not None, "who asks has checked"
+    assert limit is not None, "`_check_known` refuses it"
     try:
         job = prepare(recipe, loaded.cluster, trains=False, whole_only=True)
         variants = [variant for part in job.extensions.values() for variant in part.variants(job)] or [job]

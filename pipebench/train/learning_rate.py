@@ -1,11 +1,12 @@
-"""Learning rates of updates: functions of the stage and of samples seen, independent of plan and engine.
+"""Learning rates of updates, as functions of the stage and of the samples seen, independent of plan and engine.
 
-Stages make different numbers of updates, and runs resume under other plans and in other processes; the rate at a sample
-stays the same.
+Stages make different numbers of updates, and runs resume under other plans and in other processes. The rate at a sample
+is the same in all of them.
 
-torch's schedulers are stepped in a loop, and most know their rate from the one before. So a step's rate is played once,
-on an optimizer of its own, and looked up from then on. What a step is (so many epochs or minibatches) is the recipe's
-to say. A function of the user's own gets the fraction of training that is done.
+torch's schedulers are stepped in a loop, and most compute a rate from the one before. So each of their rates is
+computed once, by stepping on an optimizer that serves only that purpose, and looked up from then on. How many epochs or
+minibatches a step takes is a key of the recipe. A function of the user's own gets the fraction of training that is
+done.
 """
 
 import math
@@ -39,11 +40,15 @@ def learning_rate(
 ) -> Callable[[int, int, int], float]:
     """Return the rate of an update as a function of (stage, samples seen before it, its own samples).
 
-    The schedule depends on samples before the update. Warm-up counts the update's own samples too, so that no rate is
-    zero; it ends at the stage's scaled rate. Differs: Goyal et al. (2017) start at the unscaled rate; here the rate
-    passes it, so one worker warms up, too.
+    The schedule depends on the samples before the update. Warm-up counts the update's own samples, too, so that no rate
+    is 0; it ends at the stage's scaled rate. Differs: in Goyal et al. (2017), warm-up starts at the unscaled rate; here
+    it starts near 0, so that a run with one worker warms up, too.
 
-    With corrected weights, rates are rescheduled, see `rescheduling`; `annealing_epochs` is its K.
+    Args:
+        train: the recipe's section.
+        pipeline: says how many samples a stage's update has.
+        num_train: samples of an epoch.
+        annealing_epochs: PipeMare's K, see `rescheduling`.
     """
     scales, base = lr_scales(train, pipeline), train.optimizer.lr
     warmup, rate_at = train.schedule.warmup_epochs * num_train, rate_of_samples(train, num_train)
@@ -61,11 +66,12 @@ def learning_rate(
 def rescheduling(
     train: TrainRecipe, pipeline: Pipeline, num_train: int, annealing_epochs: float | None
 ) -> Callable[[int, int], float]:
-    """Return the rate's factor in PipeMare's first technique, a function of (stage, samples seen).
+    """Return the factor of the rate by PipeMare's technique T1, as a function of (stage, samples seen).
 
-    It is tau^-p, p = 1 - min(k / K, 1), with the stage's delay tau in updates and the fraction k / K of the annealing
-    epochs seen. The default K follows the paper: five warm-ups, or a quarter of the time until the rate first falls.
-    Differs: a delay below one update, which would raise the rate, counts as one.
+    The factor is tau^-p, p = 1 - min(k / K, 1), with the stage's delay tau in updates, the epochs seen k, and K
+    annealing epochs. The default K follows the paper: five warm-ups, or a quarter of the time until the rate first
+    falls. Differs: a delay below one update, which would raise the rate, counts as one. With other weight policies the
+    factor is 1.
     """
     if not WEIGHT_POLICIES[pipeline.weights].corrects:
         return lambda stage, before: 1.0
@@ -77,11 +83,13 @@ def rescheduling(
 
 
 def lr_scales(train: TrainRecipe, pipeline: Pipeline) -> list[float]:
-    """Return every stage's factor of the rate by `lr_scaling`.
+    """Return every stage's factor of the rate, by `lr_scaling`.
 
-    `replicas`: the samples of a stage's update over the input stage's (the PipeDream artifact's rule; 1 in flushing
-    modes); `linear`: those samples over `minibatch_size` (Goyal et al. 2017); `sqrt`: the root of that (Krizhevsky
-    2014; Hoffer et al. 2017).
+    - `replicas`: samples of the stage's update over those of the input stage's (the PipeDream artifact's rule); 1 in
+      flushing modes.
+    - `linear`: samples of the stage's update over `minibatch_size` (Goyal et al. 2017).
+    - `sqrt`: the root of that (Krizhevsky 2014; Hoffer et al. 2017).
+    - `none`: 1.
     """
     scale, first = LR_SCALINGS[train.optimizer.lr_scaling], pipeline.round_size(0)
     return [scale(pipeline.round_size(stage), first) for stage in range(pipeline.num_stages)]
@@ -99,9 +107,9 @@ def rate_of_samples(train: TrainRecipe, num_train: int) -> Callable[[int], float
         factor = own_schedule(schedule)
         return lambda before: base * factor(before / total)
     if schedule.name not in KINDS[SCHEDULE].ours:
-        played, step_every = Played(schedule, base), schedule.step_every or PeriodRecipe(epochs=1)
-        return lambda before: played.rate(steps_before(before, step_every, train.minibatch_size, num_train))
-    # As written: 1.1 epochs of 4,000 samples are 4,400 of them, where floats have a little more.
+        rates, step_every = SchedulerRates(schedule, base), schedule.step_every or PeriodRecipe(epochs=1)
+        return lambda before: rates.rate(steps_before(before, step_every, train.minibatch_size, num_train))
+    # Exact: 1.1 epochs of 4,000 samples are 4,400 samples, where the product of floats is a little more.
     every = Fraction(str(schedule.every_epochs or 1.0)) * num_train
     falls, power = schedule.factor or 1.0, schedule.power or 0.0
     factors: dict[str, Callable[[int], float]] = {
@@ -115,7 +123,7 @@ def rate_of_samples(train: TrainRecipe, num_train: int) -> Callable[[int], float
 
 
 def steps_before(before: int, every: PeriodRecipe, minibatch_size: int, num_train: int) -> int:
-    """Return the scheduler's steps `before` so many samples, in whole minibatches; `num_train` are an epoch's."""
+    """Return how many steps a scheduler takes during the first `before` samples; it steps after whole minibatches."""
     epochs, within = divmod(before, num_train)
     if every.epochs is not None:
         return epochs // every.epochs
@@ -127,8 +135,8 @@ def steps_before(before: int, every: PeriodRecipe, minibatch_size: int, num_trai
 _KEY = "train.schedule.name"
 
 
-class Played:
-    """The rates of one of torch's schedulers, from the first to the last that was requested.
+class SchedulerRates:
+    """The rates of one of torch's schedulers, computed up to the last that was requested.
 
     Raises:
         UserCodeError: the class refuses its arguments.
@@ -162,14 +170,14 @@ class Played:
         return rate
 
 
-_LOOKED_AT = 100  # places in training at which a schedule is tried before it is used
+_NUM_TRIED = 100  # fractions of training at which a schedule is tried before it is used
 
 
 def own_schedule(schedule: ScheduleRecipe) -> Callable[[float], float]:
     """Return the factor of the learning rate as a function of the fraction of all training samples seen before.
 
-    The rate must depend on samples seen only: every stage makes its own number of updates, and a run may resume under
-    another plan. So torch's schedulers, which count steps, are refused.
+    The rate may depend on samples seen only: every stage makes its own number of updates, and a run may resume under
+    another plan. So torch's schedulers, which count steps, are refused here.
 
     Raises:
         UserCodeError: the target is a scheduler of torch's, raises, or returns no factor of at least 0.
@@ -194,13 +202,13 @@ def own_schedule(schedule: ScheduleRecipe) -> Callable[[float], float]:
             )
         return value
 
-    places = [place / _LOOKED_AT for place in range(_LOOKED_AT)]
-    factors = [factor(place) for place in places]
-    for place, first in reversed([*zip(places, factors, strict=True)]):
-        if (again := factor(place)) != first:
+    fractions = [index / _NUM_TRIED for index in range(_NUM_TRIED)]
+    factors = [factor(fraction) for fraction in fractions]
+    for fraction, first in reversed([*zip(fractions, factors, strict=True)]):  # another order shows a hidden state
+        if (again := factor(fraction)) != first:
             raise UserCodeError(
-                f"{target} gives {first:g} at {place:.4g} of training and then {again:g}; needed is a function of that "
-                "fraction only, since it is called in several processes and anew where a run goes on",
+                f"{target} gives {first:g} at {fraction:.4g} of training and then {again:g}; needed is a function of "
+                "that fraction only, since it is called in several processes and anew where a run goes on",
                 "train.schedule.target",
             )
     return factor

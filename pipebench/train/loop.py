@@ -1,7 +1,7 @@
 """Training to a target: segments between drains, evaluations, checkpoints, and the outcome.
 
-A run that misses its target has no time to accuracy. In a distributed run every process runs this loop; processes
-exchange at every drain what decides its course.
+A run that misses its target has no time to accuracy. In a distributed run every process runs this loop, and processes
+exchange at every drain what decides its course, so that all decide alike.
 """
 
 import logging
@@ -38,6 +38,7 @@ from pipebench.train.metrics import (
     EarlierWorkers,
     curve_metrics,
     describe,
+    finite_metrics,
     result_fields,
     run_metrics,
     run_notes,
@@ -47,7 +48,7 @@ from pipebench.train.metrics import (
 from pipebench.train.periods import Periods
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
 
-# What a kill costs a run in one process at most, beside the evaluation that was next, where its recipe says nothing.
+# Seconds between the checkpoints that a run in one process writes without being asked to: what a kill costs at most.
 _MOST_UNSAVED_S = 600.0
 _LOG = logging.getLogger(__name__)
 
@@ -59,7 +60,12 @@ class _StoppedError(Exception):
 class TrainingLoop:
     """Trains a job until its target, its last epoch, divergence or Ctrl-C; `run` may be called once.
 
-    `progress` receives every minibatch and evaluation; `on_point` is called with every point of the curves.
+    Args:
+        job: what to train.
+        make_engine: makes the engine, given callbacks for losses and units.
+        progress: receives every minibatch and evaluation.
+        on_point: called with every point of the curves.
+        policy: where checkpoints are written, and the one to resume from.
     """
 
     def __init__(
@@ -74,9 +80,9 @@ class TrainingLoop:
         self._progress, self._on_point = progress, on_point
         self._sampler = job.setup.sampler
         self._periods = Periods.of(job.recipe.train, self._sampler.minibatches_per_epoch)
-        self._done = 0  # minibatches
-        self._samples = 0  # at the last drain
-        self._seen = 0  # samples with a loss known here
+        self._done = 0  # minibatches trained, as of the last drain
+        self._samples = 0  # samples trained, as of the last drain
+        self._seen = 0  # samples whose loss this process has
         self._reported = 0  # samples reported as progress
         self._loss = TrainingLoss()
         self._curves = Curves(job.recipe.train.target, job.setup.dataset.metrics)
@@ -89,7 +95,12 @@ class TrainingLoop:
         self._extensions: list[LoopExtension] = [make(job, self._engine, self._clock, progress.note) for make in parts]
 
     def run(self) -> tuple[RunResult, Timeline]:
-        """Train; return result and recorded timeline; raises a CheckpointError if the one to go on from doesn't fit."""
+        """Train; return the result and the recorded timeline.
+
+        Raises:
+            CheckpointError: the checkpoint to resume from doesn't fit.
+            OutOfMemoryError: a device has no memory left; says what would help.
+        """
         with closing(self._engine.loaders):
             return self._run()
 
@@ -103,7 +114,7 @@ class TrainingLoop:
         try:
             self._train_to_target()
             outcome, sentence = self._outcome()
-            sentence += self._no_numbers()
+            sentence += self._nan_metrics()
         except DivergedError as diverged:
             outcome, sentence, total_s = DIVERGED, str(diverged), self._end_early()
         except _StoppedError as stopped:
@@ -119,13 +130,17 @@ class TrainingLoop:
                 raise OutOfMemoryError(f"{error}; {what_would_help(self._job)}") from error
             raise
         self._writer.wait()
-        total_s = self._clock.drained_s if total_s is None else total_s
-        wall_s = {"start_time_s": started_s - self._job.began_s, "wall_time_s": time.perf_counter() - started_s}
-        return self._result(outcome, sentence, {"total_time_s": total_s, **wall_s})
+        times_s = {
+            "total_time_s": self._clock.drained_s if total_s is None else total_s,
+            "start_time_s": started_s - self._job.began_s,
+            "wall_time_s": time.perf_counter() - started_s,
+        }
+        return self._result(outcome, sentence, times_s)
 
     # The course of a run.
 
     def _restore(self, found: ResumePoint) -> None:
+        """Resume from a checkpoint."""
         saved = found.progress
         for extension in self._extensions:
             extension.restore(saved)
@@ -136,14 +151,15 @@ class TrainingLoop:
         plans = (extension.restored_plan(saved) for extension in self._extensions if same_workers)
         plan = next((plan for plan in plans if plan is not None), None)
         self._engine.restore(found.state, facts, self._policy.lost_s + saved.clock_s, plan)
-        found.state.clear()  # engines have copied what they need of the whole model
+        found.state.clear()  # the engine has copied what it needs of the whole model
         release_copies(self._job.setup.device, self._job.setup.graph.root)
         self._done = found.step
         self._samples = self._seen = self._reported = saved.samples
         self._loss = TrainingLoss(saved.loss_sum, saved.weight)
         for data, training_s in zip(saved.points, saved.training_s_at, strict=True):
             point = Point(**data)
-            self._curves.add(point, training_s, saved.checkpoint_s)  # reached: the checkpoint is of this point
+            # Only a point at the target needs the seconds in checkpoints; the run ends with it, and so does `saved`.
+            self._curves.add(point, training_s, saved.checkpoint_s)
             # Reported again, since the first process may have died before recording it; records ignore duplicates.
             self._on_point(point)
         best, store = self._curves.best_point, self._policy.checkpoints
@@ -154,7 +170,7 @@ class TrainingLoop:
     def _train_to_target(self) -> None:
         periods = self._periods
         if periods.evaluates_at(self._done) and not self._curves.has_point_at(self._samples):
-            # The run was stopped right before this evaluation.
+            # The run that is resumed was stopped right before this evaluation.
             self._evaluate()
             self._save(self._store())
         while self._done < periods.total and self._curves.reached is None:
@@ -172,7 +188,7 @@ class TrainingLoop:
                 self._save(self._store())
 
     def _train(self, drain: int) -> None:
-        """Train up to the next drain, after `drain` minibatches of the run or before."""
+        """Train up to the drain after `drain` minibatches of the run, or up to an earlier one."""
         done = self._done
         for extension in self._extensions:
             drain = extension.begins(done, drain)
@@ -181,7 +197,7 @@ class TrainingLoop:
             extension.ended(done, self._done)
 
     def _end_if_stopped(self) -> None:
-        """Exchange the processes' states at a drain; end on an agreed stop or a loss that is not finite."""
+        """Exchange the processes' states at a drain; end on an agreed stop, or on a loss that is not finite."""
         shares = self._engine.exchange({**self._loss.take_share(), "stop": self._engine.stop_reason})
         reasons = [share["stop"] for share in shares if share["stop"]]
         if not self._loss.add_shares(shares):  # on a GPU, not every loss has been read
@@ -208,7 +224,7 @@ class TrainingLoop:
             extension.evaluated(point, self._done, ends=ends)
 
     def _store(self) -> Checkpoints | None:
-        """Return where a checkpoint goes at this drain, None for none."""
+        """Return where to write a checkpoint at this drain; None: nowhere."""
         policy, best = self._policy, self._curves.best_point
         is_best = best is not None and best.samples == self._samples
         is_over = self._done >= self._periods.total or self._curves.reached is not None
@@ -229,7 +245,7 @@ class TrainingLoop:
         self._saved_s = time.monotonic()
 
     def _saved(self, facts: list[Facts]) -> dict[str, Any]:
-        """Return this loop's part of a checkpoint; `facts` are all processes' counters."""
+        """Return this loop's part of a checkpoint; `facts` are the counters of all processes."""
         earlier, clock, points = self._earlier, self._clock, self._curves.points
         return SavedProgress(
             taken_by=taken_by(self._job),
@@ -271,7 +287,7 @@ class TrainingLoop:
     # The end of a run.
 
     def _end_early(self) -> float:
-        """Return the run's time if it ended between two drains."""
+        """Return the run's seconds if it ended between two drains; count the samples since the last one."""
         total_s = self._clock.end_early(in_training=self._seen > self._samples)
         self._samples = self._seen
         return total_s
@@ -284,21 +300,22 @@ class TrainingLoop:
         goal = f"{target.metric} {target.value:g}"
         if reached is None:
             best = self._curves.best(target.metric)
-            short = f"{best:.4g}"
-            said = repr(best) if self._curves.reaches(float(short)) else short  # rounded, it may be at the target
-            return MISSED, f"missed {goal}: the best in {num_epochs(epochs)} was {target.metric} {said}"
+            rounded = f"{best:.4g}"
+            shown = repr(best) if self._curves.reaches(float(rounded)) else rounded  # rounded, it may be at the target
+            return MISSED, f"missed {goal}: the best in {num_epochs(epochs)} was {target.metric} {shown}"
         value, after = reached.metrics[target.metric], self._epochs(reached.samples)
         return REACHED, f"reached {goal} ({target.metric} {value:.4g}) after {num_epochs(after)}"
 
-    def _no_numbers(self) -> str:
-        """Return since which evaluation metrics are NaN, as the end of a sentence; "" without any."""
-        since = {name: num_epochs(self._epochs(point.samples)) for name, point in self._curves.no_numbers()}
-        said = "".join(
-            f"; {name} is not a number from the evaluation after {epochs} on" for name, epochs in since.items()
-        )
-        return f"{said}; without a loss no score counts" if EVAL_LOSS in since else said
+    def _nan_metrics(self) -> str:
+        """Return since which evaluation metrics are NaN, as the end of a sentence; "" if none is."""
+        since = {name: num_epochs(self._epochs(point.samples)) for name, point in self._curves.nan_metrics()}
+        found = [f"; {name} is not a number from the evaluation after {epochs} on" for name, epochs in since.items()]
+        if EVAL_LOSS in since:
+            found.append("; where outputs aren't numbers, samples count as wrong")
+        return "".join(found)
 
     def _divergence(self, loss: float) -> str:
+        """Return a sentence about a training loss that is not finite."""
         train, first = self._job.recipe.train, self._sampler.size(0)
         advice = f"lower train.optimizer.lr ({train.optimizer.lr:g}) or set train.schedule.warmup_epochs"
         if self._seen <= first:
@@ -306,18 +323,22 @@ class TrainingLoop:
         where = f"after {self._seen:,} samples (epoch {self._epochs(self._seen):.2f})"
         return f"{DIVERGED}: the training loss is {loss:g} {where}; {advice}"
 
-    def _result(self, outcome: str, sentence: str, took: dict[str, float]) -> tuple[RunResult, Timeline]:
-        """Combine all processes' counters and measurements; all of them call it."""
+    def _result(self, outcome: str, sentence: str, times_s: dict[str, float]) -> tuple[RunResult, Timeline]:
+        """Combine the counters and measurements of all processes; all of them call it."""
         facts = sum_facts(self._engine.exchange(self._engine.facts()))
         measured = self._engine.measured(self._clock.training_s - self._earlier.training_s)
         job = replace(self._job, setup=self._engine.setup)
         metrics = run_metrics(job, self._samples, self._clock, facts, measured, self._earlier)
         metrics |= curve_metrics(job, self._curves)
-        for extension in self._extensions:
-            metrics |= extension.metrics(self._earlier.num_bytes + facts["num_bytes"])
+        hooks, num_bytes = job.setup.pipeline.hooks, self._earlier.num_bytes + facts["num_bytes"]
+        returned = [(name, metrics_of(facts["extensions"][name])) for name, metrics_of in hooks("metrics").items()]
+        parts = zip(hooks("loop"), self._extensions, strict=True)
+        returned += [(name, part.metrics(num_bytes)) for name, part in parts]
+        for name, found in returned:
+            metrics |= finite_metrics(name, found, self._progress.note)
         if self._policy.checkpoints is not None:
             metrics["checkpoint_time_s"] = self._clock.checkpoint_s
-        metrics |= took
+        metrics |= times_s
         result = RunResult(
             **describe(self._job), outcome=outcome, sentence=sentence, metrics=metrics,
             points=tuple(self._curves.points), stages=stage_rows(job, facts), workers=measured.workers,

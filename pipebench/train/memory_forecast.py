@@ -1,8 +1,9 @@
-"""Predicted memory of a job over time on the simulator's clock, with advice if it is too much.
+"""Predicted memory of a job over time, on the simulator's clock for every engine, with advice if it is too much.
 
-The clock is the simulator's for every engine; of a segment between two drains only fill, a few periods and drain are
-simulated, which have the peaks of the whole. Of a run whose segments are so short that the optimizer's state, which the
-first update makes, meets no full pipeline in the first of them, a later one is, or both if all later ones are shorter.
+Of a segment between two drains only fill, a few periods and drain are simulated, which have the peaks of the whole. The
+first update makes the optimizer's state. If segments are so short that the pipeline isn't full again after it in the
+first one, the peak comes later: then the segment is simulated with that state from its start, or, if all later segments
+are shorter than the first, so is the longest of these besides the first one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,9 +28,11 @@ from pipebench.train.periods import Periods
 from pipebench.train.profiled_model import input_bytes
 from pipebench.train.result import RunResult
 
-_LESS = 0.9  # of what a worker that ran out of memory needed, as predictions are no better than that
-_MOST_MINIBATCHES = 32  # simulated to say what would help
-_LARGEST = 4  # kinds named in an out-of-memory message
+# Advice after a worker ran out of memory: needs at most so much of what it was predicted to need, as predictions are no
+# more exact than that.
+_LESS = 0.9
+_MOST_MINIBATCHES = 32  # simulated for that advice
+_NUM_KINDS = 4  # the largest, named in an out-of-memory message
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Moved:
 
 
 class MemoryForecast:
-    """Simulates the longest segment between two drains of a job; has its workers' memory and occupancy over time."""
+    """The memory and occupancy of a job's workers over its longest segment between two drains, simulated."""
 
     moved: Moved | None = None  # None if layers stay
 
@@ -67,13 +70,13 @@ class MemoryForecast:
 
     @cached_property
     def out_of_memory(self) -> str:
-        """Where, when and by how much the job is out of memory, and what would fit, in one sentence; "" if it isn't."""
+        """Where, when and by how much memory doesn't suffice, and what would fit, in one sentence; "" if it does."""
         found, limit = self.memory.overflow, self.memory.limit_bytes
         if found is None or limit is None:
             return self._out_of_host_memory
         kinds = sorted(found.by_kind.items(), key=lambda pair: -pair[1])
-        named = ", ".join(f"{kind} {num_bytes(size)}" for kind, size in kinds[:_LARGEST])
-        more = f" and {len(kinds) - _LARGEST} more kinds" if len(kinds) > _LARGEST else ""
+        named = ", ".join(f"{kind} {num_bytes(size)}" for kind, size in kinds[:_NUM_KINDS])
+        more = f" and {len(kinds) - _NUM_KINDS} more kinds" if len(kinds) > _NUM_KINDS else ""
         fullest, later = self.memory.fullest, ""
         if fullest.num_bytes > found.num_bytes:
             whose = "it" if fullest.worker == found.worker else f"worker {fullest.worker}"
@@ -92,7 +95,10 @@ class MemoryForecast:
 
     @property
     def _out_of_host_memory(self) -> str:
-        """The host without memory for swapped activations: the sum of its workers' peaks, an upper bound."""
+        """A sentence if a host has too little memory for the peaks of its workers' swapped activations, else "".
+
+        Their sum is an upper bound, since the peaks needn't coincide.
+        """
         cluster, outermost = self._job.cluster, len(self._job.cluster.levels) - 1
         on_host: dict[int, int] = {}
         for device, peak in zip(self._job.setup.devices, self.memory.host_peaks, strict=True):
@@ -107,7 +113,7 @@ class MemoryForecast:
         )
 
     def with_peaks(self, result: RunResult) -> RunResult:
-        """Return the result of an untrained run with the predicted peaks, or its own."""
+        """Return the result of an untrained run with the predicted peaks, or its own where they are higher."""
         pipeline = self._job.setup.pipeline
         result = with_peaks(result, pipeline, self.memory.peaks)
         swaps = pipeline.swaps
@@ -123,7 +129,7 @@ def with_peaks(result: RunResult, pipeline: Pipeline, peaks: Sequence[MemoryPeak
 def _with_highest(
     result: RunResult, pipeline: Pipeline, name: str, held: Sequence[int], stages: Sequence[int]
 ) -> RunResult:
-    """Return a result with a metric of some stages, and its largest value, from each worker's bytes, or its own."""
+    """Return a result in which metric `name` of some stages, and its maximum, are raised to what workers `held`."""
     most = {stage: max(held[worker] for worker in pipeline.places[stage]) for stage in stages}
     rows = tuple(
         {**row, name: max(row.get(name, 0), most[row["index"]])} if row["index"] in most else row
@@ -134,7 +140,7 @@ def _with_highest(
 
 
 def _memory(job: Job, num_minibatches: int, *listeners: Listener) -> MemoryTimeline:
-    """Return workers' memory over a simulated segment, and the longest one later where that may take more."""
+    """Return workers' memory over a simulated segment, followed by a later one if that may take more."""
     later = _periods(job).longest_later_segment
     found = _segment_memory(job, num_minibatches, listeners, has_state=_is_later(job, num_minibatches))
     if _is_short(job, num_minibatches) and 0 < later < num_minibatches:
@@ -143,9 +149,9 @@ def _memory(job: Job, num_minibatches: int, *listeners: Listener) -> MemoryTimel
 
 
 def _is_later(job: Job, num_minibatches: int) -> bool:
-    """Return whether a segment stands for those after it, too, which begin with the optimizer's state: if short.
+    """Return whether a segment is simulated with the optimizer's state from its start, as a later one has it.
 
-    Its own peak, before its first update, is then counted with that state.
+    So it is if the segment is short and a later one is as long.
     """
     return _is_short(job, num_minibatches) and num_minibatches <= _periods(job).longest_later_segment
 
@@ -190,7 +196,7 @@ def _periods(job: Job) -> Periods:
 
 
 def what_would_help(job: Job) -> str:
-    """Return what would fit where a worker ran out of memory: by the memory model, less than a device or than now."""
+    """Return a sentence on what would help after a worker ran out of memory, by the memory model."""
     count = min(job.setup.sampler.minibatches_per_epoch, _MOST_MINIBATCHES)
     allocator = allocator_of(job.setup.device)
     total = None if allocator is None else allocator.total_bytes
@@ -202,7 +208,7 @@ def what_would_help(job: Job) -> str:
 
 
 def _smaller_minibatches(job: Job, peaks: Sequence[MemoryPeak], limit: int) -> Iterator[str]:
-    """Yield the largest minibatch with which all workers fit, if any; what samples take is in proportion to it."""
+    """Yield the largest minibatch with which all workers fit, if any; activations are in proportion to its size."""
     size, pieces = job.recipe.train.minibatch_size, job.setup.pipeline.microbatches
     fitting = size // pieces
     for peak in peaks:

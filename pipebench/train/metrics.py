@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from pipebench.engine.engine import facts_by_extension
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import host_peaks
 from pipebench.formats import a_or_an, seconds
+from pipebench.metrics import as_number
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.options import zoo_options
 from pipebench.recipe.plan_file import is_plan_file
@@ -27,6 +28,7 @@ from pipebench.train.job import Job
 from pipebench.train.largest import most_of_epoch
 from pipebench.train.learning_rate import lr_scales
 from pipebench.train.periods import Periods
+from pipebench.typed_json import shown
 
 
 def describe(job: Job) -> dict[str, Any]:
@@ -66,18 +68,20 @@ def recipe_notes(job: Job) -> dict[str, str]:
     return notes | ({THROUGHPUT: rates} if rates else {})
 
 
-_FULL = 0.9  # of the samples that an update takes; the last of an epoch, and what the data don't fill, cost less
-_SEGMENTS = 1000  # between drains that are looked at, at most
+# A note says so if updates have fewer than this share of the samples that they take: the last one of an epoch, and an
+# epoch's last, short minibatch, cost less.
+_FULL = 0.9
+_MOST_SEGMENTS = 1000  # between drains, over which the mean is taken
 
 
 def _short_updates(job: Job) -> str:
-    """Return a sentence if updates have fewer samples than they would take, as the run drains within them, else ""."""
+    """Return a sentence if the run drains within updates, so that these have fewer samples; else ""."""
     sampler, update = job.setup.sampler, job.setup.pipeline.round_size(0)
     if update * sampler.minibatch_size > sampler.num_samples:
         return f"an epoch has {sampler.num_samples:,} samples, fewer than an update takes"
     periods = Periods.of(job.recipe.train, sampler.minibatches_per_epoch)
     done = num_updates = 0
-    for _ in range(_SEGMENTS):
+    for _ in range(_MOST_SEGMENTS):
         drain = periods.next_drain(done)
         num_updates += math.ceil((drain - done) / update)
         done = drain
@@ -110,32 +114,35 @@ def _policies_cut_for(job: Job) -> list[str]:
 
 
 def run_notes(job: Job, facts: Mapping[str, Any], earlier: "EarlierWorkers") -> dict[str, str]:
-    """Return `recipe_notes`, and notes on what stages do alone, on earlier workers, and on one that held too much.
+    """Return `recipe_notes` and notes on the run: on stages that clip alone, on earlier workers, and on memory.
 
-    `facts` as by `sum_facts`.
+    `facts` are those of `sum_facts`.
     """
-    notes, limit, peaks = recipe_notes(job), job.cluster.memory_bytes, facts["peak_bytes"]
-    of_plan = [*([notes[PLAN]] if PLAN in notes else []), *_alone(job.setup)]
+    notes = recipe_notes(job)
+    of_plan = [*_alone(job.setup)]
     if earlier.samples > 0:
         since = f"since epoch {earlier.samples / job.setup.sampler.num_samples:.3g}"
         of_plan.append(f"{since}, and so are rates, memory and prediction; totals are the whole run's")
-    if of_plan:
-        notes[PLAN] = "; ".join(of_plan)
-    slices = job.setup.costs.slices
-    if slices > 1:
-        predicted = "" if engine_kind(job.recipe).in_processes else ", predicted: this engine holds all their slices"
-        said = f"of one of a worker's {slices} devices{predicted}"
-        notes[MEMORY] = f"{notes[MEMORY]}; {said}" if MEMORY in notes else said
-    worker = max(range(len(peaks)), key=peaks.__getitem__)
-    if limit is not None and peaks[worker] > limit:
-        held = f"worker {worker} ({job.setup.pipeline.worker_names[worker]}) held {formats.num_bytes(peaks[worker])}"
-        said = f"{held}, more than the {formats.num_bytes(limit)} of {a_or_an(job.cluster.device)}"
-        notes[MEMORY] = f"{notes[MEMORY]}; {said}" if MEMORY in notes else said
+    for fact, more in ((PLAN, of_plan), (MEMORY, [*_on_memory(job, facts["peak_bytes"])])):
+        if more:
+            notes[fact] = "; ".join([*filter(None, [notes.get(fact)]), *more])
     return notes
 
 
+def _on_memory(job: Job, peaks: Sequence[int]) -> Iterator[str]:
+    """Yield notes on workers' peak bytes: which devices they are of, and that a device would have held too much."""
+    limit, slices = job.cluster.memory_bytes, job.setup.costs.slices
+    if slices > 1:
+        predicted = "" if engine_kind(job.recipe).in_processes else ", predicted: this engine holds all their slices"
+        yield f"of one of a worker's {slices} devices{predicted}"
+    worker = max(range(len(peaks)), key=peaks.__getitem__)
+    if limit is not None and peaks[worker] > limit:
+        held = f"worker {worker} ({job.setup.pipeline.worker_names[worker]}) held {formats.num_bytes(peaks[worker])}"
+        yield f"{held}, more than the {formats.num_bytes(limit)} of {a_or_an(job.cluster.device)}"
+
+
 def _alone(setup: Setup) -> Iterator[str]:
-    """Yield what every stage does alone without a flush, at which all stages could agree."""
+    """Yield notes on what every stage decides alone, since without a flush stages update at different times."""
     if setup.pipeline.flushes:
         return
     if setup.clip_norm is not None:
@@ -146,7 +153,7 @@ def _alone(setup: Setup) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class EarlierWorkers:
-    """Work before a change of engine or plan, by workers whose counters this run's can't continue."""
+    """What a run did before it was resumed with another engine or plan, whose workers can't continue the counters."""
 
     samples: int = 0  # trained on
     training_s: float = 0.0
@@ -161,9 +168,10 @@ def run_metrics(
     measured: RunMeasurements,
     earlier: EarlierWorkers,
 ) -> dict[str, float]:
-    """Return the metrics of a run that trained `samples`, but those of its curves; `facts` as by `sum_facts`.
+    """Return the metrics of a run, except those of its curves.
 
-    Rates are those of the present workers, whose plan the result names; totals are those of the whole run.
+    Rates are those of the present workers, whose plan the result names; totals are those of the whole run, which has
+    trained on `samples`. `facts` are those of `sum_facts`, `measured` those of the engine's meters.
     """
     setup = job.setup
     own_samples, own_s = samples - earlier.samples, clock.training_s - earlier.training_s
@@ -179,8 +187,6 @@ def run_metrics(
         **byte_metrics(earlier.num_bytes + facts["num_bytes"]),
         **byte_rates(facts["num_bytes"], own_samples),
     }
-    for extension, metrics_of in setup.pipeline.hooks("metrics").items():
-        metrics |= metrics_of(facts["extensions"][extension])
     if earlier.samples > 0:
         metrics["workers_counted_from_samples"] = earlier.samples
     if clock.lost_s > 0:
@@ -189,6 +195,21 @@ def run_metrics(
         metrics["throughput_samples_per_s"] = own_samples / own_s
         metrics["epoch_time_s"] = own_s * setup.sampler.num_samples / own_samples
         metrics |= measured.metrics
+    return metrics
+
+
+def finite_metrics(extension: str, found: Mapping[str, Any], note: Callable[[str], None]) -> dict[str, float]:
+    """Return an extension's metrics that are finite numbers; call `note` with a sentence about each other one.
+
+    A text or None among the metrics would make the result, and so the training, unreadable.
+    """
+    metrics = {}
+    for name, value in found.items():
+        number = as_number(value)
+        if number is not None and math.isfinite(number):
+            metrics[name] = number
+        else:
+            note(f"metric {name} of extension {extension} is left out: got {shown(value)}, allowed is a finite number")
     return metrics
 
 
@@ -204,7 +225,7 @@ def curve_metrics(job: Job, curves: Curves) -> dict[str, float]:
 
 
 def sum_facts(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the sum of all processes' counters; lists are by worker."""
+    """Return the counters of all processes together; lists are by worker."""
     num_bytes: Counter[tuple[str, str]] = Counter()
     for each in facts:
         num_bytes.update({(kind, level): count for kind, level, count in each["num_bytes"]})
@@ -217,7 +238,7 @@ def sum_facts(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def result_fields(job: Job, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a result from extensions' counters; `facts` as by `sum_facts`."""
+    """Return the fields of a result that extensions' counters give; `facts` are those of `sum_facts`."""
     fields: dict[str, Any] = {}
     for extension, fields_of in job.setup.pipeline.hooks("result").items():
         fields |= fields_of(facts["extensions"][extension])
@@ -227,7 +248,7 @@ def result_fields(job: Job, facts: Mapping[str, Any]) -> dict[str, Any]:
 def byte_metrics(num_bytes: Mapping[tuple[str, str], int]) -> dict[str, float]:
     """Return communication metrics from bytes by (kind, level).
 
-    The total includes activations, gradients and sums over replicas; buffers, evaluation and swapping are separate.
+    The total has activations, gradients and sums over replicas; buffers, evaluation and swapping are apart.
     """
     counts = dict(num_bytes)
     kinds = sum_by(counts, 0, (*TRAINING_KINDS, BUFFERS, EVALUATION))
@@ -240,7 +261,7 @@ def byte_metrics(num_bytes: Mapping[tuple[str, str], int]) -> dict[str, float]:
 
 
 def byte_rates(num_bytes: Mapping[tuple[str, str], int], samples: int) -> dict[str, float]:
-    """Return the bytes per sample of training, in all and by kind; nothing without samples."""
+    """Return the bytes per sample of training, in total and by kind; nothing without samples."""
     if samples == 0:
         return {}
     kinds = sum_by(dict(num_bytes), 0, TRAINING_KINDS)
@@ -249,7 +270,7 @@ def byte_rates(num_bytes: Mapping[tuple[str, str], int], samples: int) -> dict[s
 
 
 def describe_stages(job: Job) -> list[dict[str, Any]]:
-    """Return what is known of every stage before the run."""
+    """Return a row per stage: what is known before the run."""
     setup = job.setup
     travels = setup.costs.most_samples
     names = [layer.name for layer in setup.graph.layers]
@@ -279,7 +300,7 @@ def describe_stages(job: Job) -> list[dict[str, Any]]:
 
 
 def stage_rows(job: Job, facts: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    """Return a row per stage; `facts` as `sum_facts` returns them."""
+    """Return a row per stage: `describe_stages`, and what was counted; `facts` are those of `sum_facts`."""
     rows = describe_stages(job)
     pipeline = job.setup.pipeline
     for row in rows:
@@ -291,27 +312,33 @@ def stage_rows(job: Job, facts: Mapping[str, Any]) -> tuple[dict[str, Any], ...]
     return tuple(rows)
 
 
-_SEEN = 0.1  # of the slowest worker's time, where it fetches its own minibatches
+# Workers that fetch their own minibatches compute nothing meanwhile: loading is worth a note from this share of the
+# slowest worker's computing on.
+_NOTEWORTHY = 0.1
 
 
 def loading_note(job: Job) -> str:
-    """Return a sentence if loading sets the pace by measured times, else ""."""
+    """Return a sentence if, by measured times, loading is slower than computing, or delays it; else ""."""
     setup = job.setup
     pipeline, costs = setup.pipeline, setup.costs
-    size, parts, own_s, loading_s = costs.most_samples, pipeline.microbatches, 0.0, 0.0
-    for worker in range(pipeline.num_workers if job.profile.source == "measured" and size else 0):
-        stages = pipeline.stages_of(worker)
-        each, replicas = [costs.stages[stage] for stage in stages], pipeline.replicas[stages[0]]
-        computing_s = sum(parts * (stage.forward_s[size] + stage.backward_s[size]) + stage.update_s for stage in each)
-        own_s = max(own_s, computing_s / replicas)
-        loading_s = max(loading_s, parts * sum(stage.load_s[size] for stage in each) / replicas)
-    binds = loading_s > own_s or (costs.host.fetches and loading_s > _SEEN * own_s)
-    if not binds or own_s == 0.0:
+    size, microbatches = costs.most_samples, pipeline.microbatches
+    if job.profile.source != "measured" or not size:
         return ""
-    readers = sum(pipeline.replicas[stage] for stage in pipeline.loads)
-    own = shared_loaders(setup.dataset.loader_processes, readers) or 1  # each reader's
-    takes_text = f"loading takes {seconds(loading_s)} a minibatch beside {seconds(own_s)} of computing"
-    wanted = math.ceil(loading_s * own / own_s) * readers
+    computing_s = loading_s = 0.0  # a minibatch, on the slowest worker
+    for worker in range(pipeline.num_workers):
+        stages = pipeline.stages_of(worker)
+        own, replicas = [costs.stages[stage] for stage in stages], pipeline.replicas[stages[0]]
+        own_s = sum(microbatches * (stage.forward_s[size] + stage.backward_s[size]) + stage.update_s for stage in own)
+        computing_s = max(computing_s, own_s / replicas)
+        loading_s = max(loading_s, microbatches * sum(stage.load_s[size] for stage in own) / replicas)
+    binds = loading_s > computing_s or (costs.host.fetches and loading_s > _NOTEWORTHY * computing_s)
+    if not binds or computing_s == 0.0:
+        return ""
+    note = f"loading takes {seconds(loading_s)} a minibatch beside {seconds(computing_s)} of computing"
     dataset = job.recipe.dataset
-    takes = dataset.get("target") is not None or "loader_processes" in zoo_options("dataset", str(dataset.get("name")))
-    return f"{takes_text}: dataset.loader_processes={wanted} would keep up" if takes else takes_text
+    if dataset.get("target") is None and "loader_processes" not in zoo_options("dataset", str(dataset.get("name"))):
+        return note
+    num_readers = sum(pipeline.replicas[stage] for stage in pipeline.loads)
+    loaders_each = shared_loaders(setup.dataset.loader_processes, num_readers) or 1
+    wanted = math.ceil(loading_s * loaders_each / computing_s) * num_readers
+    return f"{note}: dataset.loader_processes={wanted} would keep up"

@@ -9,13 +9,13 @@ from pipebench.recipe.schema import PeriodRecipe, TrainRecipe
 class Periods:
     """A run's drains, counted in minibatches since its start."""
 
-    total: int  # minibatches until the last epoch ends
-    evaluation: int  # minibatches between evaluations; there is one at the end, too
-    checkpoint: int  # minibatches between checkpoints
+    total: int  # until the last epoch ends
+    evaluation: int  # between evaluations; there is one at the end, too
+    checkpoint: int  # between checkpoints
 
     @staticmethod
     def of(train: TrainRecipe, minibatches_per_epoch: int) -> "Periods":
-        """Return a recipe's periods; without its own, the checkpoint period is the evaluation period."""
+        """Return a recipe's periods; a checkpoint period that it doesn't give is its evaluation period."""
 
         def period(every: PeriodRecipe) -> int:
             return every.minibatches or (every.epochs or 1) * minibatches_per_epoch
@@ -28,20 +28,20 @@ class Periods:
 
     @property
     def longest_segment(self) -> int:
-        """The most minibatches between drains: of those before the first."""
+        """The most minibatches between two drains, which are those before the first drain."""
         return min(self.total, self.evaluation, self.checkpoint)
 
     @property
     def longest_later_segment(self) -> int:
-        """The most minibatches between drains after the first of them; 0 if that is the last."""
+        """The most minibatches between two drains after the first one; 0 if there is only one drain."""
         done, most = self.longest_segment, 0
         while done < self.total and most < self.longest_segment:
-            stop = self.next_drain(done)
-            most, done = max(most, stop - done), stop
+            drain = self.next_drain(done)
+            most, done = max(most, drain - done), drain
         return most
 
     def next_drain(self, done: int) -> int:
-        """Return the number of minibatches before the next drain."""
+        """Return after how many minibatches of the run the first drain after `done` minibatches is."""
         return min(self.total, *((done // period + 1) * period for period in (self.evaluation, self.checkpoint)))
 
     def drains_at(self, done: int) -> bool:

@@ -25,13 +25,19 @@ ANEW = "remove the file to have it decided anew"
 
 
 def choose_plan(recipe: Recipe, cluster: Cluster, graph: LayerGraph, profile: Profile, dataset: Dataset) -> Plan:
-    """Return the recipe's plan, for `as_planned`; raises a PlanError if model, cluster or memory make it impossible."""
+    """Return the recipe's plan.
+
+    What the planner chose besides cuts and replicas is in the plan, too; `as_planned` writes it into the recipe.
+
+    Raises:
+        PlanError: model, cluster or memory make it impossible.
+    """
     parallelism = recipe.parallelism
     planner = Planner(plan_request(recipe, cluster, profile, dataset), parallelism.mode)
     mode = planner.mode
     if parallelism.plan == AUTO and not mode.is_one_stage:
         plan = planner.best().plan
-        return recut(graph, plan, plan.starts)  # of the graph's same layers, which knows buffers, too
+        return recut(graph, plan, plan.starts)  # the same cuts; but a stage's buffers are known from the graph only
     if is_plan_file(parallelism.plan):
         recipe = with_shard(recipe, load_plan(parallelism.plan).shard, parallelism.plan)
         streams, ties = planner.request.streams, may_tie(recipe)
@@ -59,10 +65,10 @@ def choose_plan(recipe: Recipe, cluster: Cluster, graph: LayerGraph, profile: Pr
 
 
 def with_shard(recipe: Recipe, shard: str | None, source: str) -> Recipe:
-    """Return a recipe with what a plan's file `source` says that replicas share out, if the recipe doesn't say it.
+    """Return a recipe with the `shard` of a plan's file, `source`, unless the recipe has one itself.
 
     Raises:
-        PlanError: the recipe's training can't.
+        PlanError: the recipe's training can't be sharded.
     """
     parallelism = recipe.parallelism
     if shard in (None, parallelism.row.shard) or parallelism.shard is not None:
@@ -74,23 +80,37 @@ def with_shard(recipe: Recipe, shard: str | None, source: str) -> Recipe:
 
 
 def as_planned(recipe: Recipe, plan: Plan) -> tuple[Recipe, str]:
-    """Return a recipe that asks for what the planner chose as memory binds, and that in words; empty for nothing."""
-    parallelism = recipe.parallelism
+    """Write what the planner chose to fit in memory, shards and recomputation, into a recipe.
+
+    Returns:
+        The recipe, and the keys set as text, "" if none is.
+    """
+    parallelism, is_file = recipe.parallelism, is_plan_file(recipe.parallelism.plan)
     chosen: dict[str, Any] = {}
     if plan.shard is not None:
         chosen["shard"] = plan.shard
-    again = any(RECOMPUTE in stage.memory for stage in plan.stages)
-    if again and not (parallelism.row.recompute or asks_of_layers(parallelism) or is_plan_file(parallelism.plan)):
+    recomputes = any(RECOMPUTE in stage.memory for stage in plan.stages)
+    if recomputes and not (parallelism.row.recompute or asks_of_layers(parallelism) or is_file):
         chosen["recompute"] = True
     words = ", ".join(f"{name}: {'true' if value is True else value}" for name, value in chosen.items())
-    words *= not is_plan_file(parallelism.plan)
-    return replace(recipe, parallelism=replace(parallelism, **chosen)), words
+    return replace(recipe, parallelism=replace(parallelism, **chosen)), "" if is_file else words
 
 
 def plan_of_file(
     parallelism: ParallelismRecipe, num_workers: int, graph: LayerGraph, streams: int | None, *, ties: bool
 ) -> Plan:
-    """Return the plan of the recipe's file; `ties` as in `Plan`; raises a RecipeError that lists all problems."""
+    """Return the plan of the recipe's file.
+
+    Args:
+        parallelism: the recipe's section.
+        num_workers: of the cluster.
+        graph: the model's layers.
+        streams: of a text, which replicas divide among themselves; None for other data.
+        ties: whether stages may have copies of shared weights, as in `Plan`.
+
+    Raises:
+        RecipeError: lists all problems.
+    """
     form = load_plan(parallelism.plan)
     problems = [*form_problems(form, parallelism, num_workers)]
     problem = streams_problem(form.replicas, streams)
@@ -109,9 +129,9 @@ def recorded_plan(
     *,
     ties: bool,
 ) -> Plan:
-    """Return a recorded plan, if the recipe, its mode resolved, allows it.
+    """Return the plan of an earlier decision, if the recipe, in its resolved mode, allows it.
 
-    `streams` are of a text, shared out among replicas; `ties` as in `Plan`.
+    For the other arguments see `plan_of_file`.
 
     Raises:
         RecipeError: lists all problems.
@@ -149,7 +169,7 @@ def _other_than_asked(
 
 
 def check_copies(cluster: Cluster, plan: Plan, where: str = "parallelism") -> None:
-    """Raise an error if layers swap and the cluster's copy rate is unknown; `where` is the key that asks for it."""
+    """Raise a PlanError if layers swap and the cluster's copy rate is unknown; `where` is the key that makes them."""
     stages = [str(index) for index, stage in enumerate(plan.stages) if SWAP in stage.memory]
     if stages and cluster.pcie_bytes_per_s is None:
         raise PlanError(

@@ -1,6 +1,6 @@
-"""Prediction beside measurement: the simulator's epoch and the run.
+"""Compares a run with its prediction, the simulated epoch.
 
-Both are metrics under the same names, from `simulated.predicted_metrics` and from a run's result.
+Both are metrics under the same names: those of `simulated.predicted_metrics` and those of a run's result.
 """
 
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pipebench.formats import is_share, measure
 from pipebench.metrics import METRICS, PREDICTED
 
-# Metrics of both, in the order of the table.
+# Metrics that both have, in the order of the table.
 _COMPARED = tuple(row.name for row in METRICS if PREDICTED in row.shown)
 
 
@@ -49,7 +49,7 @@ def prediction_line(metrics: Mapping[str, float]) -> str:
 
 
 def _difference(name: str, measured: float | None, predicted: float | None) -> str:
-    """Return measured less predicted: in per cent of predicted, in percentage points for shares."""
+    """Return measured minus predicted, as text: in per cent of predicted or, for shares, in percentage points."""
     if measured is None or predicted is None:
         return ""
     if is_share(name):

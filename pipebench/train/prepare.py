@@ -1,4 +1,4 @@
-"""From a recipe to an engine's setup: model, data, profile, plan, pipeline, costs.
+"""From a recipe to a job: model, data, profile, plan, pipeline, costs, and from these the engine's setup.
 
 Every step is a function of the results before it, so each can be called, printed and tested alone.
 """
@@ -61,10 +61,10 @@ def prepare(
     whole_only: bool = False,
     group: SliceGroup | None = None,
 ) -> Job:
-    """Make a validated recipe ready to run on its cluster; `on_progress` gets what is profiled, in words.
+    """Make a validated recipe ready to run on its cluster.
 
-    Without `trains` there are no weights, as in a simulation. `decision` has an earlier plan and profile, if any.
-    `measure_again` returns the profile for costs, if it is not the plan's; `whole_only` and `group` as in `Wanted`.
+    `on_progress` gets what is profiled, in words. Without `trains` there are no weights. `decision` has an earlier plan
+    and profile. `measure_again` returns the profile for costs, if it isn't the plan's. For the others see `Wanted`.
 
     Raises:
         PlanError, GraphError, ProfileError: impossible with this model.
@@ -93,7 +93,7 @@ def prepare(
 
 
 def _profiled(recipe: Recipe, cluster: Cluster) -> tuple[Profile, Dataset]:
-    """Return the costs and the data to plan with."""
+    """Return a recipe's profile, at the sizes that planning needs, and its data."""
     known = profile_model(recipe, cluster, wanted=Wanted(plans=True))
     return known.profile, known.dataset
 
@@ -101,7 +101,7 @@ def _profiled(recipe: Recipe, cluster: Cluster) -> tuple[Profile, Dataset]:
 def _extended(
     recipe: Recipe, cluster: Cluster, whole: ProfiledModel, parts: Mapping[str, type[JobExtension]]
 ) -> tuple[ProfiledModel, dict[str, JobExtension]]:
-    """Return the model that the run begins with, and the extensions' parts in the job."""
+    """Return the model that the run begins with, and extensions' parts in the job, by name."""
     extensions = {name: part.of(recipe, cluster, whole) for name, part in parts.items()}
     known = whole
     for each in extensions.values():
@@ -130,13 +130,13 @@ def _planned(
 
 
 def _in_mode(recipe: Recipe, mode: str) -> Recipe:
-    """Return a recipe of mode auto in the mode that was chosen."""
-    microbatches = recipe.parallelism.microbatches if MODES[mode].cuts() else 1
+    """Return a recipe of mode auto with the mode that was chosen."""
+    microbatches = recipe.parallelism.microbatches if MODES[mode].takes_microbatches() else 1
     return replace(recipe, parallelism=replace(recipe.parallelism, mode=mode, microbatches=microbatches))
 
 
 def _setup(recipe: Recipe, cluster: Cluster, known: ProfiledModel, plan: Plan, *, switches: bool) -> Setup:
-    """Return the engine's setup for a recipe with a resolved mode; `switches`: whether an extension changes it."""
+    """Return the engine's setup for a recipe with a resolved mode; `switches`: an extension may change it at drains."""
     train, parallelism = recipe.train, recipe.parallelism
     graph, dataset, profile = known.graph, known.dataset, known.profile
     sampler, held_out = samplers(train, dataset)
@@ -191,7 +191,7 @@ def _pipeline(recipe: Recipe, cluster: Cluster, profile: Profile, plan: Plan) ->
 
 
 def _check_compiled(recipe: Recipe, graph: LayerGraph, plan: Plan) -> None:
-    """Raise an error for a plan's file that recomputes or swaps layers of compiled stages."""
+    """Raise a PlanError for a plan's file that recomputes or swaps layers of compiled stages."""
     pairs = zip(graph.layers, plan.memory, strict=True)
     other = next(((layer.name, policy) for layer, policy in pairs if policy != KEEP), None)
     if recipe.engine.compile and other is not None:
@@ -202,14 +202,17 @@ def _check_compiled(recipe: Recipe, graph: LayerGraph, plan: Plan) -> None:
 
 
 def _check_training(recipe: Recipe, setup: Setup) -> None:
-    """Raise an error for what the recipe's optimizer and precision can't do under the plan."""
+    """Raise a PlanError for what the recipe's optimizer and precision can't do under the plan."""
     _check_scaling(recipe.train, setup.graph, setup.plan, setup.pipeline)
     _check_slices(recipe, setup)
     _check_averages(recipe.train.optimizer, setup.pipeline)
 
 
 def _check_scaling(train: TrainRecipe, graph: LayerGraph, plan: Plan, pipeline: Pipeline) -> None:
-    """Raise an error for a stage that scales alone without parameters, where no overflow would show, or with a tie."""
+    """Raise a PlanError for stages that can't have a loss scale of their own, as they have without a flush.
+
+    In a stage without parameters no overflow would show; the copies of tied weights would get different gradients.
+    """
     if not scales(train) or pipeline.flushes:
         return
     for stages in pipeline.ties:
@@ -229,7 +232,7 @@ def _check_scaling(train: TrainRecipe, graph: LayerGraph, plan: Plan, pipeline: 
 
 
 def _check_slices(recipe: Recipe, setup: Setup) -> None:
-    """Raise an error for what processes with pieces of layers can't do."""
+    """Raise a PlanError for what processes with slices of layers can't do."""
     slices, optimizer, pipeline = recipe.parallelism.tensor, recipe.train.optimizer, setup.pipeline
     if slices == 1 or not engine_kind(recipe).in_processes:
         return
@@ -250,7 +253,7 @@ def _check_slices(recipe: Recipe, setup: Setup) -> None:
 
 
 def _check_averages(optimizer: OptimizerRecipe, pipeline: Pipeline) -> None:
-    """Raise an error for averages of sharded parameters; rules of recipes know those of optimizers by name."""
+    """Raise a PlanError for a user's optimizer that averages sharded parameters; named ones are checked in recipes."""
     if pipeline.is_sharded and optimizer.target is not None and keeps_averages(optimizer):
         raise PlanError(
             f"train.optimizer.target: got {optimizer.target} with shard {pipeline.shard}, and evaluations need its "

@@ -1,8 +1,8 @@
 """Cached profiles for planning without torch.
 
 Importing torch and tracing a model takes longer than planning. For the zoo's models and data sets with computed times,
-a profile's inputs are known: the recipe, the data set's declared sizes, the cluster's device, the code of the zoo and
-of pipebench, and torch's version. A profile with the same inputs is used again.
+all that a profile depends on is known: the recipe, the data set's declared sizes, the cluster's device, the code of the
+zoo and of pipebench, and torch's version. A profile with the same inputs is used again.
 """
 
 import importlib.metadata
@@ -29,17 +29,17 @@ OnProgress = Callable[[str], None] | None
 
 
 class ToPlan(NamedTuple):
-    """A recipe's inputs of the planner."""
+    """What the planner needs of a recipe."""
 
-    profile: Profile  # at the sizes of other modes' units, too
+    profile: Profile  # also at the sizes of other modes' units
     dataset: Dataset
     graph: "LayerGraph | None"  # on the meta device; None with a cached profile
 
 
 def to_plan(loaded: LoadedRecipe, on_progress: OnProgress = None, *, needs_graph: bool = False) -> ToPlan:
-    """Return a recipe's profile and data set, and its layer graph if needed; `on_progress` gets what is profiled.
+    """Return a recipe's profile and data set, and its layer graph if needed.
 
-    The model may not have checked its options' values yet.
+    `on_progress` gets what is profiled, in words. The model needn't have checked its options yet.
 
     Raises:
         RecipeError: the model rejects its options' values.
@@ -63,7 +63,7 @@ def _made(loaded: LoadedRecipe, on_progress: OnProgress) -> ToPlan:
 
 
 def _determining(recipe: Recipe, cluster: Cluster, dataset: Dataset) -> dict[str, object]:
-    """Return all inputs of a computed profile of a zoo model."""
+    """Return all that a computed profile of a zoo model depends on."""
     return {
         "model": dict(recipe.model),
         "dataset": dict(recipe.dataset),

@@ -1,6 +1,6 @@
 """A recipe's model, data and costs.
 
-The model is traced to layers and checked against its data set; a profile has the layers' costs at every size of a unit.
+The model is traced to layers and checked against its data set. A profile has the layers' costs at every size of a unit.
 """
 
 import logging
@@ -45,7 +45,7 @@ from pipebench.zoo.registry import Dataset
 from pipebench.zoo.seeding import seeded
 
 _LOG = logging.getLogger("pipebench.train.profiled_model")
-_OF_DECISION = "of the kept decision"
+_OF_DECISION = "of the kept decision"  # where a given profile is from, in messages
 _WITHOUT_ONE = "Expected more than 1 value per channel"  # what torch's BatchNorm says of a single sample
 
 
@@ -54,20 +54,20 @@ class ProfiledModel:
     """A recipe's model, data and costs."""
 
     dataset: Dataset
-    graph: LayerGraph  # with initial weights if needed, else on the meta device
+    graph: LayerGraph  # with initial weights if they are needed, otherwise on the meta device
     device: torch.device  # of the arithmetic
     profile: Profile  # layer costs at every size of a unit
     left_over: int = 0  # samples of an epoch without times in the profile, left out of the data
 
 
 class Wanted(NamedTuple):
-    """What is wanted of a recipe's model beside costs."""
+    """What is wanted of a recipe's model besides costs."""
 
-    trains: bool = False  # whether weights are needed beyond profiling
-    profile_given: Profile | None = None  # the profile, if known
-    plans: bool = False  # profile the sizes of other modes' units, too
-    whole_only: bool = False  # leave out an epoch's last, short minibatch: fewer sizes to profile
-    group: SliceGroup | None = None  # this process's among those of its worker, if layers are divided among processes
+    trains: bool = False  # weights, not only for profiling
+    profile_given: Profile | None = None  # the profile, if it is known
+    plans: bool = False  # costs at the sizes of other modes' units, too
+    whole_only: bool = False  # no costs of an epoch's last, short minibatch: fewer sizes to profile
+    group: SliceGroup | None = None  # slices of one process, whose group this is; None: all slices in this process
 
 
 COSTS = Wanted()
@@ -79,7 +79,7 @@ def profile_model(
     """Trace and profile a recipe's model on a cluster's device; `on_progress` gets what is profiled, in words.
 
     Raises:
-        GraphError, PlanError, ProfileError: it can't be traced or profiled, or the data set doesn't fit.
+        GraphError, PlanError, ProfileError: it can't be traced or profiled, or the data set doesn't fit it.
     """
     device, trains, profile_given = choose_device(recipe.engine.device), wanted.trains, wanted.profile_given
     dataset, left_over = _data(recipe, whole_only=wanted.whole_only)
@@ -95,7 +95,7 @@ def profile_model(
     dataset = dataset.feeding(graph.inputs)
     _check_fed(model, graph, dataset, str(recipe.dataset.get("name") or recipe.dataset.get("target")))
     decides = profile_given is None and (trains or engine_kind(recipe).in_processes)
-    # Costs are those of one slice; what trains in one process has all of them, and what is checked.
+    # Costs are those of one slice. The graph that is checked, and trains in one process, computes all of them.
     trained = _sliced(recipe, model, fed, wanted.group) if slices > 1 and (trains or (is_users and decides)) else graph
     exact, graph = (trained, dataset), in_precision(graph, recipe.train.precision)
     if graph.rounding is not None:
@@ -121,10 +121,10 @@ def _profile_of(
     device: torch.device,
     on_progress: Callable[[str], None] | None,
 ) -> Profile:
-    """Return a profile of all sizes, or of several samples only, where a single one is of other modes' microbatches.
+    """Return a profile of all sizes or, if a layer takes no single sample, of all other sizes.
 
-    A layer may not take one sample (BatchNorm): other modes are then planned with whole minibatches. If the recipe's
-    own has one, the error tells which key leaves it.
+    BatchNorm is such a layer. If only other modes have microbatches of one sample, they are planned with whole
+    minibatches. If the recipe's own mode has some, the error says which key leads to them.
     """
     try:
         return profile_for(recipe, cluster, request, device, on_progress)
@@ -138,7 +138,7 @@ def _profile_of(
 
 
 def _noted(profile: Profile, left_over: int) -> Profile:
-    """Return a profile with a note on samples of an epoch without times."""
+    """Return a profile with a note on the samples of an epoch that are left out, if there are some."""
     return replace(profile, note=f"{profile.note}; {left_over_note(left_over)}") if left_over else profile
 
 
@@ -175,22 +175,22 @@ def choose_device(name: str) -> torch.device:
 
 
 def initial_model(recipe: Recipe, device: str = "cpu") -> nn.Module:
-    """Return the whole model, initialised with the recipe's seed, independent of its cuts.
+    """Return the whole model, initialised with the recipe's seed: the same weights however it is cut.
 
     `device` is `cpu`, or `meta` for shapes without weights.
 
     Raises:
-        GraphError: impossible options for a model of the zoo.
+        GraphError: options are impossible for a model of the zoo.
     """
     seed = mix(recipe.train.seed, name_hash("initial weights"))
-    # All generators that a model may draw from: every process makes the same model itself.
+    # A user's model may draw from any generator. All are seeded, since every process makes the model itself.
     with seeded(seed) if recipe.model.get("target") is not None else nullcontext():
         seed_default_generator(torch.device("cpu"), seed)
         with weightless() if device == "meta" else torch.device(device):
             try:
                 made: nn.Module = make_model(recipe.model)
             except (RuntimeError, ArithmeticError) as error:
-                # Torch's message on an impossible layer of the zoo; a target's errors are reported elsewhere.
+                # torch's error on a layer with impossible sizes. Errors of users' models are reported elsewhere.
                 if recipe.model.get("name") is None:
                     raise
                 name = recipe.model["name"]
@@ -199,15 +199,15 @@ def initial_model(recipe: Recipe, device: str = "cpu") -> nn.Module:
 
 
 def _num_slices(recipe: Recipe) -> int:
-    """Return among how many devices layers are divided; undecided, none is."""
+    """Return among how many devices layers are divided, 1 while that is undecided."""
     tensor = recipe.parallelism.tensor
     return 1 if tensor == AUTO else int(tensor)
 
 
 def _layer_graph(recipe: Recipe, model: nn.Module, fed: int | Collection[str], slicer: Slicer) -> LayerGraph:
-    """Return a model as layers; as a single one if it can't be traced and needs no cuts.
+    """Return a model as layers; as a single layer if it can't be traced and the mode needs no cuts.
 
-    `fed` is the number or names of the arguments that the data set feeds; `slicer` divides layers, if any are.
+    `fed` is the number or names of the arguments that the data set feeds; `slicer` divides layers, if they are divided.
     """
     mode = recipe.parallelism.mode
     try:
@@ -221,7 +221,7 @@ def _layer_graph(recipe: Recipe, model: nn.Module, fed: int | Collection[str], s
 
 
 def _sliced(recipe: Recipe, model: nn.Module, fed: int | Collection[str], group: SliceGroup | None) -> LayerGraph:
-    """Return a model in slices that computes: of one process of a group, or all of them in turn."""
+    """Return a model in slices with weights: with those of one process of a group, or with all, computed in turn."""
     if group is None:
         return _layer_graph(recipe, model, fed, SlicerInTurn(_num_slices(recipe)))
     slicer = ProcessSlicer(group)
@@ -229,10 +229,10 @@ def _sliced(recipe: Recipe, model: nn.Module, fed: int | Collection[str], group:
 
 
 def _check_fed(model: nn.Module, graph: LayerGraph, dataset: Dataset, name: str) -> None:
-    """Raise an error if a data set doesn't fit the model.
+    """Check that a data set fits the model.
 
     Raises:
-        PlanError: other inputs, ids out of an embedding's range, or scores of text that the model can't generate.
+        PlanError: inputs differ, ids are out of an embedding's range, or the model can't generate text to score.
     """
     if len(graph.inputs) != len(dataset.inputs):
         raise PlanError(
@@ -249,7 +249,7 @@ def _check_fed(model: nn.Module, graph: LayerGraph, dataset: Dataset, name: str)
 
 
 def _check_ids(graph: LayerGraph, dataset: Dataset, name: str) -> None:
-    """Raise an error for an embedding with fewer rows than the data set has ids, before a lookup fails in the run."""
+    """Raise a PlanError for an embedding with fewer rows than the data set has ids: a lookup would fail in the run."""
     fields = dict(zip(graph.inputs, dataset.inputs, strict=True))
     for layer in graph.layers:
         module = graph.root.get_submodule(str(layer.node.target)) if layer.node.op == "call_module" else None

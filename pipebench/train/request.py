@@ -1,12 +1,14 @@
-"""A recipe's request to the planner, its sizes of units, and a worker's slices, without its model and without torch."""
+"""A recipe's request to the planner, the sizes of its units, and its tensor slices; needs no model and no torch."""
 
 import copy
+import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pipebench.cluster import Cluster, coarser
+from pipebench.cluster import LOCAL, Cluster, coarser
 from pipebench.errors import GraphError, PlanError
 from pipebench.model.plan import memory_of
 from pipebench.model.sampling import InOrder, Sampler, Streams, Varying, microbatch_sizes
@@ -37,7 +39,7 @@ def samplers(train: TrainRecipe, dataset: Dataset) -> tuple[Sampler, Sampler]:
 
 
 def travelling_sizes(recipe: Recipe, dataset: Dataset) -> tuple[int, ...]:
-    """Return every size of a unit, in training and evaluation; in mode auto, where minibatches are cut and whole."""
+    """Return all sizes of units in training and evaluation, in samples; in mode auto, of whole and cut minibatches."""
     training, held_out = (
         {sampler.size(0), sampler.size(sampler.minibatches_per_epoch - 1)}
         for sampler in samplers(recipe.train, dataset)
@@ -48,10 +50,10 @@ def travelling_sizes(recipe: Recipe, dataset: Dataset) -> tuple[int, ...]:
 
 
 def sizes_to_plan(recipe: Recipe, cluster: Cluster, dataset: Dataset) -> tuple[int, ...]:
-    """Return the travelling sizes, and those of full minibatches, whole and, where times are computed, cut.
+    """Return the travelling sizes, and those with which the planner compares modes that cut minibatches and others.
 
-    So the planner can compare modes that cut minibatches with those that don't. Nothing more is measured for it, and
-    files have the sizes that they have.
+    These are the sizes of a full minibatch and, if times are computed, of its microbatches. If times are measured, no
+    more is measured for it; and files have the sizes that they have.
     """
     whole, sizes = _minibatch_size(recipe, dataset), {*travelling_sizes(recipe, dataset)}
     if is_computed(recipe.engine.timing, cluster) and recipe.model.get("profile") is None:
@@ -60,7 +62,7 @@ def sizes_to_plan(recipe: Recipe, cluster: Cluster, dataset: Dataset) -> tuple[i
 
 
 def source_of_one(recipe: Recipe, dataset: Dataset) -> str:
-    """Return where units of a single sample come from, and what to change."""
+    """Return why there are units of a single sample, and which key to change, in words."""
     for of, sampler in zip(("an epoch", "an evaluation"), samplers(recipe.train, dataset), strict=True):
         if sampler.size(sampler.minibatches_per_epoch - 1) == 1:
             size = recipe.train.minibatch_size
@@ -81,20 +83,35 @@ def whole_minibatches(dataset: Dataset, minibatch_size: int) -> Dataset:
 
 
 def with_device_memory(recipe: Recipe, cluster: Cluster, profile: Profile) -> Cluster:
-    """Return a cluster whose devices have the memory of the GPU that was measured, if its file gives no size.
+    """Return a cluster whose devices have the memory of the measured GPU, if its file gives no size.
 
-    Workers in processes: in one process they share a device, whatever they stand for.
+    Applies to workers in processes, each of which has an equal part of the memory of a GPU that it shares. In one
+    process all workers share a device, whatever they stand for.
     """
-    if cluster.memory_bytes is None and profile.device_bytes and engine_kind(recipe).in_processes:
-        return replace(cluster, memory_bytes=profile.device_bytes)
-    return cluster
+    if cluster.memory_bytes is not None or not profile.device_bytes or not engine_kind(recipe).in_processes:
+        return cluster
+    return replace(cluster, memory_bytes=profile.device_bytes // _processes_per_device(cluster, profile))
+
+
+def _processes_per_device(cluster: Cluster, profile: Profile) -> int:
+    """Return the most processes that share a GPU of this host: local rank r is on GPU r modulo the number of GPUs.
+
+    A launcher says how many processes are on this host. Without one, all workers of cluster `local` are; of other
+    clusters each process is assumed to have its own GPU, because they may be on several hosts.
+    """
+    launched = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if launched.isdecimal():
+        num_here = int(launched)
+    else:
+        num_here = cluster.num_workers * profile.slices if cluster.name == LOCAL else 1
+    return max(1, math.ceil(num_here / profile.num_devices)) if profile.num_devices else 1
 
 
 def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Dataset) -> Request:
     """Return a recipe's request to the planner; raises a PlanError if it names layers that the profile lacks."""
     parallelism, size = recipe.parallelism, _minibatch_size(recipe, dataset)
     row = None if parallelism.mode == AUTO else parallelism.row
-    cuts, accumulate = row is None or row.cuts(), parallelism.accumulate_given
+    cuts, accumulate = row is None or row.takes_microbatches(), parallelism.accumulate_given
     if cuts and accumulate is None:
         accumulate = 1 if row is None else row.accumulate
     names = [each.name for each in profile.rows[:-1]]
@@ -121,29 +138,29 @@ def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Da
 
 
 def scales(train: TrainRecipe) -> bool:
-    """Return whether losses are scaled, so that gradients that overflow show in their norm."""
+    """Return whether losses are scaled, as in fp16."""
     return train.precision == "fp16"
 
 
 def shares_norm(train: TrainRecipe) -> bool:
-    """Return whether an update goes by the norm of all gradients."""
+    """Return whether an update needs the norm of its gradients: to clip them, or to skip it if they overflow."""
     return train.optimizer.clip_norm is not None or scales(train)
 
 
 def _of_others(num_workers: int, minibatch_size: int, profile: Profile) -> int:
-    """Return the microbatches of modes that cut minibatches where the recipe's doesn't; 1 if times are lacking."""
+    """Return the microbatches with which other modes are planned; 1 without times of their size."""
     count = default_microbatches(num_workers, minibatch_size)
     return count if minibatch_size // count in profile.layers else 1
 
 
 def asks_of_layers(parallelism: ParallelismRecipe) -> bool:
-    """Return whether a recipe says itself whether layers keep their activations."""
+    """Return whether a recipe itself says what layers do with their activations: keep, recompute or swap them."""
     given = (parallelism.recompute, parallelism.recompute_layers, parallelism.swap_layers, parallelism.vpipe)
     return any(each is not None for each in given)
 
 
 def _may_shard(recipe: Recipe) -> list[str]:
-    """Return the modes whose replicas may share out optimizer state though the recipe doesn't ask for it."""
+    """Return the modes in which the planner may shard optimizer state, to fit in memory."""
     parallelism = recipe.parallelism
     if parallelism.shard is not None or not _stays(recipe):
         return []
@@ -152,7 +169,7 @@ def _may_shard(recipe: Recipe) -> list[str]:
 
 
 def may_tie(recipe: Recipe) -> bool:
-    """Return whether stages may have copies of weights that their layers share, in a recipe with a resolved mode."""
+    """Return whether stages may have copies of weights that their layers share; the mode must be resolved."""
     return recipe.parallelism.row.ties and _stays(recipe)
 
 
@@ -169,13 +186,13 @@ def value_at(section: Any, key: str) -> Any:
 
 
 def _unswappable_modes(parallelism: ParallelismRecipe) -> dict[str, str]:
-    """Return the modes that can't swap, with reasons, if layers are to swap."""
+    """Return the modes that can't swap, with reasons, if the recipe swaps layers."""
     why = "backwards are split, and their weight parts keep what layers read that are to swap"
     return {name: why for name, row in MODES.items() if row.backward == SPLIT} if parallelism.swap_layers else {}
 
 
 def _memory(parallelism: ParallelismRecipe, names: Sequence[str]) -> tuple[str, ...] | None:
-    """Return every layer's policy if a recipe names some; None leaves them to the mode."""
+    """Return every layer's memory policy if the recipe names layers; None: the mode has one for all."""
     recompute, swap = parallelism.recompute_layers, parallelism.swap_layers
     if recompute is None and swap is None:
         return None
@@ -186,13 +203,19 @@ Profiled = Callable[[Recipe, Cluster], tuple[Profile, Dataset]]
 
 
 def choose_slices(recipe: Recipe, cluster: Cluster, profiled: Profiled, mode: str = AUTO) -> tuple[Recipe, Cluster]:
-    """Return a recipe with a resolved `parallelism.tensor`, and the cluster of its workers.
+    """Resolve `parallelism.tensor: auto`; return the recipe, and the cluster of its workers.
 
-    Of all divisors of the innermost level's devices that with the fastest plan of a mode, or of any; if equal, the
-    smallest.
+    Chosen is, of all divisors of the number of devices in the innermost level, the one with the fastest plan; of equals
+    the smallest.
+
+    Args:
+        recipe: with `parallelism.tensor`.
+        cluster: of devices.
+        profiled: returns the profile and the data of a recipe on a cluster.
+        mode: the plans' mode, `auto` for any.
 
     Raises:
-        PlanError: with none a plan fits.
+        PlanError: no plan fits with any of them.
     """
     if recipe.parallelism.tensor != AUTO:
         return recipe, cluster
@@ -213,6 +236,6 @@ def choose_slices(recipe: Recipe, cluster: Cluster, profiled: Profiled, mode: st
 
 
 def sliced(recipe: Recipe, cluster: Cluster, num_slices: int) -> tuple[Recipe, Cluster]:
-    """Return a recipe and a cluster with so many slices."""
+    """Return a recipe with so many slices, and the cluster of workers of so many devices."""
     parallelism = replace(recipe.parallelism, tensor=num_slices)
     return replace(recipe, parallelism=parallelism), coarser(cluster, num_slices)

@@ -13,7 +13,7 @@ _TARGET_REACHED = "target_reached"
 
 @dataclass(frozen=True)
 class Point:
-    """One moment of a training run, at a drain or a logging step."""
+    """A point of a run's curves, at an evaluation or a logging step."""
 
     samples: int  # training samples since the start
     clock_s: float  # seconds on the run's clock (virtual or wall), evaluation included
@@ -26,19 +26,19 @@ class RunResult:
 
     name: str  # of the recipe; in a sweep with what varies, `quickstart-depth=4`
     mode: str  # parallelism mode
-    plan: str  # the plan in the papers' notation, e.g. `15-1`.
+    plan: str  # in the papers' notation, e.g. `15-1`
     engine: str  # `simulated`, `virtual` or `distributed`
     clock: str  # `virtual` or `wall`
     timing: str  # the source of durations, one sentence
-    seed: int  # the recipe's seed
+    seed: int  # the recipe's
     outcome: str  # `reached`, `missed`, `diverged`, `completed` (no target set) or `interrupted`
     sentence: str  # the outcome in one sentence for people
     metrics: Mapping[str, Number]  # final, under tracking names (`time_to_accuracy_s`, `comm_bytes_total`, ...)
     points: tuple[Point, ...] = ()  # the curves, in time order
-    stages: tuple[Mapping[str, Any], ...] = field(default_factory=tuple)  # per stage: layers, depth, numbers
+    stages: tuple[Mapping[str, Any], ...] = ()  # per stage: layers, depth, numbers
     # Per worker of a distributed run: rank, stage, replica, and use of time, see `pipebench.distributed.meter`
     workers: tuple[Mapping[str, Any], ...] = ()
-    recipe: Mapping[str, str] = field(default_factory=dict)  # full key to text, to tell comparable runs; or empty
+    recipe: Mapping[str, str] = field(default_factory=dict)  # full key to text, by which runs are compared; or empty
     varied: Mapping[str, str] = field(default_factory=dict)  # a sweep's varied keys, full key to text
     notes: Mapping[str, str] = field(default_factory=dict)  # remarks, by the fact in the summary
     # Long histories, recorded in files of their own: an asynchronous server's pushes, an architecture search, moves
@@ -47,12 +47,12 @@ class RunResult:
     moves: tuple[RepartitionRecord, ...] = ()
 
     def __post_init__(self) -> None:
-        """Set the metric `target_reached`, which follows from the outcome; results of older versions lack it."""
+        """Set the metric `target_reached`, which follows from the outcome and isn't in results of older versions."""
         others = {name: value for name, value in self.metrics.items() if name != _TARGET_REACHED}
         reached = {_TARGET_REACHED: float(self.outcome == REACHED)} if self.outcome in (REACHED, MISSED) else {}
         object.__setattr__(self, "metrics", {**reached, **others})
 
     @property
     def exit_code(self) -> int:
-        """0 when the target was reached or none was set, 1 when missed or diverged, 130 when interrupted."""
+        """0 if the target was reached or none was set, 1 if it was missed or training diverged, 130 if interrupted."""
         return {REACHED: 0, COMPLETED: 0, MISSED: 1, DIVERGED: 1, INTERRUPTED: 130}[self.outcome]

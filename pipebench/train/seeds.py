@@ -1,7 +1,7 @@
 """Values over runs that differ in their seed only: a target that was missed counts as reached after infinite time.
 
-So a median is over all seeds, and there is none where half of them or more missed. Over those that reached the target
-alone, a way to train that mostly fails would look as fast as its luckiest seed. MLPerf ranks failed runs the same way.
+So a median is over all seeds, and is undefined if half of them or more missed. Over the seeds that reached the target
+only, a mode that mostly fails would look as fast as its luckiest seed. MLPerf ranks failed runs the same way.
 """
 
 import math
@@ -12,18 +12,18 @@ from pipebench.metrics import METRICS, TARGET
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, RunResult
 
 _OF_TARGET = frozenset(row.name for row in METRICS if row.of == TARGET)
-# Of a run that hasn't reached its target, or has none.
+# What a metric of the target is in a run that hasn't reached its target, or has none.
 _WITHOUT = {MISSED: math.inf, DIVERGED: math.inf, INTERRUPTED: math.inf, COMPLETED: math.nan}
 
 
 def values_of(results: Iterable[RunResult], metric: str) -> list[float]:
-    """Return a metric of all runs that have it, NaN left out; infinity if it tells of a target that a run missed."""
+    """Return a metric of all runs that have it, infinite where it is of a target that the run missed; without NaN."""
     without = _WITHOUT if metric in _OF_TARGET else {}
     found = [without.get(result.outcome, result.metrics.get(metric, math.nan)) for result in results]
     return [value for value in found if not math.isnan(value)]
 
 
 def median(values: Sequence[float]) -> float | None:
-    """Return the median; None of no values, and where it is infinite."""
+    """Return the median; None if there are no values, or it is infinite."""
     middle = statistics.median(values) if values else math.inf
     return middle if math.isfinite(middle) else None

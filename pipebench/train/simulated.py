@@ -1,4 +1,4 @@
-"""The simulated engine's result: an epoch's time, bytes and bubble from durations alone, without accuracy."""
+"""The simulated engine's result: an epoch's time, bytes and bubble from durations only, without accuracy."""
 
 import math
 from collections import Counter
@@ -23,20 +23,24 @@ from pipebench.train.result import COMPLETED, RunResult
 
 
 def simulate_epoch(job: Job, forecast: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
-    """Simulate a run up to the drain that ends its first epoch, or comes next; `forecast` has predicted peak memory."""
+    """Simulate a run up to the drain at the end of its first epoch, or the next one.
+
+    Returns:
+        The result, with the peak memory of `forecast`, and the timeline of the first segment.
+    """
     setup = job.setup
     meter = Meter(setup.pipeline)
     totals, lengths = _first_epoch(setup, Periods.of(job.recipe.train, setup.sampler.minibatches_per_epoch), meter)
     done = sum(lengths)
     samples = setup.sampler.samples_before(done)
     metrics, epochs = totalled(setup, samples, totals), num_epochs(round(samples / setup.sampler.num_samples, 3))
-    of_stages = zip(describe_stages(job), shares(job, metrics["epoch_time_s"], lengths), strict=True)
+    rows = zip(describe_stages(job), shares(job, metrics["epoch_time_s"], lengths), strict=True)
     result = RunResult(
         **describe(job),
         outcome=COMPLETED,
         sentence=f"simulated {epochs}; nothing was trained, so there is no accuracy",
         metrics=metrics | planned_metrics(job),
-        stages=tuple(row | each for row, each in of_stages),
+        stages=tuple(row | busy for row, busy in rows),
         notes=recipe_notes(job) | epoch_notes(job, totals, done),
     )
     return forecast.with_peaks(result) if forecast else result, meter.timeline()
@@ -45,35 +49,40 @@ def simulate_epoch(job: Job, forecast: MemoryForecast | None = None) -> tuple[Ru
 def shares(job: Job, epoch_s: float, segments: Sequence[int]) -> list[dict[str, float]]:
     """Return each stage's busy share of its workers' time in an epoch, with recomputation apart.
 
-    `segments` are the minibatches between drains of any part of the run: each ends with an update, which may be of
-    fewer minibatches than others. Empty if lengths vary, since units then take different times.
+    Args:
+        job: what is simulated.
+        epoch_s: an epoch's seconds.
+        segments: the minibatches between drains, in some part of the run. Each segment ends with an update, which may
+            have fewer minibatches than others.
+
+    Returns:
+        `effective_fraction` and `recompute_fraction` per stage; none if the samples' lengths vary.
     """
     setup = job.setup
     sampler, pipeline, costs = setup.sampler, setup.pipeline, setup.costs
     if sampler.varies:
         return [{} for _ in costs.stages]
     last = sampler.minibatches_per_epoch - 1  # which may be short
-    units = Counter(sampler.sizes(last, pipeline.microbatches))
+    units = Counter(sampler.sizes(last, pipeline.microbatches))  # of an epoch, by size
     for size, count in Counter(sampler.sizes(0, pipeline.microbatches)).items():
         units[size] += last * count
     found = []
     for stage, each in enumerate(costs.stages):
         replicas = pipeline.replicas[stage]
-        updates = (
-            sum(math.ceil(length / pipeline.round_size(stage)) for length in segments) * (last + 1) / sum(segments)
-        )
+        num_updates = sum(math.ceil(length / pipeline.round_size(stage)) for length in segments)
+        per_epoch = num_updates * (last + 1) / sum(segments)
         again_s = sum(each.again_s[size] * count for size, count in units.items()) / replicas
         passes_s = sum((each.forward_s[size] + each.backward_s[size]) * count for size, count in units.items())
-        busy_s = passes_s / replicas + each.update_s * updates
+        busy_s = passes_s / replicas + each.update_s * per_epoch
         found.append({"effective_fraction": (busy_s - again_s) / epoch_s, "recompute_fraction": again_s / epoch_s})
     return found
 
 
 def planned_metrics(job: Job) -> dict[str, float]:
-    """Return the plan's throughput by the recipe's cost model, as a paper's optimizer predicts it.
+    """Return the plan's throughput by the recipe's cost model: what a paper's optimizer predicts.
 
-    The slowest stage determines it (PipeDream, section 3.1). Empty for flushing pipelines, which the model does not
-    cover, and for plans with cuts where the cost model has none.
+    The slowest stage determines it (PipeDream, section 3.1). Empty for flushing pipelines, which the model doesn't
+    cover, and for plans that are cut at other places than the cost model's.
     """
     recipe, setup = job.recipe, job.setup
     if setup.pipeline.flushes and len(setup.plan.stages) > 1:
@@ -93,9 +102,9 @@ def predicted_metrics(setup: Setup, periods: Periods) -> dict[str, float]:
 
 
 def _first_epoch(setup: Setup, periods: Periods, meter: Meter | None = None) -> tuple[SegmentTotals, list[int]]:
-    """Return totals up to the drain that ends a run's first epoch, or comes next, and the minibatches of each segment.
+    """Return totals up to the drain at the end of a run's first epoch, or the next one, and each segment's minibatches.
 
-    In front of every evaluation and checkpoint the pipeline empties. `meter` records the first segment.
+    The pipeline drains before every evaluation and checkpoint. `meter` records the first segment.
     """
     segments, per_epoch = Segments(setup), setup.sampler.minibatches_per_epoch
     totals, lengths, error_s, num_simulated, is_estimate = NOTHING, list[int](), 0.0, 0, False
@@ -103,7 +112,7 @@ def _first_epoch(setup: Setup, periods: Periods, meter: Meter | None = None) -> 
         length = periods.next_drain(done) - done
         segment = segments.totals(done, length, None if done else meter)
         totals = totals.extended(segment, 1).extended(segments.drain, 1)
-        error_s += segment.error_s  # the same error in those that are alike
+        error_s += segment.error_s  # added, since equal segments have the same error
         num_simulated += segment.num_simulated or length
         is_estimate |= segment.num_simulated > 0
         lengths.append(length)

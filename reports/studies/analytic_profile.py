@@ -1,14 +1,14 @@
-"""Print how the analytic profile stands against what was measured: `python -m reports.studies.analytic_profile`.
+"""Print the analytic profile beside measured ones: `python -m reports.studies.analytic_profile`.
 
-It needs the PipeDream artifact's two V100 profiles in `../shared/profiles`; what it prints is `analytic_profile.md`.
+It needs the PipeDream artifact's two V100 profiles in `../shared/profiles`. The output is `analytic_profile.md`.
 """
 
-import math
+import statistics
 from collections.abc import Callable, Sequence
 
 from pipebench.profile.devices import DEVICES
 from pipebench.profile.efficiencies import LAUNCH_S, SHIPPED, Efficiencies
-from reports.studies.planned_models import table
+from reports.studies.markdown import table
 from tests.profile.judging import (
     FILE_WORDS,
     FITTED_ON,
@@ -197,7 +197,7 @@ def _rates() -> str:
         )
 
     head = ("model", "device", "batch", "published samples/s", "computed", "computed / published")
-    mean = math.exp(sum(math.log(rate.computed() / rate.published) for rate in FITTED_ON) / len(FITTED_ON))
+    mean = statistics.geometric_mean(rate.computed() / rate.published for rate in FITTED_ON)
     others = (
         (name, rate.make, batch, rate.side)
         for name, batches, rate in (

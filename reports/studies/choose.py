@@ -1,8 +1,8 @@
-"""Which mode is fastest for today's models on three clusters: `python -m reports.studies.choose`.
+"""Which mode is fastest for today's models on three clusters: `python -m reports.studies.choose [MODEL | WORKERS]...`.
 
-Makes the rows of `choose.md` that `choose_rows.json` lacks, one after another and each kept at once, so that it goes on
-where it was interrupted; then prints all. Words name models or numbers of workers, and leave the others out. Every
-number is the simulator's steady state, of plans that are given: no training.
+Simulates the rows of `choose.md` that `choose_rows.json` lacks and prints the table of all. A row is stored as soon as
+it is simulated, so that an interrupted study resumes. Arguments restrict what is simulated to some models, by title,
+and numbers of workers. Every number is the simulator's steady state of a plan stated here; nothing is trained.
 """
 
 import itertools
@@ -29,9 +29,11 @@ from pipebench.show.plan_answer import PlanFindings, bottleneck_of
 from pipebench.train.profile_cache import to_plan
 from pipebench.train.request import plan_request
 from pipebench.zoo.registry import Dataset
+from reports.studies import markdown
 
 ROWS = Path(__file__).with_name("choose_rows.json")
-# Per worker and update; a pipeline of eight stages has eight times that in flight per replica of a stage.
+# Per worker and update. A pipeline of eight stages takes minibatches eight times as large, so that all modes have the
+# same samples per update.
 SAMPLES = 4
 STAGES = 8
 WORKERS = (8, 64, 512)
@@ -48,12 +50,12 @@ MODES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its recipe and keys, and samples per worker and update."""
+    """A model of the table."""
 
-    title: str
-    recipe: str
-    keys: Mapping[str, Any]
-    samples: int = SAMPLES
+    title: str  # on the page
+    recipe: str  # whose keys it starts from
+    keys: Mapping[str, Any]  # of the recipe that differ
+    samples: int = SAMPLES  # per worker and update
 
 
 def _gpt(title: str, num_layers: int, width: int, num_heads: int) -> Case:
@@ -75,40 +77,41 @@ CASES = (
 
 @dataclass(frozen=True)
 class Found:
-    """What is simulated of one mode."""
+    """The simulation of one mode."""
 
-    mode: str
-    samples_per_s: float = 0.0
-    bytes_per_sample: float = 0.0
-    memory_bytes: float = 0.0
-    cause: str = ""  # of the slowest stage's time, in data parallelism
-    shards: bool = False  # whether a pipeline's replicas share out optimizer state since it doesn't fit otherwise
-    recomputes: bool = False  # likewise, whether layers run again
-    fits: bool = True
+    mode: str  # its name
+    samples_per_s: float = 0.0  # throughput of all workers
+    bytes_per_sample: float = 0.0  # sent by all workers
+    memory_bytes: float = 0.0  # of the fullest worker
+    cause: str = ""  # what bounds data parallelism, as `pipebench plan` names it; "" for pipelines
+    shards: bool = False  # whether the replicas of a pipeline's stage shard optimizer state, in order to fit
+    recomputes: bool = False  # whether layers are recomputed, in order to fit
+    fits: bool = True  # whether the mode fits in memory at all; if not, the other fields have no meaning
 
 
 @dataclass
 class Study:
-    """One model, whose profiles are shared by all rows with the same devices."""
+    """Simulates one model; rows with the same devices share a profile."""
 
     case: Case
+    # By device, precision, minibatch size and microbatches.
     _profiles: dict[tuple[str, str, int, int], tuple[Profile, Dataset]] = field(default_factory=dict)
 
     def row(self, cluster: str, workers: int) -> list[Found]:
-        """Return every mode's simulation on so many workers, at the same samples per update."""
+        """Simulate every mode on `workers` of a cluster, at the same samples per update."""
         return [self.fastest(mode, cluster, workers) for mode in MODES]
 
     def fastest(self, mode: str, cluster: str, workers: int) -> Found:
-        """Return the mode as it is or, if that doesn't fit, the fastest way in which it does.
+        """Simulate a mode; if it doesn't fit in memory, the fastest of the variants that do.
 
-        Ways are recomputation and, in pipelines, sharded optimizer state.
+        Variants recompute layers, shard the optimizer state of a pipeline's stages, or do both.
         """
         loaded = self._loaded(mode, cluster, workers)
         row = loaded.recipe.parallelism.row
         shards = (row.shard, OPTIMIZER) if mode.startswith("pipedream") else (row.shard,)
-        ways = [replace(row, shard=shard, recompute=again) for again in (False, True) for shard in shards]
-        for some in (ways[:1], ways[1:]):
-            fitting = [found for way in some if (found := self._simulated(loaded, way)).fits]
+        variants = [replace(row, shard=shard, recompute=again) for again in (False, True) for shard in shards]
+        for some in (variants[:1], variants[1:]):
+            fitting = [found for each in some if (found := self._simulated(loaded, each)).fits]
             if fitting:
                 return max(fitting, key=lambda each: each.samples_per_s)
         return Found(mode, fits=False)
@@ -131,7 +134,7 @@ class Study:
         return pipebench.load_recipe(self.case.recipe, **keys)
 
     def _simulated(self, loaded: LoadedRecipe, row: Mode) -> Found:
-        """Return a recipe under a row of its mode, simulated if it fits in memory."""
+        """Simulate a recipe under a variant of its mode's row; unless it fits in memory, return that it doesn't."""
         recipe, limit = loaded.recipe, loaded.cluster.memory_bytes
         assert limit is not None
         train, parts = recipe.train, recipe.parallelism.microbatches
@@ -159,10 +162,11 @@ class Study:
 
 
 def _plans(planner: Planner, cluster: Cluster) -> Iterator[PlanEstimate]:
-    """Yield the mode's plan: a replicated pipeline's with a stage's replicas side by side, and with its stages so.
+    """Yield the plans of a mode that are simulated.
 
-    Of most flushing pipelines the planner tries the first placement only, since simulating others takes its time. On
-    more workers than in any row the second alone is simulated: the faster one of most rows.
+    A replicated pipeline has two placements: the replicas of a stage on consecutive devices, and the stages of a
+    replica on consecutive devices. The planner tries only the first of most pipelines with a flush, to be quick. On
+    more workers than any row has, only the second is simulated, which is the faster one in most rows.
     """
     if planner.mode.shape == "one-stage":
         yield planner.best()
@@ -179,26 +183,26 @@ def _plans(planner: Planner, cluster: Cluster) -> Iterator[PlanEstimate]:
 
 
 def _exactly(planner: Planner, found: PlanEstimate) -> PlanEstimate:
-    """Return a plan with the simulator's prediction, however many workers there are."""
+    """Return a plan with the simulator's prediction, even on more workers than the planner simulates."""
     if found.is_simulated:
         return found
     return replace(found, minibatch_s=predict(*planner.workload(found)), is_simulated=True)
 
 
-def kept() -> dict[str, Any]:
-    """Return the rows made before, by what they are of."""
-    found: dict[str, Any] = json.loads(ROWS.read_text()) if ROWS.exists() else {}
+def stored(path: Path = ROWS) -> dict[str, Any]:
+    """Return the rows (or curves) simulated before, by model, cluster and number of workers (or mode and cluster)."""
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return found
 
 
-def keep(rows: Mapping[str, Any]) -> None:
-    """Write the rows, whole or not at all."""
-    replace_file(ROWS, (json.dumps(rows, indent=1) + "\n").encode())
+def store(found: Mapping[str, Any], path: Path = ROWS) -> None:
+    """Replace the file by what has been simulated, in one step."""
+    replace_file(path, (json.dumps(found, indent=1) + "\n").encode())
 
 
 def make(words: Sequence[str]) -> None:
-    """Make the rows that are missing, of all models and numbers of workers unless words name some."""
-    rows, counts = kept(), [count for count in WORKERS if str(count) in words] or WORKERS
+    """Simulate the rows that are missing; `words` name the models and numbers of workers, by default all."""
+    rows, counts = stored(), [count for count in WORKERS if str(count) in words] or WORKERS
     titles = {case.title for case in CASES if case.title in words}
     for case in (each for each in CASES if not titles or each.title in titles):
         study = Study(case)
@@ -209,22 +213,20 @@ def make(words: Sequence[str]) -> None:
             began_s = time.process_time()
             found = [asdict(each) for each in study.row(cluster, count)]
             rows[key] = {"seconds": round(time.process_time() - began_s, 1), "modes": found}
-            keep(rows)
+            store(rows)
             print(f"{key}: {rows[key]['seconds']} s", file=sys.stderr, flush=True)
 
 
-def table(rows: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of the page's table."""
+def table(rows: Mapping[str, Any]) -> str:
+    """Return the page's table."""
     head = ("model", "cluster", "workers", "fastest", "first", "why", *MODES)
-    yield "| " + " | ".join(head) + " |"
-    yield "| --- " * len(head) + "|"
-    for case, cluster, count in itertools.product(CASES, SERVERS, WORKERS):
-        key = f"{case.title} | {cluster} | {count}"
-        if key in rows:
-            yield f"| {key} | " + " | ".join(_cells([Found(**each) for each in rows[key]["modes"]])) + " |"
+    cases = (map(str, (case.title, *rest)) for case, *rest in itertools.product(CASES, SERVERS, WORKERS))
+    keys = (key for key in map(" | ".join, cases) if key in rows)
+    return markdown.table(head, ((key, *_cells([Found(**each) for each in rows[key]["modes"]])) for key in keys))
 
 
 def _cells(found: Sequence[Found]) -> tuple[str, ...]:
+    """Return the fastest mode, its lead over the second, the cause, and the samples/s of every mode."""
     fitting = sorted((each for each in found if each.fits), key=lambda each: -each.samples_per_s)
     marks = [" s" * each.shards + " r" * each.recomputes for each in found]
     cells = [f"{each.samples_per_s:,.0f}{mark}" if each.fits else "-" for each, mark in zip(found, marks, strict=True)]
@@ -242,4 +244,4 @@ def _cells(found: Sequence[Found]) -> tuple[str, ...]:
 
 if __name__ == "__main__":
     make(sys.argv[1:])
-    print("\n".join(table(kept())))
+    print(table(stored()))

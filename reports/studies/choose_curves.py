@@ -1,10 +1,9 @@
 """Draw `choose.png`, samples per second against workers up to 4,096: `python -m reports.studies.choose_curves`.
 
-Every curve is a mode of one model on one cluster, simulated point by point; `choose_curves.json` keeps curves and the
-seconds that each took, and what it lacks is made first.
+Every curve is a mode of one model on one cluster, simulated at every number of workers. `choose_curves.json` has the
+curves and the CPU seconds that each took; those it lacks are simulated first.
 """
 
-import json
 import sys
 import time
 from collections.abc import Mapping
@@ -13,8 +12,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from pipebench.files import replace as replace_file
-from reports.studies.choose import CASES, SERVERS, Study
+from reports.studies.choose import CASES, SERVERS, Study, store, stored
 
 CURVES = Path(__file__).with_name("choose_curves.json")
 PICTURE = Path(__file__).parents[1] / "choose.png"
@@ -24,20 +22,20 @@ MODES = {"dp": "#000000", "zero1": "#0072B2", "fsdp": "#D55E00", "pipedream-flus
 
 
 def make() -> dict[str, Any]:
-    """Return all curves, having made those that are missing."""
-    curves: dict[str, Any] = json.loads(CURVES.read_text()) if CURVES.exists() else {}
+    """Simulate the curves that are missing; return all."""
+    curves = stored(CURVES)
     study = Study(next(case for case in CASES if case.title == TITLE))
     for mode in MODES:
         for cluster in SERVERS:
             key = f"{mode} | {cluster}"
             if key in curves:
                 continue
-            study.fastest(mode, cluster, WORKERS[0])  # the profile, which all curves share
+            study.fastest(mode, cluster, WORKERS[0])  # makes the profile, which isn't part of the curve's seconds
             began_s = time.process_time()
             found = [study.fastest(mode, cluster, count) for count in WORKERS]
             seconds = round(time.process_time() - began_s, 1)
             curves[key] = {"seconds": seconds, "samples_per_s": [each.samples_per_s * each.fits for each in found]}
-            replace_file(CURVES, (json.dumps(curves, indent=1) + "\n").encode())
+            store(curves, CURVES)
             print(f"{key}: {seconds} s", file=sys.stderr, flush=True)
     return curves
 

@@ -1,8 +1,8 @@
-"""The virtual clock of a kept training, played again without its arithmetic, on which it doesn't depend.
+"""Replays the virtual clock of a stored training result without its arithmetic, on which the clock doesn't depend.
 
-Epochs and accuracy need hours of training on one kind of processor; seconds follow from them and the simulator alone.
-So when the simulator changes, kept results get its times, and stay what was trained. Where the arithmetic depends on
-the clock, which decides the order of asynchronous pushes, a result of another order is refused.
+Epochs and accuracy take hours of training on one kind of processor; seconds follow from them and the simulator alone.
+So when the simulator changes, stored results get its times without being trained again. With asynchronous pushes the
+arithmetic depends on the clock, which decides their order: if that has changed, the replay is refused.
 """
 
 import math
@@ -32,34 +32,35 @@ from pipebench.train.loop import TrainingLoop
 from pipebench.train.prepare import prepare
 from pipebench.train.result import DIVERGED, INTERRUPTED, Point, RunResult
 
-_ROUNDING = 1e-9
-# Metrics of the arithmetic and of this host, which aren't played again; and those of the clock. All others stay.
+_ROUNDING = 1e-9  # relative
+# Beginnings of the names of metrics that a replay can't give: those of the arithmetic and of the host that trained.
 _KEPT = ("peak_memory_bytes", "host_peak_bytes", "weight_versions", "wall_time_s", "start_time_s")
+# Names of metrics that a replay replaces. All others have to be equal.
 _OF_CLOCK = re.compile(r".*(_s|_fraction)")
 
 
 class ClockEngine(VirtualEngine):
-    """Plays a run's events; nothing is computed, and every evaluation gives what it gave in `points`."""
+    """Executes a run's timeline without computing; evaluations return the metrics of `points`, one after another."""
 
     def __init__(self, points: Iterator[Point], setup: Setup, on_loss: OnLoss, on_unit: OnUnit) -> None:
         meter = Meter(setup.pipeline)
         network = Network(setup.cluster, setup.devices, meter.transfer, copies=setup.copies)
         super().__init__(setup, network, on_loss=on_loss, on_unit=on_unit, meter=meter)
         self._points = points
-        self._held: dict[int, int] = {}  # with asynchronous pushes: the version that a worker computes with
+        self._held: dict[int, int] = {}  # with asynchronous pushes: the version that a worker computes with, by worker
 
     def train(self, first_minibatch: int, num_minibatches: int) -> int:
-        """Play a segment; its loss is 0."""
+        """Replay a segment; its loss is 0."""
         self._held.clear()
         trained = super().train(first_minibatch, num_minibatches)
         self._on_loss(torch.zeros(()), 0, 1.0, self.now_s)
         return trained
 
     def evaluate(self) -> dict[str, float]:
-        """Play an evaluation; return the metrics of the next point.
+        """Replay an evaluation; return the metrics of the next point.
 
         Raises:
-            RuntimeError: there is none.
+            RuntimeError: there is no further point.
         """
         before_s, setup = self.clock_s, self.setup
         self.meter.evaluating = True
@@ -73,12 +74,12 @@ class ClockEngine(VirtualEngine):
         return dict(point.metrics)
 
     def facts(self) -> dict[str, Any]:
-        """See `VirtualEngine`; bytes are the network's."""
+        """Return the facts of `VirtualEngine`, with the bytes that the network counts: no tensors are sent here."""
         self.num_bytes = Counter(self.network.num_bytes)
         return super().facts()
 
     def _execute(self, event: TimelineEvent) -> None:
-        """Compute nothing, but note the order of pushes: a worker pulls the weights after its own."""
+        """Compute nothing, but record the order of pushes: after its push, a worker pulls the newest weights."""
         if event.instruction.op is Op.PUSH:
             server = self.extensions[ASYNCHRONOUS]
             assert isinstance(server, InProcessServer)
@@ -88,11 +89,15 @@ class ClockEngine(VirtualEngine):
 
 
 def played_again(loaded: LoadedRecipe, was: RunResult) -> RunResult | None:
-    """Return the result of a recipe with the times of today's simulator; None if it has them, but for rounding.
+    """Return a stored result with the times of today's simulator; None if it has these already, up to rounding.
+
+    Args:
+        loaded: the recipe that was trained.
+        was: its stored result.
 
     Raises:
-        RuntimeError: the run isn't the same any longer: it has another plan or order of pushes, evaluates elsewhere, or
-            sends other bytes; or it diverged or was interrupted.
+        RuntimeError: the run has changed in more than times: its plan, its order of pushes, when it evaluates or the
+            bytes it sends; or it diverged or was interrupted, so that its clock can't be replayed to the end.
     """
     if was.outcome in (DIVERGED, INTERRUPTED):
         raise RuntimeError(f"{was.name}: {was.outcome}, and a clock ends at the last evaluation")
@@ -112,5 +117,5 @@ def played_again(loaded: LoadedRecipe, was: RunResult) -> RunResult | None:
 
 
 def of_today() -> dict[str, str]:
-    """Return what says of which tree a result's times are."""
+    """Return the provenance of replayed times: the tree whose simulator made them."""
     return {"times of tree": made_on()["tree"]}

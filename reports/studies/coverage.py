@@ -43,32 +43,32 @@ are numbers that an item doesn't print, but that follow from it or stand elsewhe
 
 @dataclass(frozen=True)
 class PublishedEntry:
-    """A number or statement of a source."""
+    """A number or statement of a source, as `reports/published/SOURCE.yaml` has it."""
 
-    source: str  # of the file
-    name: str
-    where: str
-    claim: str
-    values: Any
-    answers: tuple[str | Mapping[str, str] | StudyClaim, ...]  # as in the index, claims on studies read
+    source: str  # name of the file
+    name: str  # its id
+    where: str  # section, table or figure
+    claim: str  # in words
+    values: Any  # the numbers
+    answers: tuple[str | Mapping[str, str] | StudyClaim, ...]  # of the index, with claims on studies parsed
 
 
 @dataclass(frozen=True)
 class EntryAnswer:
-    """One answer to an entry."""
+    """One answer to an entry: a row of the page."""
 
-    page: str  # Markdown
-    what: str = ""  # cell or claim; "" for none
-    published: str = UNKNOWN
-    here: str = UNKNOWN
-    ratio: float | None = None
-    verdict: str = ""
-    marks: str = ""
-    place: tuple[str, ...] = ()  # of a cell or claim, to count it once; () for one that doesn't count
+    page: str  # Markdown link to the page with the answer
+    what: str = ""  # title of the cell or claim; "" for none
+    published: str = UNKNOWN  # the published number, as text
+    here: str = UNKNOWN  # the reproduced number, as text
+    ratio: float | None = None  # reproduced over published
+    verdict: str = ""  # in words
+    marks: str = ""  # as in reports: how far the cell is a prediction
+    place: tuple[str, ...] = ()  # identifies the cell or claim, which scores count once; () if they don't count it
 
 
 class Pages:
-    """The shipped reports and what their pages say."""
+    """The shipped reports and the values of their rendered pages."""
 
     @cached_property
     def reports(self) -> Mapping[str, Report]:
@@ -77,12 +77,15 @@ class Pages:
 
     @cached_property
     def values(self) -> Mapping[str, ReportValues]:
-        """What came out, of those whose page has been made."""
+        """The values, by name, of the reports that are rendered."""
         paths = {name: reports_folder() / "rendered" / name / VALUES for name in self.reports}
         return {name: read_values(path) for name, path in paths.items() if path.is_file()}
 
     def cells(self, answer: str) -> list[tuple[Report, str, Measure]]:
-        """Return the report, row and measure of every cell with a published value that `REPORT ROW.MEASURE` names."""
+        """Return report, row and measure of the cells with a published value that match `REPORT ROW.MEASURE`.
+
+        ROW.MEASURE is a pattern of `fnmatch`.
+        """
         name, _, pattern = answer.removeprefix(f"{DERIVED} ").partition(" ")
         report = self.reports.get(name)
         if report is None:
@@ -95,13 +98,13 @@ class Pages:
         ]
 
     def claims(self, answer: str) -> list[tuple[Report, PublishedClaim]]:
-        """Return the report and every claim that `REPORT: BEGINNING` names."""
+        """Return the claims, with their report, whose text begins as `REPORT: BEGINNING` says."""
         name, _, begins = answer.partition(": ")
         report = self.reports.get(name)
         return [(report, claim) for claim in report.claims if claim.text.startswith(begins)] if report else []
 
     def answers(self, answer: str | Mapping[str, str] | StudyClaim) -> Iterator[EntryAnswer]:
-        """Yield what an answer of the index stands for."""
+        """Yield the rows of an answer of the index: one per cell or claim that it names."""
         if isinstance(answer, StudyClaim):
             yield _of_study(answer)
             return
@@ -145,12 +148,12 @@ class Pages:
 
 
 def _derived(cell: EntryAnswer) -> EntryAnswer:
-    """Return a cell whose number the item doesn't print: marked, and not counted."""
+    """Return a cell whose published number the paper's item doesn't print: marked, and not counted in scores."""
     return replace(cell, published=f"derived: {cell.published}", place=())
 
 
 def _claimed(link: str, claim: PublishedClaim, answer: str, value: float | None, place: tuple[str, ...]) -> EntryAnswer:
-    """Return a claim's answer with its tolerance, or why it can't be tested."""
+    """Return the answer of a claim, whose verdict names the claim's tolerance or why it can't be tested."""
     number = claim.number
     near = f"within {number.within:.0%}" if number is not None and claim.holds is None else claim.tolerance
     why = claim.untestable or re.sub("^none", "no tolerance", near)
@@ -163,9 +166,9 @@ def _claimed(link: str, claim: PublishedClaim, answer: str, value: float | None,
 
 
 def _of_pair(answer: Mapping[str, str]) -> Iterator[EntryAnswer]:
-    """Yield the numbers of a study's cell beside those of the published text, in their order.
+    """Yield the numbers of a cell of a study's page beside the published ones, which are in the same order.
 
-    They count unless the index says why they stand apart.
+    Scores count them unless the index has a reason (`apart`) not to.
     """
     page, row, column = (answer[key] for key in ("page", "row", "column"))
     text = (reports_folder().parent / page).read_text(encoding="utf-8")
@@ -196,7 +199,7 @@ def _page_link(page: str) -> str:
 
 
 def entries() -> list[PublishedEntry]:
-    """Return every published number and statement with its answers; raises a RecipeError for a faulty file."""
+    """Return all published numbers and statements with their answers; raises a RecipeError for a faulty file."""
     folder, found = reports_folder() / "published", []
     index = read_mapping(folder / f"{NAME}.yaml")
     for source, answers in index.items():
@@ -247,7 +250,11 @@ def _row(entry: PublishedEntry, answer: EntryAnswer) -> Sequence[str]:
 
 
 def _scores(counted: Sequence[tuple[str, EntryAnswer]]) -> list[Block]:
-    """Return the geometric-mean errors of all numbers, and of those that nothing forced, per source and per page."""
+    """Return a table of geometric-mean errors, per source, per page and overall.
+
+    Each over all numbers, over those that don't hold by construction, and over those that nothing was fitted on or
+    chosen for either; a set that equals the one before has no row.
+    """
     rows = []
     scopes = {scope: None for source, answer in counted for scope in (source, answer.page)}
     others = [(_OTHERS, answer) for source, answer in counted if source in _PIPEDREAM and "[table1]" not in answer.page]

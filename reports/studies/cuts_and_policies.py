@@ -1,9 +1,9 @@
-"""The best cuts and policies together: what vPipe's algorithms are measured against.
+"""The best cuts and memory policies together: the optimum that vPipe's algorithms are compared with.
 
-Paper: vPipe (TPDS'21) section 4.1, objective (3) under (1) and (2): the slowest stage's forward and backward, with what
-it computes again and waits for copies. By dynamic programming over stages and places to cut, with the best policies of
-every stage that can still be part of the answer: exact where those are (see `swap_recompute`), and a matter of minutes
-beyond some tens of layers.
+Paper: vPipe (TPDS'21) section 4.1, objective (3) under (1) and (2): least seconds of the slowest stage's forward and
+backward, including recomputation and waiting for swaps. Dynamic programming over stages and places to cut, with the
+best policies of every stage that can still be part of the answer. The result is exact if all these policies are (see
+`pipebench.planner.swap_recompute`); beyond some tens of layers it takes minutes.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,10 +17,10 @@ StageOf = Callable[[int, int, int], StageProblem]  # the stage of an index, its 
 
 @dataclass(frozen=True)
 class CutsAndPolicies:
-    """Cuts and policies."""
+    """A pipeline's stages with their policies."""
 
     slowest_s: float  # seconds of the slowest stage's forward and backward
-    outcomes: tuple[StageOutcome, ...]  # what every stage does with its layers
+    outcomes: tuple[StageOutcome, ...]  # the policies of every stage and their costs
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -34,21 +34,24 @@ class CutsAndPolicies:
 
 
 def lasts_s(outcome: StageOutcome) -> float:
-    """Return the seconds of a stage's forward and backward, with what its policies add."""
+    """Return the seconds of a stage's forward and backward, including what its policies add."""
     return outcome.problem.window_s + outcome.extra_s
 
 
 def best_cuts_and_policies(
     stage_of: StageOf, places: Sequence[int], num_layers: int, num_stages: int
 ) -> CutsAndPolicies | None:
-    """Return the stages and policies whose slowest stage is fastest, or None if none fit.
+    """Return the cuts and policies with the fastest slowest stage; None if nothing fits in memory.
 
-    `stage_of` makes a stage's problem, `places` are layers that all but the first may begin with.
+    Args:
+        stage_of: makes the problem of a stage with certain layers.
+        places: layers that a stage may begin with, ascending, without the first layer.
+        num_layers: of the model.
+        num_stages: of the pipeline.
     """
     ends = [0, *places, num_layers]
-    reached: dict[int, CutsAndPolicies] = {
-        0: CutsAndPolicies(0.0, ())
-    }  # by the number of the end where the stages so far end
+    # The best stages so far, by the index in `ends` of where they end.
+    reached = {0: CutsAndPolicies(0.0, ())}
     for part in range(num_stages):
         last = len(ends) - 1 - (num_stages - part - 1)
         following: dict[int, CutsAndPolicies] = {}
@@ -63,7 +66,7 @@ def best_cuts_and_policies(
 def _best_to(
     stage_of: StageOf, ends: Sequence[int], part: int, stop: int, reached: dict[int, CutsAndPolicies]
 ) -> CutsAndPolicies | None:
-    """Return the best stages up to an end, whose last is the one of an index."""
+    """Return the best stages 0 to `part` that end at `ends[stop]`; `reached` are the best stages 0 to `part` - 1."""
     best: CutsAndPolicies | None = None
 
     def is_too_slow(seconds: float) -> bool:

@@ -1,27 +1,29 @@
 """Print what each effect of the clusters of 2019 is worth on PipeDream's Table 1: `python -m reports.studies.effects`.
 
-What it prints is `effects.md`. One effect at a time is taken out of clusters or recipes; the fitted constants stay.
+The output is `effects.md`. One effect at a time is taken out of clusters or recipes; the fitted constants stay.
 """
 
-import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipebench.cluster import PER_PAIR, Cluster
-from pipebench.recipe.load import LoadedRecipe, load_file
+from pipebench.formats import UNKNOWN
+from pipebench.recipe.load import load_file
 from pipebench.report.catalog import find_report
 from pipebench.report.definition import Report
 from pipebench.report.load import load_report
-from pipebench.report.recipes import Asked
+from pipebench.report.recipes import ReportRun
 from pipebench.report.scores import geometric_mean_error, rank_correlation
 from pipebench.tracking.identity import recipe_hash
 from pipebench.train.engines import simulate
 from pipebench.train.prepare import prepare
+from reports.studies.markdown import table
 
 REPORT, COLUMN, MEASURE = "table1", "calibrated", "epoch_speedup"
-RUNS = ("dp", "pipedream")  # the measure is the quotient of their epochs' times
-OWN = ("dp", "chosen")  # likewise, of the planner's own choice
+RUNS = ("dp", "pipedream")  # the measure is the first run's epoch time over the second's
+OWN = ("dp", "chosen")  # the same with the plan that the planner chooses
 
 HEAD = """# What each effect is worth on Table 1 of PipeDream
 
@@ -35,15 +37,15 @@ it. Rows that hold by construction are left out.
 
 @dataclass(frozen=True)
 class Effect:
-    """What is taken away: keys of levels, words of command lines, or rows replaced by others."""
+    """An effect, and the change of clusters, command lines or rows that takes it away."""
 
-    name: str
-    level: str = ""  # whose keys change
-    keys: Mapping[str, Any] = field(default_factory=dict)
-    where: str | tuple[str, ...] = ""  # how the clusters' names begin
-    runs: tuple[str, ...] = RUNS  # whose clusters change
-    words: tuple[str, ...] = ()  # left out
-    rows: Mapping[str, str] = field(default_factory=dict)  # row to what stands in for it
+    name: str  # of the row of the page
+    level: str = ""  # the level of the clusters that changes
+    keys: Mapping[str, Any] = field(default_factory=dict)  # its changed fields
+    where: str | tuple[str, ...] = ""  # beginnings of the names of the clusters that change
+    runs: tuple[str, ...] = RUNS  # the runs whose clusters change
+    words: tuple[str, ...] = ()  # overrides that are left out of the command lines
+    rows: Mapping[str, str] = field(default_factory=dict)  # rows of the report that replace rows, by the latter's name
 
     def without(self, cluster: Cluster) -> Cluster:
         """Return a cluster without the effect."""
@@ -93,12 +95,16 @@ EFFECTS = (
 
 
 class Rows:
-    """Speed-ups of rows without an effect."""
+    """Simulates the speed-ups of the report's rows without an effect; the same run is simulated once.
 
-    def __init__(self, report: Report, asked: Mapping[tuple[str, str], Asked]) -> None:
+    Args:
+        report: Table 1's.
+        asked: its runs, by row and run.
+    """
+
+    def __init__(self, report: Report, asked: Mapping[tuple[str, str], ReportRun]) -> None:
         self._report, self._asked = report, asked
-        self._seconds = functools.cache(self._epoch_s)
-        self._known: dict[str, tuple[LoadedRecipe, Cluster]] = {}
+        self._simulated: dict[str, tuple[float, str]] = {}  # seconds of an epoch and plan, by recipe and cluster
 
     @property
     def names(self) -> list[str]:
@@ -116,7 +122,7 @@ class Rows:
         return float(self._report.row(row).published[MEASURE].value)
 
     def published_plan(self, row: str) -> str:
-        """Return the plan that the paper chose."""
+        """Return the plan that the paper prints."""
         return str(self._report.row(row).published["plan"].value)
 
     def value(self, row: str, effect: Effect, runs: tuple[str, str] = RUNS) -> float:
@@ -133,34 +139,32 @@ class Rows:
         loaded = load_file(asked.loaded.path, [word for word in asked.words[1:] if word not in effect.words])
         cluster = effect.without(loaded.cluster) if run in effect.runs else loaded.cluster
         key = f"{recipe_hash(loaded)} {cluster}"
-        self._known[key] = loaded, cluster
-        return self._seconds(key)
-
-    def _epoch_s(self, key: str) -> tuple[float, str]:
-        loaded, cluster = self._known[key]
-        result, _ = simulate(prepare(loaded.recipe, cluster, trains=False))
-        return float(result.metrics["epoch_time_s"]), result.plan
+        if key not in self._simulated:
+            result, _ = simulate(prepare(loaded.recipe, cluster, trains=False))
+            self._simulated[key] = float(result.metrics["epoch_time_s"]), result.plan
+        return self._simulated[key]
 
 
-def lines(rows: Rows, names: list[str]) -> Iterator[str]:
-    """Yield the page's two tables: scores, and rows."""
+def tables(rows: Rows, names: list[str]) -> Iterator[str]:
+    """Yield the page's two tables: scores per effect, and speed-ups per effect and row."""
     published = [rows.published(name) for name in names]
     values = [(effect.name, [rows.value(name, effect) for name in names]) for effect in EFFECTS]
-    yield "\n| without | error | rank correlation |\n| --- | --: | --: |"
+    scores = []
     for name, each in values:
         ratios = [value / known for value, known in zip(each, published, strict=True)]
         rank = rank_correlation(each, published)
-        yield f"| {name} | {geometric_mean_error(ratios):.1%} | {'-' if rank is None else f'{rank:.2f}'} |"
+        scores.append((name, f"{geometric_mean_error(ratios):.1%}", UNKNOWN if rank is None else f"{rank:.2f}"))
+    yield "\n" + table(("without", "error", "rank correlation"), scores, ("---", "--:", "--:"))
     yield "\nRow by row, an empty cell where nothing changes:\n"
-    yield f"| without | {' | '.join(names)} |\n| --- |{' --: |' * len(names)}"
-    yield f"| published | {' | '.join(f'{known:.2f}' for known in published)} |"
     all_effects = values[0][1]
+    lines = [("published", *(f"{known:.2f}" for known in published))]
     for name, each in values:
         cells = (
             f"{value:.2f}" if each is all_effects or abs(value / usual - 1) > 5e-4 else ""
             for value, usual in zip(each, all_effects, strict=True)
         )
-        yield f"| {name} | {' | '.join(cells)} |"
+        lines.append((name, *cells))
+    yield table(("without", *names), lines, ("---", *["--:"] * len(names)))
 
 
 OWN_HEAD = """
@@ -177,21 +181,21 @@ changes.
 
 
 def own_choice(rows: Rows, names: list[str], by_construction: list[str]) -> Iterator[str]:
-    """Yield the planner's own plans and speed-ups with either rate, and their errors."""
+    """Yield the planner's own plans and speed-ups with NCCL's and with Gloo's rate, and the errors of both."""
     effects = (SUMS_BY_GLOO, EFFECTS[0])
     yield OWN_HEAD
-    yield "| row | published, its plan | with NCCL's rate | plan | with Gloo's rate | plan |"
-    yield "| --- | --: | --: | --- | --: | --- |"
     found: dict[str, list[float]] = {}
+    lines = []
     for name in (*names, *by_construction):
         found[name] = [rows.value(name, effect, OWN) for effect in effects]
-        shown = (f"{value:.2f} | {rows.plan(name, effect)}" for value, effect in zip(found[name], effects, strict=True))
-        yield f"| {name} | {rows.published(name):.2f}, {rows.published_plan(name)} | {' | '.join(shown)} |"
-    for told, those in (("error, not by construction", names), ("error, all rows", [*names, *by_construction])):
-        errors = (
-            f"{geometric_mean_error([found[name][i] / rows.published(name) for name in those]):.1%} |" for i in (0, 1)
-        )
-        yield f"| {told} | {len(those)} rows | {'  | '.join(errors)}  |"
+        pairs = ((f"{value:.2f}", rows.plan(name, each)) for value, each in zip(found[name], effects, strict=True))
+        lines.append((name, f"{rows.published(name):.2f}, {rows.published_plan(name)}", *itertools.chain(*pairs)))
+    for over, some in (("error, not by construction", names), ("error, all rows", [*names, *by_construction])):
+        errors = (geometric_mean_error([found[name][i] / rows.published(name) for name in some]) for i in (0, 1))
+        cells = ((f"{error:.1%}", "") for error in errors)
+        lines.append((over, f"{len(some)} rows", *itertools.chain(*cells)))
+    head = ("row", "published, its plan", "with NCCL's rate", "plan", "with Gloo's rate", "plan")
+    yield table(head, lines, ("---", "--:", "--:", "---", "--:", "---"))
 
 
 def main() -> None:
@@ -199,7 +203,7 @@ def main() -> None:
     report, asked = load_report(find_report(REPORT))
     rows = Rows(report, {(each.row, each.run): each for each in asked if each.column == COLUMN})
     by_construction = [name for name in rows.all_names if name not in rows.names]
-    print(HEAD + "\n".join([*lines(rows, rows.names), *own_choice(rows, rows.names, by_construction)]))
+    print(HEAD + "\n".join([*tables(rows, rows.names), *own_choice(rows, rows.names, by_construction)]))
 
 
 if __name__ == "__main__":

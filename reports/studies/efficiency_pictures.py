@@ -1,4 +1,4 @@
-"""Curves of several modes beside a reference: a panel per mode, a line per seed, the reference's seeds in grey."""
+"""Draws training curves of several modes: a panel per mode, a line per seed, a reference mode's seeds in grey."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,15 @@ Curve = Sequence[Sequence[float]]  # epochs, virtual seconds, value
 def draw(
     curves: Mapping[str, Sequence[Curve]], reference: str, axis: str, metric: str, target: float, path: Path
 ) -> None:
-    """Write a PNG of every mode's curves, one per seed, over an axis, `epochs` or `virtual time`.
+    """Write a PNG of every mode's curves.
 
-    All panels show the mode `reference` in grey, and the target's value as a dashed line.
+    Args:
+        curves: of every seed, by mode.
+        reference: the mode that all panels show in grey.
+        axis: `epochs` or `virtual time`, the horizontal axis.
+        metric: the name of the values, for the vertical axis.
+        target: the value that a dashed line marks.
+        path: the file.
     """
     column, unit = (0, "epochs") if axis == "epochs" else (1, "virtual time [s]")
     rows = math.ceil(len(curves) / _COLUMNS)

@@ -1,4 +1,4 @@
-"""Words of the page on statistical efficiency, beside the tables that `statistical_efficiency.py` makes."""
+"""Texts of the page on statistical efficiency; `statistical_efficiency.py` makes its tables."""
 
 HEAD = """# Statistical efficiency
 

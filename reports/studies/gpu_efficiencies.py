@@ -1,6 +1,6 @@
-"""Print how computed profiles of an H100 and an A100 stand: `python -m reports.studies.gpu_efficiencies`.
+"""Print computed profiles of an H100 and an A100 beside measurements: `python -m reports.studies.gpu_efficiencies`.
 
-What it prints is `gpu_efficiencies.md`; the measured times are `tests/profile/h100_layers.csv`.
+The output is `gpu_efficiencies.md`; the measured times are `tests/profile/h100_layers.csv`.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from pipebench.profile.efficiencies import AMPERE, FREE_GRADIENTS, HOPPER, SHIPP
 from pipebench.profile.request import ProfileRequest
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.zoo.registry import Dataset
-from reports.studies.planned_models import table
+from reports.studies.markdown import table
 from tests.profile.gpu_judging import (
     AS_MEASURED,
     FREE_MS,
@@ -45,6 +45,7 @@ kernels, one run each; the layers' times are `tests/profile/h100_layers.csv`. Ra
 
 ## Constants
 """
+# Kind of kernel, the field of `Efficiencies` that holds its fraction of the peak, and the source.
 CONSTANTS = (
     ("matrix products, fp32", "product", "A100: published, 17.7 of 19.5 Tflop/s (AG0708/sgBLAS 0.1.0). H100: assumed"),
     (
@@ -106,6 +107,7 @@ def main() -> None:
 
 
 def _row(model: str) -> tuple[str, ...]:
+    """Return a model's ratios: with the V100's constants, the shipped ones, and those fitted on the other models."""
     others = fitted([each for each in MODELS if each != model], START)
     left_out, shipped = judged(model, with_convolutions(AS_MEASURED, others)), judged(model)
     old = judged(model, replace(H100, efficiencies=SHIPPED))
@@ -117,6 +119,7 @@ def _row(model: str) -> tuple[str, ...]:
 
 
 def _free(model: str) -> tuple[str, ...]:
+    """Return a model's milliseconds where kernels needn't be deterministic, and what determinism costs."""
     free = replace(H100, efficiencies=H100.efficiencies.not_deterministic())
     computed, bound = (
         sum(row.forward_s + row.backward_s for row in computed_rows(model, each)) * 1e3 for each in (free, H100)
@@ -146,6 +149,7 @@ def _rates() -> Iterable[tuple[object, ...]]:
 
 
 def _images_per_s(model: str, device: DeviceSpec, precision: str, images: int) -> float:
+    """Return the computed training rate, the update included; `precision` is bf16, TF32 or fp32."""
     with torch.device("meta"):
         graph = in_precision(trace(MODELS[model]().train()), precision if precision == "bf16" else "fp32")
     data: Dataset = Images()

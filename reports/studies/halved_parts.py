@@ -1,8 +1,8 @@
-"""A graph cut in p parts of about the same time that send each other little: plain Kernighan-Lin, and Algorithm 3.
+"""A graph cut into p parts of similar time with little traffic between them: plain Kernighan-Lin, and Algorithm 3.
 
 Paper: vPipe (TPDS'21) section 4.2. Both halve the graph, and the halves, until there are p parts; each halving begins
-in the order of time stamps and is improved by exchanges. Algorithm 3 does so with a coarse graph, whose cost falls with
-the square of its size, then lays the parts back on the layers and exchanges those beside a boundary.
+in the order of time stamps and is improved by exchanges. Algorithm 3 halves a coarse graph, since the cost of exchanges
+grows with the square of a graph's size, then maps the parts back to the layers and exchanges layers at the boundaries.
 """
 
 from collections.abc import Sequence
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from pipebench.planner.partition import TOLERANCE, Coarse, TimedGraph, coarsen
 from reports.studies.kernighan_lin import Balance, Halves, exchanged, neighbours_of, seconds_of
 
-_MOST_SWEEPS = 8  # over the boundaries; those that have settled cost nothing
-_PATIENCE = 16  # exchanges at a boundary that gain nothing: a block of some layers has been passed through
+_MOST_SWEEPS = 8  # over the boundaries; a boundary whose parts haven't changed since its last exchange is skipped
+_PATIENCE = 16  # exchanges in a row without a gain after which a boundary's pass ends: enough to pass a block of layers
 
 
 @dataclass(frozen=True)
 class Parts:
     """The parts of a graph."""
 
-    # Their layers, each in order of time stamps; parts in the order in which they came of halving
+    # The layers of each part, in order of time stamps. Halving orders the parts.
     parts: tuple[tuple[int, ...], ...]
     passes: int  # the most passes that one halving took
-    coarse: Coarse | None = None  # what Algorithm 3 worked on; None for plain Kernighan-Lin
+    coarse: Coarse | None = None  # the coarse graph of Algorithm 3; None for plain Kernighan-Lin
 
     @property
     def part_of(self) -> list[int]:
@@ -35,9 +35,14 @@ class Parts:
 
 
 def plain(graph: TimedGraph, num_parts: int) -> Parts:
-    """Return the parts of Kernighan-Lin on the whole graph, which has as many layers, or more.
+    """Cut a graph by Kernighan-Lin's exchanges on all of its layers.
 
-    A halving may be so many times of a part from equal shares (`TOLERANCE`), and further only where it begins so.
+    A half may deviate from its share by `TOLERANCE` times the mean seconds of a part, and further only if the order of
+    time stamps that it begins with does.
+
+    Args:
+        graph: at least `num_parts` layers.
+        num_parts: 1 or more.
     """
     slack_s = TOLERANCE * sum(graph.seconds) / num_parts
     parts, passes = _halved(graph, tuple(range(len(graph))), num_parts, slack_s)
@@ -45,7 +50,7 @@ def plain(graph: TimedGraph, num_parts: int) -> Parts:
 
 
 def algorithm_3(graph: TimedGraph, num_parts: int) -> Parts:
-    """Return the parts of vPipe's Algorithm 3; arguments are as of `plain`."""
+    """Cut a graph by vPipe's Algorithm 3; for arguments and balance see `plain`."""
     coarse = coarsen(graph, num_parts)
     if len(coarse.graph) < num_parts:
         coarse = Coarse(graph, tuple(range(len(graph))), len(graph))
@@ -58,7 +63,7 @@ def algorithm_3(graph: TimedGraph, num_parts: int) -> Parts:
 def _halved(
     graph: TimedGraph, layers: tuple[int, ...], num_parts: int, slack_s: float
 ) -> tuple[list[tuple[int, ...]], int]:
-    """Return some layers of a graph in parts, and the most passes that a halving took."""
+    """Halve some layers of a graph, and the halves, into `num_parts`; return them and the most passes of a halving."""
     if num_parts == 1:
         return [layers], 0
     counts = (num_parts - num_parts // 2, num_parts // 2)
@@ -69,7 +74,7 @@ def _halved(
 
 
 def _in_time_order(graph: TimedGraph, layers: Sequence[int], balance: Balance) -> Halves:
-    """Return the first layers and the rest: cut where that is cheapest of what is balanced, or nearest to balance."""
+    """Cut layers in their order: at the balanced place with the fewest bytes, or else the place nearest to balance."""
     first, last = balance.at_least[0], len(layers) - balance.at_least[1]
     passing, found, neighbours = 0, [], neighbours_of(graph)
     left_s, known = 0.0, {*layers}
@@ -86,9 +91,10 @@ def _in_time_order(graph: TimedGraph, layers: Sequence[int], balance: Balance) -
 
 
 def _refined(graph: TimedGraph, coarse: Coarse, parts: list[tuple[int, ...]], slack_s: float) -> list[tuple[int, ...]]:
-    """Return the parts after exchanges at every boundary of layers that coarsening held together."""
+    """Return the parts after exchanges, at every boundary, of single layers of the coarse nodes there."""
     node_of = [node for node in range(len(coarse.graph)) for _ in coarse.layers(node)]
-    settled: list[tuple[tuple[int, ...], ...]] = [()] * (len(parts) - 1)  # what each boundary lay between
+    # The two parts at each boundary after its last exchange.
+    settled: list[tuple[tuple[int, ...], ...]] = [()] * (len(parts) - 1)
     for _ in range(_MOST_SWEEPS):
         for index in range(len(parts) - 1):
             left, right = pair = parts[index], parts[index + 1]
@@ -104,7 +110,7 @@ def _refined(graph: TimedGraph, coarse: Coarse, parts: list[tuple[int, ...]], sl
 def _beside(
     graph: TimedGraph, coarse: Coarse, node_of: Sequence[int], left: Sequence[int], right: Sequence[int]
 ) -> set[int]:
-    """Return the layers of two parts whose node has an edge from one part to the other."""
+    """Return the layers of two parts whose coarse node has an edge from one part to the other."""
     own, others, neighbours = {*left}, {*right}, neighbours_of(graph)
     cut = [(layer, other) for layer in left for other in neighbours[layer] if other in others]
     nodes = {node_of[layer] for edge in cut for layer in edge}

@@ -1,16 +1,16 @@
-"""Repeats the trainings that reports rest on, and makes those that are missing: `nox -s kept`, or this as a program.
+"""Repeats the trainings whose results reports use, and trains missing ones: `nox -s kept`, or this module as a program.
 
-Trained results are in `reports/kept/`, so that a fresh clone renders without training. Arithmetic differs between
-processors and releases of torch by a rounding, which late gradients make epochs of: a result says on what it was made,
-and only where all of that is the same it has to repeat.
+Trained results are stored in `reports/kept/`, so that a fresh clone renders without training. Processors and releases
+of torch differ in rounding, which stale gradients can amplify to whole epochs. So a result records what trained it, and
+has to repeat exactly only where all of that is the same.
 
-    python -m reports.studies.kept                      # repeats what is there, quickest first, and compares
+    python -m reports.studies.kept                      # repeats stored results, quickest first, and compares
     python -m reports.studies.kept --runs 2             # the two quickest
-    python -m reports.studies.kept train asp figure13   # trains what these reports lack, or all if none is named
-    python -m reports.studies.kept clocks               # gives all the times of today's simulator, without training
+    python -m reports.studies.kept train asp figure13   # trains what these reports lack; all reports if none is named
+    python -m reports.studies.kept clocks               # replaces times by today's simulator's, without training
 
-`train` goes on where it was interrupted. A result without its tree is from a release before they named one and counts
-as missing; as soon as a run has one of its own tree, those that don't are removed: the two are never mixed.
+An interrupted `train` resumes. A result that names no tree is from an earlier release and counts as missing. Once a run
+has a result that names its tree, results of the same run without a tree are removed, so that the two are never mixed.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from pipebench.report.catalog import find_report, report_names, reports_folder
 from pipebench.report.collect import Collection
 from pipebench.report.kept import KeptResult, keep, kept_results
 from pipebench.report.load import load_report
-from pipebench.report.recipes import Asked
+from pipebench.report.recipes import ReportRun
 from pipebench.run.identity import made_on
 from pipebench.tracking.run_log import Tracking
 from pipebench.train.result import RunResult
@@ -36,25 +36,30 @@ from reports.studies import clocks
 
 WALL = "wall_time_s"
 TOTAL = "total_time_s"
-ROUNDS = ("processor", "torch", "numpy", "threads")  # of what results name: on these the last bits depend
-MEASURED = (WALL, "start_time_s")  # by this host's clock: no two runs have the same
+ROUNDS = ("processor", "torch", "numpy", "threads")  # facts that results record and on which rounding depends
+MEASURED = (WALL, "start_time_s")  # metrics of the host's clock, which never repeat
 SEED = "train.seed="
-_UNTIMED_S = 60.0  # guess for results that lack their wall time
+_UNTIMED_S = 60.0  # assumed wall time of results that lack it
 
 
 def without_seed(words: Sequence[str]) -> tuple[str, ...]:
-    """Return what runs that differ in their seed share."""
+    """Return a command's words without the seed: the same for all seeds of a run."""
     return tuple(word for word in words if not word.startswith(SEED))
 
 
-def trained(name: str) -> list[Asked]:
+def trained(name: str) -> list[ReportRun]:
     """Return the runs of a report that train, row by row, each once."""
     _, asked = load_report(find_report(name))
     return [*{each.words: each for each in asked if engine_kind(each.loaded.recipe).trains}.values()]
 
 
-def fresh(each: Asked) -> KeptResult:
-    """Return the result of a run made now; raises a RuntimeError if it can't run."""
+def fresh(each: ReportRun) -> KeptResult:
+    """Train a run now and return its result.
+
+    Raises:
+        RuntimeError: the run ends without a result.
+        KeyboardInterrupt: it was interrupted.
+    """
     tracking = Tracking("kept")
     parent = tracking.start("kept", params={}, tags={"kind": "report"}, virtual=False)
     collection = Collection([each])
@@ -68,9 +73,9 @@ def fresh(each: Asked) -> KeptResult:
 
 
 def difference(before: RunResult, now: RunResult) -> str:
-    """Return how two results of one recipe differ, "" if they are equal to the bit but for the wall's clock.
+    """Return how two results of one recipe differ; "" if all but times by the host's clock are equal to the bit.
 
-    Metrics that one of them lacks aren't compared: releases add some.
+    Metrics that only one of them has aren't compared, since releases add some.
     """
     if before.outcome != now.outcome:
         return f"{before.sentence}, now {now.sentence}"
@@ -86,26 +91,27 @@ def difference(before: RunResult, now: RunResult) -> str:
 
 
 def repeat(kept: KeptResult) -> str:
-    """Run a kept result's command again and return how the result differs, "" if it repeats."""
+    """Run a stored result's command again; return how the result differs, "" if it repeats."""
     loaded = load_file(find(kept.words[0], recipe_names), kept.words[1:])
-    return difference(kept.result, fresh(Asked("", kept.words[0], "", kept.words, loaded)).result)
+    return difference(kept.result, fresh(ReportRun("", kept.words[0], "", kept.words, loaded)).result)
 
 
-def made_otherwise(kept: KeptResult) -> str:
-    """Return what rounds otherwise here than where a result was made, "" if nothing does: it has to repeat."""
+def rounding_differences(kept: KeptResult) -> str:
+    """Return which facts that decide rounding differ between here and where a result was trained; "" if none do."""
     here, made = made_on(), kept.made
     return "; ".join(f"{name} {made.get(name)}, here {here[name]}" for name in ROUNDS if made.get(name) != here[name])
 
 
 def check(most: int | None) -> int:
-    """Repeat kept results, quickest first; return how many differ without a reason."""
+    """Repeat the `most` quickest stored results, or all; return how many differ although rounding is the same here."""
     kept = sorted(kept_results(reports_folder()).values(), key=lambda each: each.result.metrics.get(WALL, _UNTIMED_S))
     verdicts: Counter[str] = Counter()
     for each in kept[:most]:
-        found, otherwise = repeat(each), made_otherwise(each)
-        verdict = "repeats" if not found else "may differ" if otherwise else "differs"
+        found, rounding = repeat(each), rounding_differences(each)
+        differs = "may differ" if rounding else "differs"
+        verdict = differs if found else "repeats"
         verdicts[verdict] += 1
-        made = "; ".join(filter(None, (each.made.get("tree", each.version), otherwise)))
+        made = "; ".join(filter(None, (each.made.get("tree", each.version), rounding)))
         print(f"{verdict}  {' '.join(each.words)}  ({made}) {found}", flush=True)
     print(f"{verdicts['repeats']} of {verdicts.total()} repeat and {verdicts['differs']} differ, of {len(kept)} in all")
     if verdicts["may differ"]:
@@ -113,23 +119,23 @@ def check(most: int | None) -> int:
     return verdicts["differs"]
 
 
-def missing(names: Sequence[str]) -> list[Asked]:
-    """Return the runs that reports lack, or have without a tree: in the order of the names, quick rows first."""
+def missing(names: Sequence[str]) -> list[ReportRun]:
+    """Return the runs that reports lack, or have without a tree: report by report, the quickest rows first."""
     known = [*kept_results(reports_folder()).values()]
     took_s = {without_seed(each.words): each.result.metrics.get(WALL, _UNTIMED_S) for each in known}
-    left: dict[tuple[str, ...], Asked] = {}
+    left: dict[tuple[str, ...], ReportRun] = {}
     for name in names or report_names():
-        asked, rows = trained(name), dict[str, float]()
+        asked, slowest_s = trained(name), dict[str, float]()  # the slowest run of each row
         for each in asked:
-            rows[each.row] = max(rows.get(each.row, 0.0), took_s.get(without_seed(each.words), _UNTIMED_S))
-        for each in sorted(asked, key=lambda each: rows[each.row]):
+            slowest_s[each.row] = max(slowest_s.get(each.row, 0.0), took_s.get(without_seed(each.words), _UNTIMED_S))
+        for each in sorted(asked, key=lambda each: slowest_s[each.row]):
             if not any(one.made and one.answers(each.loaded) for one in known):
                 left.setdefault(each.words, each)
     return [*left.values()]
 
 
 def train(names: Sequence[str]) -> None:
-    """Train what reports lack and keep it, one result after another."""
+    """Train the runs that reports lack, storing each result as soon as it is there."""
     folder, left = reports_folder(), missing(names)
     for number, each in enumerate(left, 1):
         made = fresh(each)
@@ -140,14 +146,14 @@ def train(names: Sequence[str]) -> None:
 
 
 def outdated(made: KeptResult, path: Path) -> Iterator[Path]:
-    """Yield the files of the same run, of any seed, that name no tree."""
+    """Yield the files of results of the same run, of any seed, that name no tree."""
     for other, kept in kept_results(reports_folder()).items():
         if other != path and not kept.made and without_seed(kept.words) == without_seed(made.words):
             yield other
 
 
 def set_clocks() -> None:
-    """Give kept results the times of today's simulator; see `clocks`."""
+    """Replace the times of stored results by those of today's simulator; see `clocks`."""
     for path, kept in kept_results(reports_folder()).items():
         loaded = load_file(find(kept.words[0], recipe_names), kept.words[1:])
         if (now := clocks.played_again(loaded, kept.result)) is not None:
@@ -157,7 +163,7 @@ def set_clocks() -> None:
 
 
 def main() -> int:
-    """Check, train or set the clocks, as the arguments say."""
+    """Check, train or set the clocks, as the arguments say; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=("check", "train", "clocks"), default="check")
     parser.add_argument("reports", nargs="*", metavar="REPORT", help="what to train for; all by default")

@@ -1,4 +1,4 @@
-"""Training runs of a study, each kept in a file: what is there, made by the same recipe, is not made again."""
+"""Training runs of a study, each stored in a JSON file with a hash of its recipe, so that it isn't repeated."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from pipebench.train.result import RunResult
 
 
 def trained(loaded: LoadedRecipe) -> tuple[RunResult, Job, dict[str, str]]:
-    """Train a recipe; return what came of it, what was trained, and the versions and the device that it was made by."""
+    """Train a recipe on the virtual clock; return the result, the job, and the versions and device that trained it."""
     with torch_settings(loaded.recipe.engine):
         job = prepare(loaded.recipe, loaded.cluster)
         result, _ = TrainingLoop(job, on_virtual_clock(job), Silent(), lambda point: None).run()
@@ -28,30 +28,30 @@ def trained(loaded: LoadedRecipe) -> tuple[RunResult, Job, dict[str, str]]:
 
 
 def keep(path: Path, recipe: Recipe, **made: Any) -> None:
-    """Write what a recipe's run came to, aside first: it is there whole or not at all."""
+    """Write the facts `made` of a recipe's run, atomically."""
     path.parent.mkdir(exist_ok=True)
     files.replace(path, f"{json.dumps({'key': recipe_key(recipe), **made})}\n".encode())
 
 
 def kept(path: Path, recipe: Recipe) -> dict[str, Any] | None:
-    """Return what is kept of a run; None if it isn't there, or was made by another recipe."""
+    """Return the stored facts of a run; None if there are none, or of another recipe only."""
     found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"key": None}
     return found if found["key"] == recipe_key(recipe) else None
 
 
 def recipe_key(recipe: Recipe) -> str:
-    """Return a name for all that a recipe says but for what is as it would be unsaid."""
+    """Return a hash of the recipe's values that differ from the defaults."""
     return hashlib.sha256(json.dumps(_given(recipe), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _given(value: Any) -> Any:
-    """Return what of a recipe differs from the defaults, so that a new key with a default changes no run's identity."""
+    """Return the part of a recipe that differs from the defaults: a new key with a default changes no recipe's hash."""
     if not is_dataclass(value):
         return value
-    unsaid = {
+    defaults = {
         each.name: each.default_factory() if callable(each.default_factory) else each.default for each in fields(value)
     }
-    if isinstance(value, OptimizerRecipe):  # a recipe that is loaded has its class's defaults written out
-        unsaid |= filled({**unsaid, "name": value.name}, OPTIMIZER) | {"name": unsaid["name"]}
+    if isinstance(value, OptimizerRecipe):  # loading has filled in the defaults of the optimizer's class
+        defaults |= filled({**defaults, "name": value.name}, OPTIMIZER) | {"name": defaults["name"]}
     found = {each.name: getattr(value, each.name) for each in fields(value)}
-    return {name: _given(each) for name, each in found.items() if each != unsaid[name]}
+    return {name: _given(each) for name, each in found.items() if each != defaults[name]}

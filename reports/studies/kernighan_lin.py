@@ -1,9 +1,10 @@
-"""Two parts of a graph, improved by exchanging layers: Kernighan and Lin, An Efficient Heuristic Procedure, 1970.
+"""Bisection of a graph by exchanging layers: Kernighan and Lin, An Efficient Heuristic Procedure, 1970.
 
-A pass exchanges the two layers that gain most, again and again, each layer once, gains below nothing included; what it
-keeps are the first exchanges, as many as gain most together. Passes go on until one gains nothing. Layers differ in
-time, so the parts are balanced in seconds within a slack; as the authors do for parts of unequal size, there are also
-layers of no time and no edges to exchange with: that is, layers move alone.
+A pass exchanges the pair of layers with the largest gain, repeatedly, each layer once, even if the gain is negative. It
+then keeps the first exchanges whose gains have the largest sum. Passes are repeated until one gains nothing.
+
+Layers differ in time, so the parts are balanced in seconds, within a slack. As the authors propose for parts of unequal
+size, a layer can also be exchanged with a dummy of no time and no edges: that is, a layer may move alone.
 """
 
 import heapq
@@ -13,33 +14,32 @@ from dataclasses import dataclass, replace
 
 from pipebench.planner.partition import TimedGraph
 
-# Differs: of each side only so many of the layers that gain most are looked at. The best pair is nearly always among
-# the first few; where balance forbids it, looking on would make a pass quadratic.
+# Differs: of each part, only this many layers with the largest gains are candidates. The best pair is nearly always
+# among the first few; where balance forbids these, looking at all others would make a pass quadratic.
 _LOOKED_AT = 16
-_SAME = 1e-9  # relative: seconds that differ by rounding only
+_SAME = 1e-9  # relative: smaller differences in seconds are rounding
 
 
 @dataclass(frozen=True)
 class Halves:
     """Two parts, each in the order of time stamps."""
 
-    # left, right: their layers
-    left: tuple[int, ...]
-    right: tuple[int, ...]
-    passes: int = 0  # how many it took, the last of which gained nothing
+    left: tuple[int, ...]  # layers of the first part
+    right: tuple[int, ...]  # layers of the second part
+    passes: int = 0  # passes that made them, including the last one, which gained nothing
 
 
 @dataclass(frozen=True)
 class Balance:
-    """What the left part's seconds have to be."""
+    """Limits of a bisection."""
 
-    left_s: float  # at best
-    slack_s: float  # how far from it at most
-    at_least: tuple[int, int] = (1, 1)  # how many layers each part needs, left and right
+    left_s: float  # the left part's seconds that are wanted
+    slack_s: float  # the most by which they may differ
+    at_least: tuple[int, int] = (1, 1)  # fewest layers of the left and of the right part
 
 
 def neighbours_of(graph: TimedGraph) -> list[dict[int, int]]:
-    """Return the bytes by neighbour of every layer."""
+    """Return, for every layer, the bytes of its edges in both directions by neighbour."""
     found: list[dict[int, int]] = [{} for _ in graph.seconds]
     for source, target, num_bytes in graph.edges:
         found[source][target] = found[source].get(target, 0) + num_bytes
@@ -48,7 +48,7 @@ def neighbours_of(graph: TimedGraph) -> list[dict[int, int]]:
 
 
 def seconds_of(graph: TimedGraph, layers: Iterable[int]) -> float:
-    """Return the seconds of some layers together."""
+    """Return the sum of some layers' seconds."""
     return sum(graph.seconds[layer] for layer in layers)
 
 
@@ -60,10 +60,14 @@ def exchanged(
     free: Collection[int] | None = None,
     patience: float = math.inf,
 ) -> Halves:
-    """Return the parts after passes that gain; balanced at least as well as the start where that was out of balance.
+    """Improve two parts by passes until one gains nothing.
 
-    Layers in neither part are left alone, as are those that aren't `free`, if these are named. A pass is given up after
-    so many exchanges in a row (`patience`) that don't gain.
+    Args:
+        graph: its layers that are in neither part are ignored.
+        start: the parts to begin with. If they aren't balanced, the result is at least as near to balance.
+        balance: limits of the parts.
+        free: the layers that may change sides; all of both parts by default.
+        patience: a pass ends after this many exchanges in a row without a new largest sum of gains.
     """
     slack_s = max(balance.slack_s, abs(seconds_of(graph, start.left) - balance.left_s) * (1 + _SAME))
     balance = replace(balance, slack_s=slack_s)
@@ -80,7 +84,7 @@ def exchanged(
 
 
 class _Pass:
-    """One pass: tries exchanges, and tells which of them to keep."""
+    """One pass: makes exchanges tentatively, and finds which of them to keep."""
 
     def __init__(self, graph: TimedGraph, side: dict[int, int], balance: Balance, free: Collection[int]) -> None:
         self._graph, self._neighbours, self._balance = graph, neighbours_of(graph), balance
@@ -95,7 +99,7 @@ class _Pass:
             heapq.heapify(heap)
 
     def best(self, patience: float) -> list[int]:
-        """Return the layers that change sides; none where nothing is gained, neither in bytes nor in balance."""
+        """Return the layers that change sides; empty if that gains neither bytes nor balance."""
         moved: list[int] = []
         gained, kept, since = 0, 0, 0
         most, nearest_s = 0, abs(self._left_s - self._balance.left_s)
@@ -111,7 +115,7 @@ class _Pass:
         return moved[:kept]
 
     def _gain_of(self, layer: int) -> int:
-        """Return the bytes that are cut less when a layer moves."""
+        """Return by how many bytes the cut shrinks when a layer moves."""
         own, total = self._side[layer], 0
         for other, num_bytes in self._neighbours[layer].items():
             if other in self._side:
@@ -119,7 +123,7 @@ class _Pass:
         return total
 
     def _move(self, layer: int) -> None:
-        """Change a layer's side for good."""
+        """Change a layer's side for the rest of the pass, and update its neighbours' gains."""
         own, seconds = self._side[layer], self._graph.seconds[layer]
         self._side[layer] = 1 - own
         self._left_s += seconds if own else -seconds
@@ -132,7 +136,7 @@ class _Pass:
                 heapq.heappush(self._heaps[self._side[other]], (-self._gain[other], other))
 
     def _step(self) -> tuple[int, tuple[int, ...]] | None:
-        """Return what gains most, and how much: one layer that moves, or two that change places; None: nothing may."""
+        """Return the largest gain and its layers, one that moves or two that are exchanged; None if none may move."""
         fronts = [_Front(heap, self._gain) for heap in self._heaps]
         best: tuple[float, tuple[int, ...]] = (-math.inf, ())
         for front in fronts:
@@ -159,7 +163,7 @@ class _Pass:
         return (int(best[0]), best[1]) if best[1] else None
 
     def _allows(self, layers: Sequence[int]) -> bool:
-        """Return whether the parts are still balanced when layers have changed sides."""
+        """Return whether the parts are balanced after these layers change sides."""
         left_s, counts = self._left_s, [*self._counts]
         for layer in layers:
             own = self._side[layer]
@@ -171,7 +175,7 @@ class _Pass:
 
 
 class _Front:
-    """The layers of one side that gain most, in that order, taken from its heap as they are asked for."""
+    """The layers of one side with the largest gains, in that order; taken from its heap only as far as iterated."""
 
     def __init__(self, heap: list[tuple[int, int]], gain: Mapping[int, int]) -> None:
         self._heap, self._gain = heap, gain
@@ -181,12 +185,12 @@ class _Front:
         yield from self._taken
         while self._heap and len(self._taken) < _LOOKED_AT:
             gain, layer = heapq.heappop(self._heap)
-            # What was pushed before a gain changed, or twice with the same, is dropped.
+            # The heap keeps outdated entries: drop one whose gain has changed since, or that is there twice.
             if self._gain.get(layer) == -gain and layer not in self._taken:
                 self._taken.append(layer)
                 yield layer
 
     def put_back(self) -> None:
-        """Give the heap back what was taken."""
+        """Return the taken layers to the heap."""
         for layer in self._taken:
             heapq.heappush(self._heap, (-self._gain[layer], layer))

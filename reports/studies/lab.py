@@ -1,8 +1,7 @@
-"""Makes `reports/lab.md` and its picture: `python -m tests.lab` on the shipped recipes, then on a replicated stage.
+"""Makes `reports/lab.md` and its picture: `python -m reports.studies.lab`.
 
-    python -m reports.studies.lab
-
-Linux, root, twelve minutes of a machine that does nothing else.
+It runs `python -m tests.lab` on the shipped recipes, then on a plan with a replicated stage. It needs Linux, root and
+twelve minutes of an otherwise idle machine.
 """
 
 import re
@@ -19,7 +18,7 @@ REPLICATED = "python -m tests.lab lab/pipedream --hosts 3 --bandwidth 300Mbit pa
 
 
 def main() -> None:
-    """Run both labs, and write the page: what the first one found stays if the second one fails."""
+    """Run both labs and write the page, first after the first lab, so that its result is kept if the second fails."""
     with tempfile.TemporaryDirectory() as folder:
         whole = run(COMMAND, Path(folder, "whole"))
         shutil.copyfile(Path(folder, "whole", "lab.png"), REPORTS / "lab.png")
@@ -30,7 +29,7 @@ def main() -> None:
 
 
 def page(whole: str, replicated: str | None = None) -> str:
-    """Return the page, of what the lab of all shipped recipes wrote, and that of the plan with a replicated stage."""
+    """Return the page, made of the reports of the shipped recipes' lab and, if given, of the replicated stage's lab."""
     parts = [whole.rstrip()]
     if replicated is not None:
         runs = section(replicated, "Every recipe at every bandwidth")
@@ -42,14 +41,14 @@ def page(whole: str, replicated: str | None = None) -> str:
 
 
 def run(command: str, out: Path) -> str:
-    """Run a lab; its runs, and their record, are in the folder above `out`. Returns the page that it writes."""
+    """Run a lab whose results go to `out`, and its runs to the folder above; return the report that it writes."""
     words = [*python_module("tests.lab"), *command.split()[3:], "--out", str(out)]
     subprocess.run(words, cwd=out.parent, check=True)
     return (out / "lab.md").read_text(encoding="utf-8")
 
 
 def section(text: str, title: str) -> str:
-    """Return what stands below a title of a page."""
+    """Return the text of a section of level two."""
     found = re.search(rf"^## {re.escape(title)}\n\n(.*?)(?=\n## |\Z)", text, re.DOTALL | re.MULTILINE)
     assert found is not None
     return found[1].rstrip()

@@ -1,7 +1,7 @@
-"""Print what a pipeline finishes per second while layers move: `python -m reports.studies.live_moves`.
+"""Print a pipeline's throughput while layers move between stages: `python -m reports.studies.live_moves`.
 
-What it prints is `live_moves.md`; it draws `live_moves.png` beside it. BERT-large runs on eight simulated devices, cut
-badly; while it goes on it is cut anew, as well as contiguous stages can be balanced.
+The output is `live_moves.md`; `live_moves.png` is drawn beside it. BERT-large runs on eight simulated devices from bad
+cuts; during the run it is repartitioned to the best balanced consecutive stages.
 """
 
 import itertools
@@ -23,10 +23,12 @@ from pipebench.schedule.operations import MIGRATION
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.steady import SegmentTotals
 from pipebench.train.prepare import prepare
+from reports.studies.markdown import table
 from tests.engine.moved_segment import simulate_moves
 
 RECIPE = "recipes/vpipe/bert/pipedream.yaml"
-COUNT, AT = 280, 100  # minibatches; the first one that runs forward under the new cuts
+COUNT = 280  # minibatches of the simulated segment
+AT = 100  # the first minibatch whose forward runs under the new cuts
 _PAGE = Path(__file__).parents[1] / "live_moves.md"
 
 HEAD = f"""# Throughput while layers move
@@ -47,9 +49,9 @@ SECTION = """
 
 {moved} of {layers} layers change stages, in {steps}.
 
-| course | samples/s before | while it moves | after | longest pause | lost | moved |
-| --- | --- | --- | --- | --- | --- | --- |
 """
+HEADINGS = ("course", "samples/s before", "while it moves", "after", "longest pause", "lost", "moved")
+# Relative numbers of layers per stage at first, by the title of their section.
 BEGINNINGS = {
     "as many layers on every device": (1, 1, 1, 1, 1, 1, 1, 1),
     "twice as many layers on each of the first four devices": (2, 2, 2, 2, 1, 1, 1, 1),
@@ -58,16 +60,20 @@ BEGINNINGS = {
 
 @dataclass(frozen=True)
 class Course:
-    """One way to go through the segment."""
+    """A simulated segment: never repartitioned, repartitioned live or after a drain, or balanced from the start."""
 
-    name: str
-    units: Sequence[Finished]
-    end_s: float
-    moved_bytes: int
+    name: str  # on the page
+    units: Sequence[Finished]  # in order of their ends
+    end_s: float  # of the segment
+    moved_bytes: int  # of layers that changed stages
 
 
 def balanced(setup: Setup) -> Starts:
-    """Return the cuts into as many stages whose slowest computes least, by bisection over the bound."""
+    """Return the cuts, into as many stages as the plan has, whose slowest stage computes least.
+
+    Bisects the seconds of the slowest stage: for a bound, stages are filled one after another up to it. Of equally good
+    cuts this finds those with the longest first stages, unlike the planner's `best_consecutive`.
+    """
     rows = setup.profile.by_size[setup.sampler.minibatch_size]
     seconds = [row.forward_s + row.backward_s for row in rows[: len(setup.graph.layers)]]
     seconds[-1] += rows[-1].forward_s + rows[-1].backward_s  # the loss
@@ -92,7 +98,7 @@ def balanced(setup: Setup) -> Starts:
 
 
 def steps(before: Starts, after: Starts, num_layers: int) -> list[Starts]:
-    """Return the cuts to go through so that every layer moves by at most one stage at a time."""
+    """Return the cuts, one after another, that lead to `after` and move every layer by at most one stage at a time."""
     found, now = [], before
     while now != after:
         old = [0, *now, num_layers]
@@ -105,14 +111,14 @@ def steps(before: Starts, after: Starts, num_layers: int) -> list[Starts]:
 
 
 def played(setup: Setup, moves: Sequence[Repartition], first: int, count: int) -> tuple[SegmentTotals, list[Finished]]:
-    """Simulate a segment; return its totals and when its units were through."""
+    """Simulate a segment of `count` minibatches; return its totals and its finished units."""
     finishes = Finishes(setup.pipeline)
     totals = simulate_moves(setup, moves, first, count, Meter(setup.pipeline, finishes))
     return totals, finishes.units
 
 
 def courses(setup: Setup, before: Starts, path: Sequence[Starts]) -> list[Course]:
-    """Return the segment that stays as it is, that moves live, that drains to move, and that is ideal."""
+    """Simulate the segment on every course; `path` are the cuts to go through, the last of which are the final ones."""
 
     def under(starts: Starts) -> Setup:
         return setup.under(recut(setup.graph, setup.plan, starts))
@@ -125,19 +131,18 @@ def courses(setup: Setup, before: Starts, path: Sequence[Starts]) -> list[Course
     live = [Repartition(AT + 2 * depth * index, starts) for index, starts in enumerate(path)]
     made = [course("never moved", under(before), []), course("live", under(before), live)]
     drained, now, units, moved = 0.0, under(before), list[Finished](), 0
-    for index, starts in enumerate(path):  # at one drain
+    for index, starts in enumerate(path):  # only the first segment has minibatches: all steps follow one drain
         totals, found = played(now, [Repartition(AT + 2 * depth, starts)], 0, AT if index == 0 else 0)
-        units += [replace_end(unit, drained) for unit in found]
+        units += _later(found, drained)
         drained, moved, now = drained + totals.end_s, moved + _moved(totals), under(starts)
     totals, found = played(now, [], AT, COUNT - AT)
-    units += [replace_end(unit, drained) for unit in found]
-    made.append(Course("drained", units, drained + totals.end_s, moved))
+    made.append(Course("drained", [*units, *_later(found, drained)], drained + totals.end_s, moved))
     return [*made, course("ideal", under(path[-1]), [])]
 
 
-def replace_end(unit: Finished, by_s: float) -> Finished:
-    """Return a unit that is through later."""
-    return unit._replace(end_s=unit.end_s + by_s)
+def _later(units: Sequence[Finished], by_s: float) -> list[Finished]:
+    """Return units that end later by so many seconds."""
+    return [unit._replace(end_s=unit.end_s + by_s) for unit in units]
 
 
 def _moved(totals: SegmentTotals) -> int:
@@ -145,24 +150,23 @@ def _moved(totals: SegmentTotals) -> int:
 
 
 def rate(units: Sequence[Finished], start: int, stop: int) -> float:
-    """Return the samples per second between two minibatches."""
+    """Return the samples per second of the units [start, stop)."""
     return sum(unit.samples for unit in units[start:stop]) / (units[stop - 1].end_s - units[start - 1].end_s)
 
 
 def section(title: str, made: Sequence[Course], moved: int, num_layers: int, num_moves: int, depth: int) -> str:
-    """Return what is told of one beginning."""
+    """Return the page's section about one beginning."""
     ideal, around = made[-1], 2 * depth * num_moves + depth
-    steps_told = "one step" if num_moves == 1 else f"{num_moves} steps"
-    text = SECTION.format(title=title, moved=moved, layers=num_layers, steps=steps_told)
+    num_steps = "one step" if num_moves == 1 else f"{num_moves} steps"
+    rows = []
     for each in made:
         units = each.units
-        pause = max(b.end_s - a.end_s for a, b in itertools.pairwise(units[AT - 40 : AT + 80]))
-        text += (
-            f"| {each.name} | {rate(units, 40, AT - 8):.1f} | {rate(units, AT - 8, AT + around):.1f} "
-            f"| {rate(units, COUNT - 60, COUNT - 10):.1f} | {pause:.2f} s | {each.end_s - ideal.end_s:.2f} s "
-            f"| {each.moved_bytes / 1e9:.2f} GB |\n"
-        )
-    return text + f"\nWhile it moves: minibatches {AT - 8} to {AT + around - 1}.\n"
+        pause_s = max(b.end_s - a.end_s for a, b in itertools.pairwise(units[AT - 40 : AT + 80]))
+        rates = (rate(units, 40, AT - 8), rate(units, AT - 8, AT + around), rate(units, COUNT - 60, COUNT - 10))
+        costs = (f"{pause_s:.2f} s", f"{each.end_s - ideal.end_s:.2f} s", f"{each.moved_bytes / 1e9:.2f} GB")
+        rows.append((each.name, *(f"{each_rate:.1f}" for each_rate in rates), *costs))
+    text = SECTION.format(title=title, moved=moved, layers=num_layers, steps=num_steps) + table(HEADINGS, rows)
+    return text + f"\n\nWhile it moves: minibatches {AT - 8} to {AT + around - 1}.\n"
 
 
 def draw(made: Mapping[str, Sequence[Course]], path: Path) -> None:
@@ -187,14 +191,14 @@ def draw(made: Mapping[str, Sequence[Course]], path: Path) -> None:
 
 
 def subject() -> Setup:
-    """Return the run, as its recipe has it."""
+    """Return the setup of the recipe's run."""
     recipe = load(RECIPE).recipe
     cluster = load_cluster(recipe.cluster.name, recipe.cluster.servers or 1)
     return prepare(recipe, cluster, trains=False).setup
 
 
 def begun(setup: Setup, title: str) -> tuple[Sequence[Course], str]:
-    """Return the courses from one beginning, and what is told of them."""
+    """Return the courses from one beginning, and the section about them."""
     num_layers, shares = len(setup.graph.layers), BEGINNINGS[title]
     ends = itertools.accumulate(shares[:-1])
     before, after = tuple(round(num_layers * end / sum(shares)) for end in ends), balanced(setup)
@@ -210,8 +214,8 @@ def main() -> None:
     setup, text = moving(subject()), HEAD
     made: dict[str, Sequence[Course]] = {}
     for title in BEGINNINGS:
-        made[title], told = begun(setup, title)
-        text += told
+        made[title], section_text = begun(setup, title)
+        text += section_text
     draw(made, _PAGE.with_suffix(".png"))
     print(text + "\n![samples per second over time](live_moves.png)")
 

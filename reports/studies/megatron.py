@@ -1,12 +1,13 @@
-"""Print rows of Megatron-LM's tables beside what is published: `python -m reports.studies.megatron`.
+"""Print rows of Megatron-LM's tables beside what is published: `python -m reports.studies.megatron [ROW]...`.
 
-Narayanan et al. (SC'21) on cluster `selene`: table 1, of which words name rows; with the word `zero3`, table 2; with
-`split`, figure 13. Nothing is fitted on them. `megatron.md` has what came out.
+Paper: Narayanan et al. (SC'21), on cluster `selene`. A ROW is a model of table 1, named by its billions of parameters
+(those that take minutes by default); `zero3` prints table 2 and `split` figure 13. Nothing is fitted on them. The
+results are in `megatron.md`.
 """
 
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,15 @@ import yaml
 import pipebench
 from pipebench.errors import PipebenchError
 from pipebench.planner import estimates, planner
+from reports.studies import markdown
 
 PUBLISHED = Path(__file__).parents[1] / "published" / "sharding.yaml"
-MINUTES = ("1.7", "3.6", "7.5")
-VOCABULARY, TOKENS = 51_200, 2048  # of all rows
+MINUTES = ("1.7", "3.6", "7.5")  # billions of parameters of table 1's rows that are planned in minutes
+VOCABULARY, TOKENS = 51_200, 2048  # of all rows; TOKENS per sample
 # Table 2's models; the first is GPT-3's shape, the second has table 1's.
 LARGE = {"heads": 96, "hidden": 12_288, "layers": 96, "tensor": 8, "pipeline": 12, "batch": 1536}
 LARGER = {"heads": 128, "hidden": 20_480, "layers": 105, "tensor": 8, "pipeline": 35, "batch": 2240}
-# No links to wait for, and memory without a limit: what is left is computing.
+# Instant links and memory without a limit: an update takes as long as its computing.
 COMPUTING = """
 extends: selene
 memory: {value: 1000 TB, assumed: "none of it binds"}
@@ -30,7 +32,8 @@ levels:
   - {name: server, bandwidth: {value: 1e9 GB/s, assumed: "instant"}, latency: {value: 0 us, assumed: "instant"}}
   - {name: cluster, bandwidth: {value: 1e9 GB/s, assumed: "instant"}, latency: {value: 0 us, assumed: "instant"}}
 """
-MOST_WORKERS = 384  # of the largest row, each of eight devices; `pipebench plan` simulates fewer, as it is to be quick
+# Workers, each of eight devices, of the largest row; `pipebench plan` doesn't simulate so many, in order to be quick.
+MOST_WORKERS = 384
 # Bytes/s at which DeepSpeed's ZeRO-3 of spring 2021 gathered, measured within one server of 8 A100 on NVLink: a forward
 # of 5.1 billion parameters took 470 ms (its pull request 1188), of ZeRO-2, which gathers nothing, 60 ms (issue 1174).
 GATHERED_BYTES_PER_S = 2 * 5.1e9 / (0.470 - 0.060)
@@ -52,9 +55,18 @@ def flops(row: Mapping[str, int], samples: int) -> float:
 
 
 def sharded(row: Mapping[str, int], gpus: int, samples: int, cluster: str = "selene") -> tuple[float, float]:
-    """Return seconds per update and bytes of memory of ZeRO-3, every block of the Transformer a group of its own.
+    """Plan ZeRO-3 with every block of the Transformer as a group of its own.
 
-    Embedding and classifier are apart, unlike the paper's: layers that share a weight would be one group.
+    Differs: embedding and classifier don't share their weight, since layers that do would have to be one group.
+
+    Args:
+        row: the model's shape, and `batch`, the samples per update.
+        gpus: number of GPUs.
+        samples: samples that a GPU processes at a time.
+        cluster: a cluster's name or file.
+
+    Returns:
+        Seconds per update, and bytes of memory per GPU.
     """
     found = pipebench.plan(
         "gpt2/1x8-selene-zero1",
@@ -71,12 +83,12 @@ def sharded(row: Mapping[str, int], gpus: int, samples: int, cluster: str = "sel
 
 
 def against_zero3(published: Mapping[str, Any]) -> None:
-    """Print table 2's rows: ZeRO-3 on links as published, and as DeepSpeed gathered then; and PTD."""
+    """Print table 2: ZeRO-3 at the links' published rate and at the rate of DeepSpeed's gathers then; and PTD-P."""
     head = ("GPUs", "billions", "way", "samples at a time", "memory of a GPU", "Tflop/s per GPU, computed", "published")
-    print("| " + " | ".join((*head, "ratio", "as DeepSpeed gathered", "ratio")) + " |\n" + "| --- " * 10 + "|")
+    print(markdown.table((*head, "ratio", "as DeepSpeed gathered", "ratio"), ()))
     for shape, name in ((LARGE, "against_zero3"), (LARGER, "against_zero3_larger")):
         for cells in compared(shape, published[name]):
-            print(table_line(cells), flush=True)
+            print(markdown.row(cells), flush=True)
 
 
 def compared(shape: Mapping[str, int], published: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
@@ -112,9 +124,14 @@ def computing_s(row: Mapping[str, int], gpus: int, samples: int) -> float:
 
 
 def planned(row: Mapping[str, int], samples: int) -> tuple[float, float]:
-    """Return Tflop/s per GPU and bytes of memory, `samples` at a time on each group of GPUs that divide layers.
+    """Plan a row of table 1: ZeRO-1 if it has one pipeline stage, else 1F1B with a flush.
 
-    Replicas of one stage are of ZeRO-1; several stages are of 1F1B with a flush.
+    Args:
+        row: the model's shape, the numbers of `gpus`, `tensor` slices and `pipeline` stages, and samples per update.
+        samples: samples that a group of GPUs with one replica's slices processes at a time.
+
+    Returns:
+        Tflop/s per GPU, and bytes of memory per GPU.
     """
     model = {"num_layers": row["layers"], "width": row["hidden"], "num_heads": row["heads"]}
     stages, replicas = row["pipeline"], row["gpus"] // row["tensor"] // row["pipeline"]
@@ -134,8 +151,8 @@ def planned(row: Mapping[str, int], samples: int) -> tuple[float, float]:
         parallelism=parallelism,
         train={"minibatch_size": samples},
     ).to_dict()
-    told = found if stages == 1 else found["recipe_plan"]
-    return flops(row, 1) * told["samples_per_s"] / row["gpus"] / 1e12, told["memory_bytes"]
+    plan_facts = found if stages == 1 else found["recipe_plan"]
+    return flops(row, 1) * plan_facts["samples_per_s"] / row["gpus"] / 1e12, plan_facts["memory_bytes"]
 
 
 def scaled(row: Mapping[str, Any], samples: int) -> tuple[object, ...]:
@@ -146,16 +163,10 @@ def scaled(row: Mapping[str, Any], samples: int) -> tuple[object, ...]:
     return (*cells, f"{rate / row['tflops']:.2f}")
 
 
-def table_line(cells: Iterable[object]) -> str:
-    """Return a line of a Markdown table."""
-    return f"| {' | '.join(map(str, cells))} |"
-
-
 def split(published: Mapping[str, Any]) -> None:
-    """Print figure 13's ways to divide 64 GPUs between slices and stages, one sample at a time."""
-    print(
-        "| tensor, pipeline | samples per update | memory of a GPU | Tflop/s per GPU, computed |\n" + "| --- " * 4 + "|"
-    )
+    """Print figure 13's ways to divide 64 GPUs between tensor slices and pipeline stages, one sample at a time."""
+    head = ("tensor, pipeline", "samples per update", "memory of a GPU", "Tflop/s per GPU, computed")
+    print(markdown.table(head, ()))
     for batch in published["batches"]:
         for tensor in (2, 4, 8, 16, 32):
             stages = published["gpus"] // tensor
@@ -165,11 +176,11 @@ def split(published: Mapping[str, Any]) -> None:
                 cells = (f"{memory / 1e9:.0f} GB", f"{rate:.0f}")
             except PipebenchError as error:
                 cells = (str(error).splitlines()[0], "-")
-            print(f"| {tensor}, {stages} | {batch} | " + " | ".join(cells) + " |", flush=True)
+            print(markdown.row((f"{tensor}, {stages}", batch, *cells)), flush=True)
 
 
 def main() -> None:
-    """Print the rows named by their billions of parameters, or all that are planned in minutes."""
+    """Print the rows that the command line names."""
     published = yaml.safe_load(PUBLISHED.read_text())["megatron"]
     wanted = sys.argv[1:] or MINUTES
     for module in (estimates, planner):
@@ -181,12 +192,12 @@ def main() -> None:
         against_zero3(published)
         return
     head = ("billions of parameters", "tensor, pipeline, GPUs", "samples at a time", "memory of a GPU")
-    print("| " + " | ".join((*head, "Tflop/s per GPU, computed", "published", "ratio")) + " |\n" + "| --- " * 7 + "|")
+    print(markdown.table((*head, "Tflop/s per GPU, computed", "published", "ratio"), ()))
     for row in (each for each in published["weak_scaling"] if str(each["billions"]) in wanted):
         for samples in (1, 2, 4):
             if row["batch"] * row["tensor"] * row["pipeline"] % (row["gpus"] * samples):
                 continue
-            print(table_line(scaled(row, samples)), flush=True)
+            print(markdown.row(scaled(row, samples)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Take `docs/mlflow.png`, README's picture of MLflow: the runs of `recipes/quickstart` as `pipebench ui` opens them.
+"""Takes `docs/mlflow.png`, README's screenshot of MLflow: the runs of `recipes/quickstart` in `pipebench ui`.
 
-`python -m reports.studies.mlflow_picture [FOLDER]` needs Chromium with its driver and the extra `ui`. FOLDER has the
-runs already, of `pipebench run recipes/quickstart` there; without it they run first. The file's metadata has the cells
-as the page had them: a test compares them with README's table.
+`python -m reports.studies.mlflow_picture [FOLDER]` needs Chromium with its driver and the extra `ui`. FOLDER is where
+`pipebench run recipes/quickstart` has run; without it, that runs first. The picture's metadata has the table's cells,
+which a test compares with README's table.
 """
 
 import io
@@ -21,11 +21,11 @@ from tests.tracking.browser import PIPEBENCH, chromium, environment, go, run_nam
 
 ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "docs/mlflow.png"
-SHOWN = "Description"  # the metadata's key
-LAST_COLUMN = "clock"  # those to the right of it are cut off
-NUM_RUNS = 5  # four and their comparison
-_COLOURS = 128
-# Cells by the column's name, for every row from top to bottom; then the picture's edges in pixels.
+SHOWN = "Description"  # key of the metadata
+LAST_COLUMN = "clock"  # columns to the right of it are cut off
+NUM_RUNS = 5  # four runs and their comparison
+_COLOURS = 128  # of the picture's palette
+# JavaScript that returns the headings, the cells of every row from top to bottom, and the table's edges in pixels.
 _READ = """
 const cells = selector => [...document.querySelectorAll(selector)];
 const heads = cells('.ag-header-cell').filter(each => each.innerText.trim());
@@ -49,7 +49,7 @@ return {
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run what is to be shown, if no folder has it, and take the picture."""
+    """Run the quickstart unless a folder with its runs is given, then take the picture."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(arguments[0]) if arguments else Path(made)
         if not arguments:
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _taken(folder: Path) -> tuple[bytes, dict[str, Any]]:
-    """Return the page of a folder's runs as a PNG, and what was read of it."""
+    """Return a screenshot of MLflow's table of a folder's runs, as PNG, and the result of `_READ`."""
     profile = tempfile.TemporaryDirectory()
     with profile as path, served(folder, "quickstart") as address, chromium(Path(path)) as browser:
         go(browser, address)
@@ -70,12 +70,12 @@ def _taken(folder: Path) -> tuple[bytes, dict[str, Any]]:
 
 
 def _whole(found: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what was read once no cell is empty: MLflow fills the table column by column."""
+    """Return `found` if no cell is empty, else None: MLflow fills the table column by column."""
     return found if all(all(row) for row in found["rows"]) else None
 
 
 def _write(pixels: bytes, found: dict[str, Any]) -> None:
-    """Cut the table out of the page and write it, with its cells in the metadata."""
+    """Crop the screenshot to the table and write it, with its cells in the metadata."""
     about = PngInfo()
     about.add_text(SHOWN, json.dumps({name: found[name] for name in ("columns", "rows")}))
     picture = Image.open(io.BytesIO(pixels)).convert("RGB").crop(tuple(map(round, found["edges"])))

@@ -1,14 +1,18 @@
-"""Change single operators and numbers of the package and see whether a test fails: `nox -s mutants` makes `mutants.md`.
+"""Mutation testing of the package: `nox -s mutants` makes `mutants.md`.
 
-A hundred changes are drawn by seed over the rooms in which a silent mistake would be a wrong result. First, all tests
-run once on a copy of the tree that notes which of them run which of the changed places, in whatever process; then every
-change is made on a copy of its own, and the tests that run its place are run, the quickest first, until one fails; then
-the others of their files, since what a fixture ran for several tests is noted for the first; ten minutes of tests at
-most, beyond which a change counts as not caught. So a change costs seconds, where a whole suite for each would take
-days: that is why this is no existing tool. What the tests of a tree ran and every verdict are stored below
-`.nox/mutants/`, where an interrupted study resumes.
+A hundred mutations, changes of one operator or number, are drawn by seed from the rooms in which a silent mistake would
+give a wrong result.
 
-A change that no test notices has survived: its place gets a test, or goes, or the page says why nothing differs.
+1. All tests run once on a probed copy of the tree, which records which tests execute which of the places, in whatever
+   process a test starts.
+2. Every mutation is made on a copy of its own. The tests that execute its place run until one fails, the quickest
+   first; then the others of their files, since what a fixture executes for several tests is recorded for the first of
+   them only. After tests that take ten minutes, a mutation counts as not caught.
+
+Existing tools run the whole suite for every mutation, which would take days; this takes seconds for most. The record of
+a tree's tests and every verdict are stored below `.nox/mutants/`, so that an interrupted study resumes.
+
+A mutation that no test notices has survived: its place gets a test or is deleted, or the page says why nothing differs.
 """
 
 import argparse
@@ -30,15 +34,15 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from pipebench import __version__
+from reports.studies.markdown import table
 from reports.studies.mutations import Mutation, mutations, probed
-from reports.studies.planned_models import table
 
 ROOMS = ("schedule", "engine", "simulate", "planner", "checkpoint", "distributed")
 NUMBER, SEED = 100, 0
 _HITS, _RAN = "PIPEBENCH_MUTANT_HITS", "PIPEBENCH_MUTANT_RAN"
 _PROBE = "mutant_probe"
-# Both what the places call and pytest's plugin. Lines are appended in one piece, by whatever process a test starts:
-# it inherits the name of the test.
+# The module that probed places call, which is a plugin of pytest, too. A process that a test starts inherits the test's
+# name from the environment. Every line is appended by one write, so that processes don't interleave theirs.
 _PROBE_SOURCE = f"""import json
 import os
 
@@ -59,36 +63,35 @@ def pytest_runtest_logreport(report):
             print(json.dumps([report.nodeid, report.outcome, report.duration]), file=file)
 """
 _CALL = f'__import__("{_PROBE}").hit'
-# A change may make a loop endless. Tests that took t seconds among others get this factor times t, and this much.
+# A mutation may make a loop endless. Tests that took t seconds in the first run may take `_PATIENCE` t + `_PATIENCE_S`.
 _PATIENCE, _PATIENCE_S = 3, 180
-_MOST_S = 600.0  # of tests for one change, as long as they took in the first run: a place may be in the way of all
+_MOST_S = 600.0  # of tests per mutation, by their seconds in the first run: nearly all tests may execute a place
 _STORED = Path(".nox") / "mutants"
 
 
 @dataclass
 class Mutant:
-    """A drawn change, and what became of it."""
+    """A drawn mutation and its verdict."""
 
     number: int  # position in the order of drawing
     path: str  # of its file, from the root of the tree
-    # line, words: where and what it is, for the page
-    line: int
-    words: str
+    line: int  # of the change
+    words: str  # the line before and after, as Markdown
     verdict: str = ""  # "caught", "survived" or "in no test"; empty until it is known
     by: str = ""  # the first test that failed
-    num_tests: int = 0  # tests that run its place, and the others of their files
+    num_tests: int = 0  # tests that execute its place, and the others of their files
 
 
 @dataclass
 class Ran:
-    """What the run of all tests came to: seconds per test that passed, and which mutants' places each ran."""
+    """The record of the run of all tests on the probed tree."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
-    tests: dict[int, list[str]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)  # of every test that passed
+    tests: dict[int, list[str]] = field(default_factory=dict)  # that execute a mutant's place, by its number
 
 
 def draw(root: Path, number: int, seed: int) -> list[tuple[Mutant, Mutation]]:
-    """Return changes that differ, every possible one as likely as any other."""
+    """Draw different mutations, each with the same probability."""
     paths = [path for room in ROOMS for path in sorted((root / "pipebench" / room).rglob("*.py"))]
     all_changes = [(path, change) for path in paths for change in mutations(path.read_bytes())]
     drawn = random.Random(seed).sample(all_changes, number)
@@ -105,7 +108,7 @@ def tracked(root: Path) -> list[str]:
 
 
 def copy_tree(root: Path, to: Path) -> Path:
-    """Copy what git tracks, as it is now."""
+    """Copy the files that git tracks, with uncommitted changes, and return the copy."""
     for name in tracked(root):
         if (root / name).exists():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +117,7 @@ def copy_tree(root: Path, to: Path) -> Path:
 
 
 def run_tests(tree: Path, arguments: Sequence[str], environment: dict[str, str], limit_s: float | None) -> str:
-    """Run pytest on a tree and return what it printed; "" if it takes too long."""
+    """Run pytest on a tree and return its output; "" if it takes longer than `limit_s`."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     # The tree's own package comes before the installed one.
     environment = {**os.environ, **environment, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
@@ -124,12 +127,12 @@ def run_tests(tree: Path, arguments: Sequence[str], environment: dict[str, str],
         try:
             return process.communicate(timeout=limit_s)[0]
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)  # what the test started, too
+            os.killpg(process.pid, 9)  # with the processes that tests started
             return ""
 
 
 def run_probed(root: Path, drawn: Sequence[tuple[Mutant, Mutation]], arguments: Sequence[str], folder: Path) -> Ran:
-    """Run all tests once, with every drawn place telling which test runs it."""
+    """Run all tests once on a tree in which every drawn place records which test executes it."""
     tree = copy_tree(root, folder / "probed")
     (tree / f"{_PROBE}.py").write_text(_PROBE_SOURCE)
     by_path = defaultdict(list)
@@ -145,7 +148,7 @@ def run_probed(root: Path, drawn: Sequence[tuple[Mutant, Mutation]], arguments: 
 
 
 def stored_in(root: Path, asked: Sequence[object]) -> Path:
-    """Return the folder for what is found out about this tree, as asked; made if it isn't there."""
+    """Return the folder for results about this tree, under these arguments; it is made if it doesn't exist."""
     digest = hashlib.sha256(repr(asked).encode())
     for path in (root / name for name in sorted(tracked(root))):
         digest.update(path.read_bytes() if path.is_file() else b"")
@@ -155,7 +158,7 @@ def stored_in(root: Path, asked: Sequence[object]) -> Path:
 
 
 def read_ran(log: Path, hits: Path) -> Ran:
-    """Read what the probe wrote; a test that failed without any change can't judge one."""
+    """Read the files that the probe wrote; tests that failed without a mutation are left out."""
     ran, failed = Ran(), set()
     for line in log.read_text().splitlines():
         name, outcome, seconds = json.loads(line)
@@ -173,24 +176,28 @@ def read_ran(log: Path, hits: Path) -> Ran:
 
 
 def in_order(tests: Sequence[str], seconds: dict[str, float]) -> list[str]:
-    """Return tests so that those of one file follow each other, since they share fixtures: the quickest file first."""
-    files: Counter[str] = Counter()
+    """Return tests file by file, since those of one file share fixtures: the quickest file first."""
+    file_s: dict[str, float] = defaultdict(float)
     for name in tests:
-        files[name.partition("::")[0]] += seconds[name]  # type: ignore[assignment]
-    return sorted(tests, key=lambda name: (files[name.partition("::")[0]], name.partition("::")[0]))
+        file_s[_file_of(name)] += seconds[name]
+    return sorted(tests, key=lambda name: (file_s[_file_of(name)], _file_of(name)))
+
+
+def _file_of(test: str) -> str:
+    return test.partition("::")[0]
 
 
 def with_their_files(tests: Sequence[str], seconds: dict[str, float]) -> list[str]:
-    """Return tests in order, then the others of their files, as far as there is time."""
-    files = {name.partition("::")[0] for name in tests}
-    others = [name for name in seconds.keys() - {*tests} if name.partition("::")[0] in files]
+    """Return tests in order, then the others of their files, as many as take `_MOST_S` seconds together."""
+    files = set(map(_file_of, tests))
+    others = [name for name in seconds.keys() - {*tests} if _file_of(name) in files]
     every = [*in_order(tests, seconds), *in_order(sorted(others), seconds)]
     ends_s = itertools.accumulate(seconds[name] for name in every)
     return [name for name, end_s in zip(every, ends_s, strict=True) if end_s <= _MOST_S] or every[:1]
 
 
 def judge(tree: Path, mutant: Mutant, change: Mutation, ran: Ran) -> None:
-    """Make a change on a tree, run what runs its place, and take it back."""
+    """Make a mutation on a tree, run the tests that execute its place, undo it, and set the verdict."""
     tests = with_their_files(ran.tests.get(mutant.number, []), ran.seconds)
     mutant.num_tests = len(tests)
     if not tests:
@@ -214,7 +221,7 @@ def judge(tree: Path, mutant: Mutant, change: Mutation, ran: Ran) -> None:
 
 
 def judged(root: Path, drawn: Sequence[tuple[Mutant, Mutation]], ran: Ran, folder: Path) -> Iterator[Mutant]:
-    """Judge all, a tree per core."""
+    """Judge all mutants at once, each on one of several copies of the tree, as many as there are cores."""
     trees: SimpleQueue[Path] = SimpleQueue()
     num_trees = os.cpu_count() or 1
     for i in range(num_trees):
@@ -233,7 +240,7 @@ def judged(root: Path, drawn: Sequence[tuple[Mutant, Mutation]], ran: Ran, folde
 
 
 def judge_all(root: Path, drawn: Sequence[tuple[Mutant, Mutation]], ran: Ran, folder: Path, verdicts: Path) -> None:
-    """Judge those without a stored verdict, and store each."""
+    """Judge the mutants without a stored verdict, and store each verdict as soon as it is known."""
     stored = {
         row["number"]: row for row in map(json.loads, verdicts.read_text().splitlines() if verdicts.exists() else ())
     }
@@ -274,12 +281,12 @@ def page(mutants: Sequence[Mutant], seed: int, minutes: float) -> str:
 
 
 def main() -> None:
-    """Draw, probe, judge, print the page; exit code 1 if fewer than 95 of 100 are caught."""
+    """Draw, probe, judge and print the page; exit with code 1 if fewer than 95 of 100 are caught."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--number", type=int, default=NUMBER, help=f"of changes ({NUMBER})")
+    parser.add_argument("--number", type=int, default=NUMBER, help=f"of mutations ({NUMBER})")
     parser.add_argument("--seed", type=int, default=SEED, help=f"of the drawing ({SEED})")
     parser.add_argument("--out", type=Path, help="a file that all verdicts are written to, as JSON")
-    parser.add_argument("tests", nargs="*", help="what goes to pytest in the first run; all tests by default")
+    parser.add_argument("tests", nargs="*", help="arguments for pytest in the first run; all tests by default")
     options = parser.parse_args()
     root, began = Path.cwd(), time.monotonic()
     drawn = draw(root, options.number, options.seed)

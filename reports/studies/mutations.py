@@ -1,7 +1,7 @@
-"""Changes of one operator or number in Python source, for mutation testing: where they are and what they make of it.
+"""Mutations of Python source: changes of one operator or number, where they are and the source that they make.
 
-Only expressions inside functions count, since nothing tells which test runs a module's own level. Words of errors
-(below `raise`), annotations and f-strings are left out: no behaviour is in them.
+Only expressions inside functions are mutated: it can't be known which test runs a module's top level. Messages of
+errors (below `raise`), annotations and f-strings are left out, since they decide no behaviour.
 """
 
 import ast
@@ -23,42 +23,40 @@ _LOGIC = {ast.And: ("and", "or"), ast.Or: ("or", "and")}
 
 @dataclass(frozen=True)
 class Mutation:
-    """A change of one place of a file."""
+    """A change of one place of a file. Positions are bytes of the source."""
 
-    line: int  # counted from 1
-    # start, stop: the bytes of the source that change, `stop` excluded
-    start: int
-    stop: int
-    new: str  # what stands there instead
-    # node_start, node_stop: the bytes of the expression around it, which is run if and only if the change is
-    node_start: int
-    node_stop: int
+    line: int  # of the expression, counted from 1
+    start: int  # first byte that is replaced
+    stop: int  # byte after the last one that is replaced
+    new: str  # the replacement
+    node_start: int  # first byte of the expression around it, which is executed if and only if the change is
+    node_stop: int  # byte after that expression
 
     def applied(self, source: bytes) -> bytes:
         """Return the source with this change."""
         return source[: self.start] + self.new.encode() + source[self.stop :]
 
     def words(self, source: bytes) -> str:
-        """Return the line before and after; where an expression goes over several, the one that changes."""
+        """Return the changed line before and after, as Markdown."""
         return f"`{_line_at(source, self.start)}` -> `{_line_at(self.applied(source), self.start)}`"
 
 
 def mutations(source: bytes) -> list[Mutation]:
-    """Return all changes of one operator or number inside the functions of a module, in the order of the source."""
+    """Return all mutations of a module, in the order of the source."""
     places = _Places(source)
     found = {change for node in _expressions(ast.parse(source)) for change in _changes(node, places)}
     return sorted(found, key=lambda it: (it.start, it.stop))
 
 
 def probed(source: bytes, numbered: Iterable[tuple[int, Mutation]], call: str) -> bytes:
-    """Return the source in which every numbered change's expression first calls `call`(number), a function of None.
+    """Return the source in which the expression of every numbered mutation first calls `call`(number).
 
-    The expression's value stays what it is.
+    `call` is the source of a function that returns None: `(call(number) or (expression))` has the expression's value.
     """
     insertions = []
     for number, mutation in numbered:
         size = mutation.node_stop - mutation.node_start
-        # Of two that begin at one place the larger one opens first; of two that end at one, it closes last.
+        # Of expressions that begin at one place, the larger opens first; of those that end at one, it closes last.
         insertions.append((mutation.node_start, 1, -size, number, f"({call}({number}) or (".encode()))
         insertions.append((mutation.node_stop, 0, size, -number, b"))"))
     for place, *_, text in sorted(insertions, reverse=True):
@@ -67,7 +65,7 @@ def probed(source: bytes, numbered: Iterable[tuple[int, Mutation]], call: str) -
 
 
 def _expressions(tree: ast.AST, inside: bool = False) -> Iterator[ast.expr]:
-    """Yield what can be changed inside functions; see the module for what is left out."""
+    """Yield the expressions inside functions that may be mutated; the module's docstring says which are left out."""
     for field, value in ast.iter_fields(tree):
         if field in ("annotation", "returns", "decorator_list", "args") and not isinstance(tree, ast.Call):
             continue
@@ -81,7 +79,7 @@ def _expressions(tree: ast.AST, inside: bool = False) -> Iterator[ast.expr]:
 
 
 class _Places:
-    """Where expressions stand in a source, in bytes."""
+    """Positions of expressions in a source, in bytes; the syntax tree has lines and columns."""
 
     def __init__(self, source: bytes) -> None:
         self.source = source
@@ -95,14 +93,14 @@ class _Places:
         return self._lines[node.lineno - 1] + node.col_offset, self._lines[node.end_lineno - 1] + node.end_col_offset
 
     def between(self, first: ast.expr, second: ast.expr, operator: str) -> tuple[int, int]:
-        """Return the span of the operator that stands between two operands, beside parentheses and blanks."""
+        """Return the span of the operator between two operands, without parentheses and blanks."""
         after, before = self.span(first)[1], self.span(second)[0]
         start = self.source.index(operator.encode(), after, before)
         return start, start + len(operator)
 
 
 def _changes(node: ast.expr, places: _Places) -> Iterator[Mutation]:
-    """Yield what can become of an expression; an operand's own changes are the operand's."""
+    """Yield the mutations of one expression, without those of its operands."""
     around = places.span(node)
     match node:
         case ast.Compare(left=left, ops=ops, comparators=others):
@@ -121,7 +119,7 @@ def _changes(node: ast.expr, places: _Places) -> Iterator[Mutation]:
         case ast.Constant(value=bool() as truth):
             yield Mutation(node.lineno, *around, str(not truth), *around)
         case ast.Constant(value=int() | float()):
-            # One more changes every number, and no tolerance takes it for the same.
+            # Adding 1 changes every number, by more than a test's tolerance.
             text = places.source[around[0] : around[1]].decode()
             yield Mutation(node.lineno, *around, f"({text} + 1)", *around)
 

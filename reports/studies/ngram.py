@@ -1,4 +1,4 @@
-"""A trigram language model to set perplexities beside: modified Kneser-Ney smoothing, interpolated.
+"""A trigram language model, whose perplexity is a baseline: interpolated, modified Kneser-Ney smoothing.
 
 Chen and Goodman (1999), "An empirical study of smoothing techniques for language modeling", section 3 and appendix A.
 """
@@ -13,18 +13,22 @@ _LARGEST_VOCABULARY = 2_000_000  # three ids make one int64
 
 
 class Trigram:
-    """Probabilities of a word after two others, from the counts of one text.
+    """Probabilities of a word given the two before it, estimated from the counts of one text.
 
-    An order's distribution is its discounted counts over their sum; what was discounted goes to the next lower order,
-    and from single words to all words of the vocabulary alike. Lower orders count how many different words stand
-    before, not how often they do.
+    The distribution of an order is its discounted counts, normalised. The discounted mass goes to the next lower order,
+    and from unigrams to a uniform distribution over the vocabulary. Lower orders count the different words that precede
+    an n-gram instead of its occurrences.
     """
 
     def __init__(self, tokens: torch.Tensor, vocabulary: int) -> None:
-        """Count a text of `tokens`: [tokens] int64, ids 0 to vocabulary - 1.
+        """Count the n-grams of a text.
+
+        Args:
+            tokens: [tokens] int64, ids from 0 to vocabulary - 1.
+            vocabulary: number of different ids.
 
         Raises:
-            ValueError: for fewer than three tokens, or a vocabulary whose trigrams don't have a 64-bit number each.
+            ValueError: fewer than three tokens, or a vocabulary whose trigrams aren't numbered by 64 bits.
         """
         if len(tokens) < 3:
             raise ValueError(f"Trigram: the text has {len(tokens)} tokens, allowed is 3 or more")
@@ -38,9 +42,9 @@ class Trigram:
         self._one = _Order(torch.unique(pairs) % vocabulary, vocabulary)
 
     def probabilities(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the probability of every token but the first after the two before it, [tokens - 1] float64.
+        """Return the probability of every token but the first given the two before it: [tokens - 1] float64.
 
-        The second has only one token before it, and the probability of a word after one other.
+        The second token has one token before it, so its probability is that of the bigram.
         """
         pairs = tokens[:-1] * self.vocabulary + tokens[1:]
         triples = pairs[:-1] * self.vocabulary + tokens[2:]
@@ -50,36 +54,37 @@ class Trigram:
         return torch.cat([after_one[:1], self._three.interpolate(triples, after_one[1:])])
 
     def perplexity(self, tokens: torch.Tensor) -> float:
-        """Return e to the mean of minus the logarithm of `probabilities`."""
+        """Return exp(-mean(log p)) over `probabilities` p."""
         return math.exp(-self.probabilities(tokens).log().mean().item())
 
 
 class _Order:
-    """N-grams of one length; an n-gram's number divided by the vocabulary is that of its first n - 1 words."""
+    """The n-grams of one length n, numbered so that a number divided by the vocabulary is its first n - 1 words'."""
 
     def __init__(self, occurrences: torch.Tensor, vocabulary: int) -> None:
         self.vocabulary = vocabulary
         self.numbers, counts = torch.unique(occurrences, return_counts=True)
-        taken = _discounts(counts)[counts.clamp(max=3)]
+        discounts = _discounts(counts)[counts.clamp(max=3)]
         self.contexts, context = torch.unique(self.numbers // vocabulary, return_inverse=True)
         totals = torch.zeros(len(self.contexts), dtype=torch.float64).index_add(0, context, counts.double())
-        self.kept = (counts - taken) / totals[context]
-        self.handed_down = torch.zeros_like(totals).index_add(0, context, taken) / totals
+        self.probabilities = (counts - discounts) / totals[context]
+        # The discounted mass of every context: the weight of the lower order.
+        self.lower_weights = torch.zeros_like(totals).index_add(0, context, discounts) / totals
 
     def interpolate(self, numbers: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
-        """Return the n-grams' probabilities, given those of the lower order; after an unseen context, the latter."""
-        own = _look_up(self.numbers, self.kept, numbers, 0.0)
-        return own + _look_up(self.contexts, self.handed_down, numbers // self.vocabulary, 1.0) * lower
+        """Return the n-grams' probabilities, given the lower order's; after an unseen context, they are the lower's."""
+        own = _look_up(self.numbers, self.probabilities, numbers, 0.0)
+        return own + _look_up(self.contexts, self.lower_weights, numbers // self.vocabulary, 1.0) * lower
 
 
-def _look_up(keys: torch.Tensor, values: torch.Tensor, wanted: torch.Tensor, otherwise: float) -> torch.Tensor:
-    """Return the values of the wanted keys; keys ascend."""
-    places = torch.searchsorted(keys, wanted).clamp(max=len(keys) - 1)
-    return values[places].where(keys[places] == wanted, otherwise)
+def _look_up(keys: torch.Tensor, values: torch.Tensor, wanted: torch.Tensor, default: float) -> torch.Tensor:
+    """Return the values of the wanted keys, or the default; `keys` ascend."""
+    indices = torch.searchsorted(keys, wanted).clamp(max=len(keys) - 1)
+    return values[indices].where(keys[indices] == wanted, default)
 
 
 def _discounts(counts: torch.Tensor) -> torch.Tensor:
-    """Return what is taken from counts 0, 1, 2 and 3 or more, [4] float64: Chen and Goodman's equation 26."""
+    """Return the discounts of counts 0, 1, 2 and 3 or more, [4] float64: Chen and Goodman's equation 26."""
     ones, twos, threes, fours = (int((counts == count).sum()) for count in (1, 2, 3, 4))
     found = _FALLBACK
     if ones and twos and threes:

@@ -1,10 +1,10 @@
-"""What the planner's reports are about: Table 1's models and clusters, and how a table is written.
+"""Models and clusters of PipeDream's Table 1, which the studies of the planner share.
 
-Analytic profiles are those of the zoo's full-size recipes. The measured profiles aren't part of this repository:
-whoever has them puts them into `../shared/profiles`. Without them the reports leave them out, and say so.
+Analytic profiles are computed from the zoo's full-size recipes. The profiles that the artifact measured aren't part of
+this repository: they are read from `../shared/profiles`. Without them the studies leave them out, and say so.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -13,7 +13,7 @@ import yaml
 
 from pipebench.cluster import Cluster
 from pipebench.profile.load import load_profile
-from pipebench.profile.model import Profile
+from pipebench.profile.model import LayerProfile, Profile
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
 from pipebench.recipe.schema import Recipe
@@ -22,7 +22,7 @@ from tests.profile.judging import GNMT_FILE, SENTENCES, VGG_FILE
 
 PUBLISHED = Path(__file__).parents[1] / "published" / "pipedream_sosp19.yaml"
 _CLUSTERS = {"Cluster-A": "cluster-a", "Cluster-B": "cluster-b", "Cluster-C": "cluster-c"}
-# File and samples per minibatch of the models that the artifact measured.
+# File and samples per minibatch of the models that PipeDream's artifact measured.
 _MEASURED = {"vgg-16": (VGG_FILE, 128), "gnmt-8": (GNMT_FILE, SENTENCES)}
 
 
@@ -35,11 +35,6 @@ class Subject:
     size: int  # samples per minibatch
     profile: Profile  # at that size
 
-    @property
-    def text(self) -> str:
-        """Model, size and source in a few words."""
-        return f"{self.model}, {self.size} samples, {self.source}"
-
 
 @dataclass(frozen=True)
 class TableRow:
@@ -47,13 +42,12 @@ class TableRow:
 
     name: str  # its id in the published values
     model: str  # as in Table 1, in lower case
-    cluster: str  # name of ours
-    # servers, workers: how many
-    servers: int
-    workers: int
-    replicas: tuple[int, ...]  # per stage
-    config: str  # as printed
-    speedup: float  # epoch time over data parallelism's
+    cluster: str  # its name in `recipes/clusters`
+    servers: int  # number of servers
+    workers: int  # number of GPUs in all servers
+    replicas: tuple[int, ...]  # of each stage
+    config: str  # the plan as printed, such as `15-1`
+    speedup: float  # data parallelism's epoch time over the plan's
 
 
 def published_rows() -> list[TableRow]:
@@ -73,7 +67,7 @@ def published_rows() -> list[TableRow]:
 
 @cache
 def measured(model: str) -> Subject | None:
-    """Return a model as the artifact measured it on a V100, or None if its file isn't there."""
+    """Return a model as the artifact measured it on a V100; None if it wasn't measured or its file isn't there."""
     path, size = _MEASURED.get(model, (None, 0))
     if path is None or not path.is_file():
         return None
@@ -83,8 +77,9 @@ def measured(model: str) -> Subject | None:
 def recipe(model: str, size: int | None = None) -> Recipe:
     """Return the full-size recipe of a model on one device of the cluster that the paper trains it on.
 
-    The model is named as in Table 1, in lower case; its recipes are in the folder of that name (`awd lm`: `awd_lm`),
-    and their own size is the paper's or its artifact's.
+    Args:
+        model: as in Table 1, in lower case, such as `awd lm`.
+        size: samples per minibatch; the recipe's own, which is the paper's or its artifact's, by default.
 
     Raises:
         RecipeError: there is no such recipe.
@@ -95,38 +90,34 @@ def recipe(model: str, size: int | None = None) -> Recipe:
 
 @cache
 def analytic(model: str, size: int | None = None) -> Subject:
-    """Return a model as its full-size recipe trains it, computed for the device of the recipe's cluster.
+    """Return a model with the analytic profile of its full-size recipe, on the device of the recipe's cluster.
 
-    Arguments and errors are those of `recipe`.
+    Args and Raises: see `recipe`.
     """
     own = recipe(model, size)
     profile = profile_model(own, cluster(own.cluster.name, 1), wanted=Wanted(plans=True)).profile
     return Subject(model, "analytic", own.train.minibatch_size, profile)
 
 
+def recipe_rows(name: str, minibatch_size: int | None = None) -> Sequence[LayerProfile]:
+    """Return the profiled layers of a recipe's model, and the loss, at the recipe's minibatch size or another."""
+    overrides = [] if minibatch_size is None else [f"train.minibatch_size={minibatch_size}"]
+    loaded = load(name, overrides)
+    return profile_model(loaded.recipe, loaded.cluster).profile.layers[loaded.recipe.train.minibatch_size]
+
+
 def missing() -> list[str]:
-    """Return the models whose measured profile isn't there."""
+    """Return the models whose measured profile isn't in `../shared/profiles`."""
     return [model for model in _MEASURED if measured(model) is None]
 
 
 def cluster(name: str, servers: int, *, limited: bool = False) -> Cluster:
-    """Return a cluster of `recipes/clusters`, with or without its limit on memory."""
+    """Return a cluster of `recipes/clusters`, with its limit on memory if `limited`."""
     loaded = load_cluster(name, servers)
     return loaded if limited else replace(loaded, memory_bytes=None)
 
 
 def flat(num_workers: int) -> Cluster:
-    """Return so many workers joined by one level of links, those between cluster-a's servers."""
+    """Return a cluster of V100s joined by one level of links, those between the servers of cluster-a."""
     outer = cluster("cluster-a", 4).levels[-1]
     return Cluster(f"flat-{num_workers}", "V100", None, (replace(outer, count=num_workers),))
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
-
-
-def names(counts: Mapping[str, int]) -> str:
-    """Return `3 of one kind, 2 of another`, the most frequent first."""
-    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])))

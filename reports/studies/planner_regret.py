@@ -1,12 +1,12 @@
-"""Print how much slower `plan: auto` is than the best plan there is: `python -m reports.studies.planner_regret`.
+"""Print how much slower `plan: auto` is than the best of all plans: `python -m reports.studies.planner_regret`.
 
-What it prints is `planner_regret.md`. Small chains of layers on small clusters, of which every plan is looked at: all
-cuts, all replica counts, all placements on the servers, NOAM and one minibatch more in flight. The simulator is the
-judge, so this is about the search alone. A plan is simulated unless a bound that holds in any simulator says that it is
-slower than the best so far.
+The output is `planner_regret.md`. Instances are small chains of layers on small clusters, of which every plan is
+considered: all cuts, replica counts and placements on the servers, with a depth of NOAM and of one more. Both plans are
+compared by simulated seconds, so the regret is the search's alone. A plan is simulated unless a lower bound, which
+holds in any simulator, says that it is slower than the best plan so far.
 
-`--kept FOLDER` keeps what was judged there, so that the study goes on where it was stopped; with `--again` another
-planner is asked about the same instances (remove the folder when the simulator has changed).
+`--kept FOLDER` stores the results there, so that an interrupted study resumes. With `--again` a changed planner plans
+the same instances, whose best plans are taken from the folder; remove the folder when the simulator has changed.
 """
 
 import argparse
@@ -32,14 +32,15 @@ from pipebench.profile.model import LayerProfile, Profile
 from pipebench.schedule.orders import ONE_F_ONE_B
 from pipebench.schedule.pipeline import Pipeline, chain, noam
 from pipebench.simulate.steady import simulate_segment
-from reports.studies.planned_models import table
+from reports.studies.markdown import table
 
 MODE = "pipedream"
 INSTANCES = 200
-FIRST_SEED = 200_000  # none from there on was looked at while the planner was made
+FIRST_SEED = 200_000  # the planner was developed on instances of smaller seeds
 
-WITHIN, AT_WORST, SHARE = 0.02, 0.05, 0.95  # the target: so close in such a share of each kind, and never further off
-_LONGEST_S = 1e-9  # relative: rounding
+# The target: of each kind, a share of SHARE has a regret of at most WITHIN, and no instance one of more than AT_WORST.
+WITHIN, AT_WORST, SHARE = 0.02, 0.05, 0.95
+_ROUNDING = 1e-9  # relative
 _LONG = 4096  # minibatches until plans deeper than NOAM have settled, and over which their jitter is a thousandth
 
 HEAD = """# How much slower `plan: auto` is than the best plan
@@ -66,10 +67,10 @@ nothing in flight hides a slower stage any more. No instance was used while the 
 
 
 class Sizes(NamedTuple):
-    """Of what sizes instances are."""
+    """The sizes that instances are drawn from."""
 
-    layers: range  # of the chain
-    counts: tuple[tuple[int, ...], ...]  # components per level, innermost first
+    layers: range  # numbers of layers of the chain
+    counts: tuple[tuple[int, ...], ...]  # of clusters: components per level, innermost first
 
 
 SMALL = Sizes(range(4, 8), ((2,), (3,), (4,), (5,), (6,), (2, 2), (2, 3), (3, 2)))
@@ -79,32 +80,32 @@ LARGER = Sizes(range(8, 11), ((6,), (7,), (8,), (2, 3), (3, 2), (2, 4), (4, 2)))
 class Instance(NamedTuple):
     """One small planning problem."""
 
-    kind: str
-    seed: int
-    request: Request
+    kind: str  # of layers, a key of `KINDS`
+    seed: int  # that it was drawn with
+    request: Request  # for the planner
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What the planner chose for an instance, beside the best: plan, depth and seconds per minibatch."""
+    """The plan that the planner chose for an instance beside the best plan; times are seconds per minibatch."""
 
-    kind: str
-    seed: int
-    searched_s: float  # of the best plan that searches alone propose
-    chosen: str
-    chosen_s: float
-    best: str
-    best_s: float
-    at_least_s: float  # what the planner says that no plan is below
+    kind: str  # of the instance
+    seed: int  # of the instance
+    searched_s: float  # of the best plan that the searches propose, from which the climb begins
+    chosen: str  # plan and depth that the planner chose
+    chosen_s: float  # of that plan
+    best: str  # plan and depth of the best plan
+    best_s: float  # of that plan
+    at_least_s: float  # the planner's lower bound for any plan
 
     @property
     def regret(self) -> float:
-        """How much slower the chosen plan is."""
+        """How much slower the chosen plan is than the best, relative."""
         return self.chosen_s / self.best_s - 1
 
     @property
     def searched_regret(self) -> float:
-        """How much slower the best plan is that searches alone propose."""
+        """How much slower the searches' best plan is than the best, relative."""
         return self.searched_s / self.best_s - 1
 
 
@@ -124,11 +125,12 @@ def _like_rnn(draw: random.Random, count: int) -> list[tuple[float, float, float
     return [(draw.uniform(0.5e-3, 2e-3), 10 ** draw.uniform(4, 6.5), 10 ** draw.uniform(5, 7.5))] * count
 
 
-KINDS = {"random": _random, "CNN-like": _like_cnn, "RNN-like": _like_rnn}  # forward seconds, activation, parameters
+# Each draws, for `count` layers, forward seconds, bytes of the activation and bytes of parameters.
+KINDS = {"random": _random, "CNN-like": _like_cnn, "RNN-like": _like_rnn}
 
 
 def instance(kind: str, seed: int, sizes: Sizes = SMALL) -> Instance:
-    """Draw an instance; some plan of it fits in memory."""
+    """Draw an instance; memory is limited in a third of them, so that at least one plan fits."""
     draw = random.Random(f"{kind} {seed}")
     layers = KINDS[kind](draw, draw.choice(sizes.layers))
     rows = [
@@ -162,16 +164,16 @@ def instance(kind: str, seed: int, sizes: Sizes = SMALL) -> Instance:
 
 
 class Candidate(NamedTuple):
-    """A plan, and seconds per minibatch that no simulation of it is below."""
+    """A plan with a lower bound of its time."""
 
-    bound_s: float
-    stages: tuple[SearchStage, ...]
-    devices: tuple[tuple[int, ...], ...]
-    depth: int
+    bound_s: float  # seconds per minibatch that no simulation of the plan is below
+    stages: tuple[SearchStage, ...]  # layers and number of replicas of every stage
+    devices: tuple[tuple[int, ...], ...]  # of the replicas of every stage
+    depth: int  # minibatches in flight per input-stage replica
 
 
 def every_plan(planner: Planner, at_most_s: float = math.inf) -> Iterator[Candidate]:
-    """Yield every plan of a chain whose bound is below so much, fewest stages first."""
+    """Yield the plans of a chain whose bound is below `at_most_s`, those with the fewest stages first."""
     cluster, last = planner.request.cluster, len(planner.work.states) - 1
     count = cluster.num_workers
     for num_stages in range(1, min(count, last) + 1):
@@ -194,10 +196,11 @@ def every_plan(planner: Planner, at_most_s: float = math.inf) -> Iterator[Candid
 def bound_s(
     planner: Planner, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]] | None, depth: int
 ) -> float:
-    """Return seconds per minibatch that a plan of a chain can't be below; without devices, on none.
+    """Return a lower bound of a plan's seconds per minibatch, in any simulator; without `devices`, for any placement.
 
-    A replica computes its minibatches one by one; what a port carries takes as long as its bytes; and from each stage
-    on no more minibatches are under way than its depth, each for as long as its computing and transfers take.
+    The bound is the largest of three. A replica computes its minibatches one after another. A port transmits its bytes
+    one after another. From each stage on, at most as many minibatches are in flight as the stage's depth allows, each
+    for at least the sum of its computing and transfers.
     """
     states, cluster = planner.work.states, planner.request.cluster
     both_s, update = states.forward_s + states.backward_s, planner.work.update_s_per_byte
@@ -219,7 +222,7 @@ def bound_s(
 
 
 def _ports_s(planner: Planner, stages: Sequence[SearchStage], devices: Sequence[Sequence[int]]) -> Iterator[float]:
-    """Yield the seconds per minibatch of every port, for its bytes alone."""
+    """Yield, for every port, the seconds per minibatch that its bytes take."""
     states, cluster = planner.work.states, planner.request.cluster
     load: dict[tuple[int, int, bool], float] = {}
 
@@ -248,11 +251,14 @@ def _ports_s(planner: Planner, stages: Sequence[SearchStage], devices: Sequence[
 
 
 def best_plan(planner: Planner, at_most_s: float) -> tuple[PlanEstimate | None, int]:
-    """Return the best plan faster than so many seconds per minibatch, and how many were simulated to find it."""
+    """Return the best plan, None if none is faster than `at_most_s` per minibatch; and how many plans were simulated.
+
+    Plans are simulated in the order of their bounds, until a bound exceeds the best time.
+    """
     limit = planner.request.cluster.memory_bytes
     best, simulated = None, 0
     for candidate in sorted(every_plan(planner, at_most_s)):
-        if candidate.bound_s >= at_most_s * (1 - _LONGEST_S):
+        if candidate.bound_s >= at_most_s * (1 - _ROUNDING):
             break
         found = planner.estimate("every plan", candidate.stages, candidate.devices, depth=candidate.depth)
         if limit is not None and found.memory_bytes > limit:
@@ -267,9 +273,10 @@ def best_plan(planner: Planner, at_most_s: float) -> tuple[PlanEstimate | None, 
 
 
 def in_the_long_run_s(planner: Planner, found: PlanEstimate) -> float:
-    """Return the seconds per minibatch after many more minibatches than the planner's predictions simulate.
+    """Return the seconds per minibatch in a steady state that is reached later than the planner's predictions simulate.
 
-    Where a stage is slower than a later one by less than a hundredth, what is in flight hides it for hundreds.
+    If a stage is slower than a later one by less than a hundredth, minibatches in flight hide it for hundreds of
+    minibatches.
     """
     workload, _ = planner.workload(found)
     shorter, longer = (simulate_segment(workload, count).end_s for count in (_LONG, 2 * _LONG))
@@ -284,9 +291,14 @@ def _text(found: PlanEstimate) -> str:
 
 
 def judge(asked: Instance, known: Judged | None = None) -> Judged:
-    """Return what the planner chooses for an instance beside the best plan; `known`: another planner's, the best there.
+    """Plan an instance, and compare with the best plan.
 
-    A plan outside what is looked at may be better, one deeper than NOAM + 1 for instance.
+    The planner's plan may be better than the best of those considered, for example if it is deeper than NOAM + 1; then
+    it counts as the best.
+
+    Args:
+        asked: the instance.
+        known: an earlier result, whose best plan is reused; None to search for the best plan.
     """
     planner = Planner(asked.request, MODE)
     proposed = planner.proposed()
@@ -304,9 +316,13 @@ def judge(asked: Instance, known: Judged | None = None) -> Judged:
 
 
 def judge_all(sizes: Sizes, instances: int, kept: Path | None = None, *, again: bool = False) -> list[Judged]:
-    """Judge so many instances of every kind, adding what isn't there to the file `kept`, if any.
+    """Judge `instances` of every kind.
 
-    With `again` the planner is asked again where the file has the best plan.
+    Args:
+        sizes: of the instances.
+        instances: number per kind.
+        kept: a file with results, which aren't computed again; new ones are added. None for no file.
+        again: plan instances in the file again, and reuse only their best plans.
     """
     before = json.loads(kept.read_text()) if kept is not None and kept.is_file() else []
     known = {(each.kind, each.seed): each for each in (Judged(**values) for values in before)}
@@ -322,9 +338,9 @@ def judge_all(sizes: Sizes, instances: int, kept: Path | None = None, *, again: 
 
 
 def distribution(judged: Sequence[Judged], regret: Callable[[Judged], float], *, known: bool) -> str:
-    """Return the table of the distribution of a regret, a line for each kind.
+    """Return a table of the distribution of a regret, one row per kind.
 
-    With `known` it says how often the planner knew that no plan is more than 2 % faster.
+    `known` fills the column that says how often the planner's own bound shows that no plan is more than 2 % faster.
     """
     head = ("kind", "instances", "within 2 %", "more than 2 %", "more than 5 %", "mean", "worst", "known", "target")
     lines = []
@@ -354,7 +370,7 @@ def _largest(judged: Sequence[Judged]) -> str:
 
 def page(small: Sequence[Judged], larger: Sequence[Judged]) -> str:
     """Return the page."""
-    broken = sum(each.best_s < (1 - _LONGEST_S) * each.at_least_s for each in (*small, *larger))
+    broken = sum(each.best_s < (1 - _ROUNDING) * each.at_least_s for each in (*small, *larger))
     parts = [HEAD, distribution(small, lambda each: each.regret, known=True), ALONE]
     parts += [distribution(small, lambda each: each.searched_regret, known=False), READING]
     parts += [f"Plans faster than that bound: {broken} in {len(small) + len(larger)} instances.\n"]
@@ -367,7 +383,7 @@ def page(small: Sequence[Judged], larger: Sequence[Judged]) -> str:
 
 
 def main(instances: int = INSTANCES, larger: int = 0, kept: Path | None = None, *, again: bool = False) -> None:
-    """Print the page, of so many instances of each kind, and so many of 8 to 10 layers; see `judge_all`."""
+    """Print the page, of `instances` of each kind and `larger` ones of 8 to 10 layers; `kept` is a folder."""
     files = [None, None] if kept is None else [kept / "small.json", kept / "larger.json"]
     found = [judge_all(*each, again=again) for each in zip((SMALL, LARGER), (instances, larger), files, strict=True)]
     print(page(*found))
@@ -377,7 +393,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--instances", type=int, default=INSTANCES, help="of each kind")
     parser.add_argument("--larger", type=int, default=0, help="of each kind, of 8 to 10 layers on 6 to 8 workers")
-    parser.add_argument("--kept", type=Path, default=None, help="a folder that keeps what was judged")
-    parser.add_argument("--again", action="store_true", help="ask the planner again where the folder has the best plan")
+    parser.add_argument("--kept", type=Path, default=None, help="a folder for the results")
+    parser.add_argument("--again", action="store_true", help="plan again, with the best plans of the folder")
     options = parser.parse_args()
     main(options.instances, options.larger, options.kept, again=options.again)

@@ -1,6 +1,6 @@
 """Print how long the planner takes for every row of PipeDream's Table 1: `python -m reports.studies.planner_seconds`.
 
-What it prints is `planner_seconds.md`. Seconds are of the processor: another program's load isn't in them.
+The output is `planner_seconds.md`. Times are CPU seconds of this process, so other programs' load isn't in them.
 """
 
 import math
@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from pipebench.planner.cost_models import COST_MODELS, CostModel
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Request
-from reports.studies.planned_models import TableRow, analytic, cluster, published_rows, table
+from reports.studies.markdown import table
+from reports.studies.planned_models import TableRow, analytic, cluster, published_rows
 
 LIMIT_S = 8.0  # PipeDream (SOSP'19), sections 3.1 and 5.5: all models and hardware take less
 
@@ -26,7 +27,7 @@ searches propose and a local search goes on from there. The paper doesn't say on
 
 
 def seconds(row: TableRow, model: CostModel) -> tuple[float, str]:
-    """Return the processor's seconds that planning a row takes, and the plan."""
+    """Return the CPU seconds that planning a row takes, and the plan."""
     subject = analytic(row.model)
     where = cluster(row.cluster, row.servers, limited=True)
     began_s = time.process_time()
@@ -35,7 +36,7 @@ def seconds(row: TableRow, model: CostModel) -> tuple[float, str]:
 
 
 def lines(rows: Sequence[TableRow], models: Sequence[CostModel]) -> Iterator[str]:
-    """Yield the page's table and what it comes to."""
+    """Yield the page's table, then a sentence with the largest seconds under every cost model."""
     worst, cells = dict.fromkeys((model.name for model in models), 0.0), []
     for row in rows:
         own = [f"{row.model}, {row.workers} workers of {row.cluster}"]

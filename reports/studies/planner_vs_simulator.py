@@ -1,7 +1,8 @@
 """Print how the planner's bottleneck stands against the simulator: `python -m reports.studies.planner_vs_simulator`.
 
-What it prints is `planner_vs_simulator.md`. Every plan is simulated five times: as it is, and with one thing at a time
-taken away that a bottleneck can't know. What takes the difference away is its cause.
+The output is `planner_vs_simulator.md`. A plan whose bottleneck differs from its simulated time is simulated again
+without one effect at a time that a bottleneck can't express (`CAUSES`); the first effect whose removal takes away half
+of the difference is its cause.
 """
 
 import statistics
@@ -18,17 +19,19 @@ from pipebench.planner.hierarchical import HierarchicalProblem, plan_hierarchica
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
 from pipebench.planner.predict import PlannedWorkload
+from pipebench.report.scores import rank_correlation
 from pipebench.schedule.programs import programs
 from pipebench.simulate.agenda import Action
 from pipebench.simulate.network import Connection, Message, Network, ReductionGroup
 from pipebench.simulate.sharing import Resource
 from pipebench.simulate.simulation import Simulation
-from reports.studies.planned_models import Subject, analytic, cluster, flat, measured, missing, names, table
+from reports.studies.markdown import table
+from reports.studies.planned_models import Subject, analytic, cluster, flat, measured, missing
 
 NUM_WORKERS = 16
 SHAPES = ((1,) * 2, (1,) * 4, (1,) * 8, (1,) * 16, (15, 1), (12, 4), (8, 8), (4, 12), (4,) * 4, (2, 1, 1))
-_SAME = 1e-6  # relative: two plans that take as long as each other are not a pair
-_SMALL = 0.05  # relative: smaller differences get no cause
+_SAME = 1e-6  # relative: two plans whose times differ by less are not a pair
+_SMALL = 0.05  # relative: smaller differences between bottleneck and simulator get no cause
 
 HEAD = """# The planner's bottleneck against the simulator's steady state
 
@@ -63,14 +66,13 @@ What the causes mean, and how they are found (the first whose removal takes away
 
 @dataclass(frozen=True)
 class Row:
-    """One plan, judged."""
+    """One plan with its bottleneck, its simulated time and the cause of their difference."""
 
-    # subject, cluster: what is planned, and where
-    subject: Subject
-    cluster: Cluster
-    found_by: str  # which part of the rule chose it; `*` if the planner does
+    subject: Subject  # the model
+    cluster: Cluster  # the cluster it is planned for
+    found_by: str  # the part of the rule that made the plan, with `*` if it is the one that the planner chooses
     plan: PlanEstimate  # with the simulator's time
-    cause: str  # of a difference, a key of CAUSES; empty if small
+    cause: str  # of the difference between bottleneck and simulated time, a key of `CAUSES`; empty if that is small
 
     @property
     def error(self) -> float:
@@ -85,7 +87,7 @@ class Row:
 
 
 class _RingsApart(Network):
-    """Rings have ports of their own."""
+    """All-reduces have ports of their own, so that they and transfers don't slow each other down."""
 
     def __init__(self, cluster: Cluster, devices: Sequence[int]) -> None:
         super().__init__(cluster, devices)
@@ -101,7 +103,7 @@ class _RingsApart(Network):
 
 
 class _PortsApart(Network):
-    """Every message has ports of its own."""
+    """Every message has ports of its own, so that messages don't wait for each other."""
 
     def send(
         self, connection: Connection, num_bytes: int, now_s: float, label: str = "", values: float = 1.0
@@ -122,7 +124,7 @@ class _Instant(Network):
 
 
 def steady_s(workload: PlannedWorkload, count: int, network: type[Network]) -> float:
-    """Return the seconds per minibatch after `count` of them."""
+    """Return the seconds per minibatch in the steady state, that is over minibatches `count` to 2 `count`."""
     size, ends = workload.sampler.size(0), []
     for number in (count, 2 * count):
         simulation = Simulation(
@@ -139,7 +141,7 @@ def steady_s(workload: PlannedWorkload, count: int, network: type[Network]) -> f
 
 
 def plans(planner: Planner) -> Iterator[tuple[str, PlanEstimate]]:
-    """Yield the plans of the rule with what made them."""
+    """Yield the plans of the rule that the page states, each with the part of the rule that makes it."""
     work, model, where = planner.work, planner.request.model, planner.request.cluster
     count = where.num_workers
     yield "data parallel", planner.estimate("", (SearchStage(0, len(work.states) - 1, count),))
@@ -163,7 +165,7 @@ def plans(planner: Planner) -> Iterator[tuple[str, PlanEstimate]]:
 
 
 def judge(subject: Subject, where: Cluster, model: CostModel) -> list[Row]:
-    """Return the plans of one model on one cluster."""
+    """Plan one model for one cluster by the page's rule; return a row per different plan."""
     planner = Planner(Request(subject.profile, where, model, subject.size), "pipedream")
     chosen = planner.best()
     rows: list[Row] = []
@@ -180,6 +182,7 @@ def judge(subject: Subject, where: Cluster, model: CostModel) -> list[Row]:
 
 
 def _cause(planner: Planner, plan: PlanEstimate) -> str:
+    """Return the cause of the difference between a plan's bottleneck and its simulated time; "" if that is small."""
     excess = plan.minibatch_s / plan.bottleneck_s - 1
     if abs(plan.bottleneck_s / plan.minibatch_s - 1) < _SMALL:
         return ""
@@ -209,13 +212,6 @@ def _pairs(rows: Sequence[Row]) -> tuple[int, list[tuple[Row, Row]]]:
     return number, found
 
 
-def _ranks(values: Sequence[float]) -> list[float]:
-    ordered = sorted(values)
-    first = {value: index for index, value in reversed(list(enumerate(ordered)))}
-    count = Counter(ordered)
-    return [first[value] + (count[value] - 1) / 2 for value in values]
-
-
 def _summary(rows: Sequence[Row]) -> str:
     lines = []
     models = list(dict.fromkeys(row.subject.model for row in rows))
@@ -227,7 +223,7 @@ def _summary(rows: Sequence[Row]) -> str:
         lines.append(
             (
                 *(name, len(own), f"{statistics.correlation(predicted, simulated):.3f}"),
-                f"{statistics.correlation(_ranks(predicted), _ranks(simulated)):.3f}",
+                f"{rank_correlation(predicted, simulated):.3f}",
                 f"{1 - 2 * len(different) / number:.3f}" if number else "-",
                 *(f"{100 * statistics.median(errors):.1f} %", f"{100 * max(errors):.0f} %"),
                 f"{len(different)} of {number}",
@@ -266,6 +262,11 @@ def _plans(rows: Sequence[Row]) -> str:
     return table(("model", "cluster", "plan", "planner, ms", "simulator, ms", "error", "cause"), lines)
 
 
+def _counts(counter: Counter[str]) -> str:
+    """Return `3 of one kind, 2 of another`, the most frequent first."""
+    return ", ".join(f"{count} {name}" for name, count in sorted(counter.items(), key=lambda it: (-it[1], it[0])))
+
+
 def main(subjects: Sequence[Subject] | None = None, clusters: Sequence[Cluster] | None = None) -> None:
     """Print the page; subjects and clusters are those of the head unless given."""
     if subjects is None:
@@ -278,7 +279,7 @@ def main(subjects: Sequence[Subject] | None = None, clusters: Sequence[Cluster] 
     rows: list[Row] = []
     for name, model in COST_MODELS.items():
         rows = [row for subject in subjects for where in clusters for row in judge(subject, where, model)]
-        causes = names(Counter(row.cause for row in rows if row.cause)) or "none"
+        causes = _counts(Counter(row.cause for row in rows if row.cause)) or "none"
         print(f"## Under `{name}`\n\n{_summary(rows)}\n\nCauses of differences above 5 %: {causes}.\n")
         if model.has_ports:
             print(READING.strip() + "\n")

@@ -1,6 +1,6 @@
-"""Write the pages of `docs/reference/` from the schema, the tables and the docstrings, so that no name is missing.
+"""Writes the pages of `docs/reference/` from the schema, the tables and the docstrings, so that no name is missing.
 
-`python -m reports.studies.reference` writes them; a test says when they are no longer what this would write.
+`python -m reports.studies.reference` writes them; a test fails when they are out of date.
 """
 
 import inspect
@@ -33,15 +33,21 @@ from pipebench.schedule.orders import ORDERS
 from pipebench.schedule.syncs import SYNCS
 from pipebench.schedule.weights import WEIGHT_POLICIES
 from pipebench.zoo import DATASETS, MODELS
+from reports.studies import markdown
 
 FOLDER = Path(__file__).parents[2] / "docs/reference"
 WRITTEN_BY = "<!-- written by `python -m reports.studies.reference`: change what it reads, not this file -->"
-# Keys of cluster files whose numbers are fields of another name, since fields say their unit.
+# Endings of the fields that keys of cluster files set: names of fields have a unit, those of keys don't.
 UNITS = ("", "_bytes", "_bytes_per_s", "_s")
 NOT_FIELDS = {
     LEVELS: "links, innermost level first: the keys of a level are below",
     "max_servers": "the most components that the outermost level may have; a plain number",
 }
+# Columns of the table of modes, in the order of the page.
+MODE_COLUMNS = (
+    "shape", "order", "flush", "weights", "sync", "accumulate", "chunks", "backward", "depth", "recompute", "sums",
+    "shard", "reshard_after_forward",
+)  # fmt: skip
 
 
 def pages() -> dict[str, str]:
@@ -72,25 +78,28 @@ def recipe_page() -> Iterator[str]:
 
 
 def _sections(section: type, prefix: str) -> Iterator[str]:
-    """Yield a dataclass's heading, what it is and its keys, then those of the dataclasses inside it."""
-    hints, told = typing.get_type_hints(section), documented(section)
+    """Yield a dataclass's heading, description and keys, then those of the dataclasses inside it."""
+    hints, descriptions = typing.get_type_hints(section), documented(section)
     inner = {each.name: part for each in fields(section) if (part := _dataclass_in(hints[each.name]))}
     yield f"## {f'`{prefix[:-1]}`' if prefix else 'Top level'}"
     yield described(section)
     yield table(
         ("key", "value", "default", "what it is"),
-        (_key_row(each, prefix, hints[each.name], told, inner.get(each.name)) for each in fields(section)),
+        (_key_row(each, prefix, hints[each.name], descriptions, inner.get(each.name)) for each in fields(section)),
     )
     for name, part in inner.items():
         yield from _sections(part, f"{prefix}{name}.")
 
 
-def _key_row(each: "Field[Any]", prefix: str, hint: Any, told: Mapping[str, str], inner: type | None) -> list[str]:
+def _key_row(
+    each: "Field[Any]", prefix: str, hint: Any, descriptions: Mapping[str, str], inner: type | None
+) -> list[str]:
+    """Return the row of a field whose type is `hint`; `inner` is the dataclass that it holds, if it does."""
     key = f"{prefix}{each.name}"
     if inner is not None:
-        says = told.get(each.name) or described(inner).split("\n")[0].rstrip(".")
+        description = descriptions.get(each.name) or described(inner).split("\n")[0].rstrip(".")
         link = f"[`{key}`](#{key.replace('.', '')})"
-        return [link, "keys of its own", _default(each), says]
+        return [link, "keys of its own", _default(each), description]
     value = in_words(hint)
     choices = ChainMap(CHOICES, *hooks("choices", EXTENSIONS).values())
     ranges = ChainMap(RANGES, *hooks("ranges", EXTENSIONS).values())
@@ -100,13 +109,13 @@ def _key_row(each: "Field[Any]", prefix: str, hint: Any, told: Mapping[str, str]
         value = ranges[key][1]
     if "null" in in_words(hint) and "null" not in value:
         value += ", or null"
-    return [f"`{key}`", value, _default(each), told[each.name]]
+    return [f"`{key}`", value, _default(each), descriptions[each.name]]
 
 
 def _default(each: "Field[Any]") -> str:
     if each.default_factory is not NO_DEFAULT:
         made = each.default_factory()
-        return "`{}`" if made == {} else "its keys' own" if is_dataclass(made) else f"`{made}`"
+        return "its keys' own" if is_dataclass(made) else f"`{made}`"
     if each.default == MISSING:
         return "required"
     plain = each.default is None or isinstance(each.default, bool)
@@ -119,7 +128,7 @@ def _dataclass_in(hint: Any) -> type | None:
 
 
 def zoo_page() -> Iterator[str]:
-    """Yield the parts of the page about the options of every model and data set: the arguments of what makes it."""
+    """Yield the parts of the page about the options of every model and data set: the arguments of its factory."""
     yield (
         "Options stand beside the name: `model: {name: vgg16, width: 0.25, init: kaiming}`. One that isn't given has "
         "the original's value. [The zoo](../zoo.md) says what the models and data sets are and what data they need."
@@ -129,13 +138,13 @@ def zoo_page() -> Iterator[str]:
         for name, entry in entries.items():
             yield f"### `{name}`"
             yield f"{entry.summary}."
-            told = documented(entry.make, "Args")
+            descriptions = documented(entry.make, "Args")
             if match := re.search(r"options as for `(\w+)`", inspect.getdoc(entry.make) or ""):
-                told = documented(entries[match[1]].make, "Args") | told
+                descriptions = documented(entries[match[1]].make, "Args") | descriptions
             options = inspect.signature(entry.make).parameters.values()
             yield table(
                 ("option", "default", "what it is"),
-                ([f"`{each.name}`", f"`{each.default!r}`", told[each.name]] for each in options),
+                ([f"`{each.name}`", f"`{each.default!r}`", descriptions[each.name]] for each in options),
             )
 
 
@@ -147,28 +156,13 @@ def modes_page() -> Iterator[str]:
     )
     yield table(("mode", "what it is"), ([f"[{name}](../modes.md#{name})", row.summary] for name, row in MODES.items()))
     yield "## The columns"
-    told, columns = (
-        documented(Mode),
-        (
-            "shape",
-            "order",
-            "flush",
-            "weights",
-            "sync",
-            "accumulate",
-            "chunks",
-            "backward",
-            "depth",
-            "recompute",
-            "sums",
-            "shard",
-            "reshard_after_forward",
-        ),
-    )
-    yield table(("column", "what it is"), ([f"`{name}`", told[name].replace("None", "null")] for name in columns))
+    descriptions = documented(Mode)
     yield table(
-        ("mode", "plans", *columns[1:]),
-        ([name, *(_column(row, column) for column in columns)] for name, row in MODES.items()),
+        ("column", "what it is"), ([f"`{name}`", descriptions[name].replace("None", "null")] for name in MODE_COLUMNS)
+    )
+    yield table(
+        ("mode", "plans", *MODE_COLUMNS[1:]),
+        ([name, *(_column(row, column) for column in MODE_COLUMNS)] for name, row in MODES.items()),
     )
     for title, key, rows in (
         ("Orders of work", "order", ORDERS),
@@ -242,14 +236,15 @@ def cluster_page() -> Iterator[str]:
 
 
 def _cluster_rows(keys: Iterable[str], owner: type) -> Iterator[list[str]]:
-    told = documented(owner) | NOT_FIELDS
+    """Yield the rows of keys that set fields of `owner`, whose comments describe them."""
+    descriptions = documented(owner) | NOT_FIELDS
     words = {"PER_PAIR": "`per-pair`", "PER_VALUE": "`per-value`", "RING": "`ring`", "TWO_LEVEL": "`two-level`"}
     for key in keys:
-        says = next(told[key + unit] for unit in UNITS if key + unit in told)
+        description = next(descriptions[key + unit] for unit in UNITS if key + unit in descriptions)
         for name, written in words.items():
-            says = re.sub(rf"\b{name}\b", written, says)
+            description = re.sub(rf"\b{name}\b", written, description)
         needed = key in {*NEEDED, "name", LEVELS}
-        yield [f"`{key}`", "yes" if needed else "", says.replace("None", "`null`" if needed else "not given")]
+        yield [f"`{key}`", "yes" if needed else "", description.replace("None", "`null`" if needed else "not given")]
 
 
 def cli_page() -> Iterator[str]:
@@ -277,7 +272,7 @@ def _option(option: click.Option) -> str:
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    """Yield a command's help as Markdown: what click is to keep as it is becomes a block of code."""
+    """Yield the paragraphs of a command's help as Markdown; those that click doesn't rewrap become blocks of code."""
     for part in inspect.cleandoc(text).split("\n\n"):
         if part.startswith("\b\n"):
             first, *others = part[2:].split("\n")
@@ -291,45 +286,47 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def described(thing: Callable[..., Any]) -> str:
-    """Return what a docstring says before its sections, as one line per paragraph."""
+    """Return the part of a docstring before its sections, as one line per paragraph."""
     text = re.split(r"\n(?:Attributes|Args|Returns|Raises):\n", inspect.getdoc(thing) or "")[0]
     return "\n\n".join(" ".join(part.split("\n")) for part in text.strip().split("\n\n"))
 
 
 def documented(thing: Callable[..., Any], section: str = "Attributes") -> dict[str, str]:
-    """Return the description of every attribute, or argument, by a Google-style docstring or comments at fields."""
+    """Return the descriptions of attributes or arguments by name.
+
+    They are read from a section of a Google-style docstring or, of a dataclass without it, from comments at fields.
+    """
     _, found, after = (inspect.getdoc(thing) or "").partition(f"\n{section}:\n")
     if not found and isinstance(thing, type):
-        written = next(each for each in reversed(thing.__mro__) if is_dataclass(each))  # not one made of it
+        # The dataclass in the source, not one that is derived from it at run time.
+        written = next(each for each in reversed(thing.__mro__) if is_dataclass(each))
         return dict(_commented(inspect.getsource(written)))
     block = re.split(r"\n(?=\S)", after)[0]
     entries = re.split(r"^ {4}(?=\w+: )", block, flags=re.MULTILINE)[1:]
     split = (" ".join(entry.split()).partition(": ") for entry in entries)
-    return {name: re.sub(r"(?<!\.)\.$", "", says) for name, _, says in split}
+    return {name: re.sub(r"(?<!\.)\.$", "", description) for name, _, description in split}
 
 
 def _commented(source: str) -> Iterator[tuple[str, str]]:
-    """Yield name and description of a class's fields that have a comment beside them, or above."""
+    """Yield name and description of the fields of a class that have a comment beside or above them."""
     above: list[str] = []
     for line in source.splitlines():
         if line.startswith("    # "):
             above.append(line[6:])
             continue
         if match := re.fullmatch(r" {4}(\w+): [^#]+?(?:  # (.*))?", line):
-            says = match[2] or " ".join(above)
-            yield match[1], says[:1].lower() + says[1:]
+            description = match[2] or " ".join(above)
+            yield match[1], description[:1].lower() + description[1:]
         above = []
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a Markdown table."""
-    titles = list(header)
-    lines = [titles, ["---"] * len(titles), *([_cell_text(cell).replace("|", r"\|") for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    """Return a Markdown table, with the cells escaped."""
+    return markdown.table([*header], ([_cell_text(cell).replace("|", r"\|") for cell in row] for row in rows))
 
 
 def _cell_text(text: str) -> str:
-    """Return text in which no word outside of code reads as HTML."""
+    """Return text in which angle brackets outside of code are escaped."""
     return "".join(
         part if index % 2 else part.replace("<", "&lt;").replace(">", "&gt;")
         for index, part in enumerate(re.split(r"(`[^`]*`)", text))

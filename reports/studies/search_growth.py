@@ -1,7 +1,7 @@
-"""Print which growth slows a stage as vPipe's Figures 13 and 14 say: `python -m reports.studies.search_growth`.
+"""Print how much growth explains the gains of vPipe's Figures 13 and 14: `python -m reports.studies.search_growth`.
 
-What it prints is `search_growth.md`. Nothing is simulated: a pipeline is as fast as its slowest stage, a balanced one
-as the mean of its stages, and what a change adds to a stage grows with its number of layers.
+The output is `search_growth.md`. Nothing is simulated: a pipeline takes as long as its slowest stage, a balanced one as
+the mean of its stages, and the seconds that a change adds to a stage are proportional to its number of layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pipebench.extensions.search.setup import SearchSetup
 from pipebench.recipe.load import load
 from pipebench.train.prepare import prepare
-from reports.studies.planned_models import table
+from reports.studies.markdown import table
 
 MODELS = {"Figure 13, Transformer": "transformer", "Figure 14, AmoebaNet": "amoebanet"}
 GAINS = {"GPipe": 3.454, "PipeDream": 5.213}  # published, section 6.3: the smaller of two models'
-MOST = 64.0  # times as many layers per change as printed
+MOST = 64.0  # largest factor on the printed numbers of layers per change
 
 HEAD = """# What would slow a stage as vPipe's Figures 13 and 14 say
 
@@ -36,13 +36,14 @@ the paper.
 
 @dataclass(frozen=True)
 class Trace:
-    """A pipeline's stages and what changes them."""
+    """A pipeline's stages and their changes over time."""
 
-    stages_s: tuple[float, ...]  # forward and backward of every stage, per minibatch, at first
-    changes: tuple[tuple[float, int, float], ...]  # second, stage, seconds per minibatch that a printed change adds
-    end_s: float
-    layers: float  # that a printed change adds or deletes, of `num_layers`
-    num_layers: int
+    stages_s: tuple[float, ...]  # of every stage's forward and backward, per minibatch, at the beginning
+    # Of every printed change: when [s], the index of the stage, and the seconds per minibatch that it adds.
+    changes: tuple[tuple[float, int, float], ...]
+    end_s: float  # end of the trace
+    layers: float  # that a printed change adds or deletes
+    num_layers: int  # of the model at the beginning
 
     def gains(self, factor: float) -> tuple[float, float]:
         """Return balanced over unbalanced throughput, at the worst and on average, with `factor` times the changes."""
@@ -83,7 +84,7 @@ def trace_of(model: str) -> Trace:
 
 
 def needed(gain: Callable[[float], float], wanted: float) -> float | None:
-    """Return the smallest factor with which a growing gain is as large as wanted; None if none is."""
+    """Return the smallest factor at which an increasing `gain` is `wanted`, by bisection; None if none up to `MOST`."""
     low, high = 0.0, MOST
     if gain(high) < wanted:
         return None
@@ -94,7 +95,7 @@ def needed(gain: Callable[[float], float], wanted: float) -> float | None:
 
 
 def rows(name: str, trace: Trace) -> list[list[str]]:
-    """Return a model's rows: as printed, and as needed for each published gain."""
+    """Return a model's rows: with the printed changes, and with those needed for each published gain."""
     worst, mean = trace.gains(1.0)
     found = [[name, "as printed", "1", f"{trace.layers:.0f} of {trace.num_layers}", f"{worst:.2f}x", f"{mean:.2f}x"]]
     for system, wanted in GAINS.items():

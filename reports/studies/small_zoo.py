@@ -1,8 +1,7 @@
-"""Train the small recipes in every mode and print what came of it: `nox -s zoo`, or this module as a program.
+"""Train the small recipes in every mode and print the results: `nox -s zoo`, or this module as a program.
 
-Every run leaves a file in `small_zoo_runs/` beside this one; a run whose file is there, made by the same recipe, is
-not made again, so that a session that was cut short goes on where it ended; all have the times of today's simulator,
-which need no training. What is printed is `small_zoo.md`.
+The output is `small_zoo.md`. Every run is stored in `small_zoo_runs/` beside this file and isn't repeated unless its
+recipe changes, so that an interrupted study resumes. All runs get the times of today's simulator, without training.
 """
 
 import argparse
@@ -30,8 +29,8 @@ from pipebench.zoo.captions import Captions
 from pipebench.zoo.language import Text
 from pipebench.zoo.translation import Translation, copy_baseline
 from reports.studies import clocks, kept_runs
+from reports.studies.markdown import table
 from reports.studies.ngram import Trigram
-from reports.studies.planned_models import table
 from reports.studies.seeds import in_range, middle
 
 RESULTS = Path(__file__).parent / "small_zoo_runs"
@@ -39,8 +38,8 @@ MODELS = ("vgg16", "resnet50", "alexnet", "gnmt8", "gnmt16", "awd_lm", "s2vt")
 MODES = ("single", "dp", "model", "gpipe", "pipedream", "pipedream-replicated")
 THREE = (0, 1, 2)
 OF_THREE_SEEDS = ("vgg16", "gnmt8")
-# model and gpipe take single's updates, so single's epochs are theirs. One of each is trained all the same, as a check,
-# and gpipe on every model with BatchNorm, whose statistics are then a microbatch's: that is another training.
+# model and gpipe make the same updates as single, so they take the same epochs. One of each is trained nevertheless, as
+# a check. With BatchNorm, whose statistics are a microbatch's, gpipe trains differently and is always trained.
 CHECKS = (("vgg16", "model"), ("gnmt8", "gpipe"))
 WITH_BATCH_NORM = ("vgg16", "resnet50", "alexnet")
 
@@ -92,31 +91,29 @@ class Run:
 
     @property
     def loaded(self) -> LoadedRecipe:
-        """The recipe; `single` goes on to its last epoch, which is what a target is made of."""
+        """The recipe; `single` trains to its last epoch even if it reaches the target, since targets derive from it."""
         overrides = [f"train.seed={self.seed}", *(["train.target=null"] if self.mode == "single" else [])]
         return load(f"small/{self.model}/{self.mode}", overrides)
 
     @property
     def path(self) -> Path:
-        """Where its result is kept."""
+        """The file with its result."""
         return RESULTS / f"{self.model}-{self.mode}-{self.seed}.json"
 
     def is_done(self) -> bool:
-        """Whether a result of this very recipe is there."""
+        """Whether the result is stored, of the recipe as it is."""
         return kept_runs.kept(self.path, self.loaded.recipe) is not None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """When a run reached the target of its recipe."""
+    """When a run reached the target of its recipe; None if it missed it."""
 
-    # epochs, clock_s, training_s: of the first evaluation at the target, with evaluations and without; None if it was
-    # missed
-    epochs: float | None
-    clock_s: float | None
-    training_s: float | None
+    epochs: float | None  # until the first evaluation that reaches the target
+    clock_s: float | None  # virtual seconds until then, evaluations included
+    training_s: float | None  # virtual seconds until then, without evaluations
     best: float  # the best value of the target's metric
-    wall_s: float  # of the whole command here
+    wall_s: float  # of the whole command, by the clock of the host that trained
 
 
 def study() -> list[Run]:
@@ -129,30 +126,30 @@ def study() -> list[Run]:
 
 
 def is_trained(model: str, mode: str) -> bool:
-    """Return whether a mode is trained on a model, or takes what `single` did."""
+    """Return whether a mode is trained on a model; otherwise its epochs are `single`'s."""
     takes_singles = mode == "model" or (mode == "gpipe" and model not in WITH_BATCH_NORM)
     return not takes_singles or (model, mode) in CHECKS
 
 
 def seeds_of(model: str, mode: str) -> Sequence[int]:
-    """Return the seeds of a row."""
+    """Return the seeds that a mode is trained with on a model."""
     return THREE if mode == "single" or (model in OF_THREE_SEEDS and (model, mode) not in CHECKS) else (0,)
 
 
 def train(run: Run) -> None:
-    """Train, and keep the result."""
+    """Train a run and store the result."""
     started = time.perf_counter()
     result, _, facts = kept_runs.trained(run.loaded)
     keep(run, result, facts, time.perf_counter() - started)
 
 
 def keep(run: Run, result: RunResult, facts: Mapping[str, str], wall_s: float) -> None:
-    """Write a run's file."""
+    """Store a run's result, with the versions and device that trained it (`facts`)."""
     kept_runs.keep(run.path, run.loaded.recipe, wall_s=wall_s, environment=facts, result=asdict(result))
 
 
 def train_missing(jobs: int, tell: Callable[[str], object]) -> None:
-    """Make every run that isn't there yet, each in a process of its own."""
+    """Train the runs that aren't stored yet, each in a process of its own, `jobs` at a time; `tell` prints progress."""
     todo = [run for run in study() if not run.is_done()]
     tell(f"{len(todo)} of {len(study())} runs to make, {jobs} at a time")
 
@@ -172,7 +169,7 @@ def train_missing(jobs: int, tell: Callable[[str], object]) -> None:
 
 
 def set_clocks() -> None:
-    """Give all results the times of today's simulator; see `clocks`."""
+    """Replace the times of all results by those of today's simulator; see `clocks`."""
     for run in study():
         if (now := clocks.played_again(run.loaded, result_of(run))) is not None:
             made = json.loads(run.path.read_text())
@@ -180,13 +177,13 @@ def set_clocks() -> None:
 
 
 def result_of(run: Run) -> RunResult:
-    """Return a run's result."""
+    """Return a run's stored result."""
     return read(RunResult, json.loads(run.path.read_text())["result"])
 
 
 @cache
 def outcome_of(run: Run) -> Outcome:
-    """Return when a run reached its recipe's target."""
+    """Return when a stored run reached its recipe's target."""
     recipe = load(f"small/{run.model}/{run.mode}").recipe
     target, result = recipe.train.target, result_of(run)
     assert target is not None
@@ -204,7 +201,7 @@ def outcome_of(run: Run) -> Outcome:
 
 @cache
 def _epoch(model: str) -> float:
-    """Return the samples of an epoch."""
+    """Return the training samples of an epoch of a model's data set."""
     single = Run(model, "single", 0)
     return result_of(single).points[-1].samples / single.loaded.recipe.train.max_epochs
 
@@ -217,7 +214,7 @@ def simulated(model: str, mode: str) -> RunResult:
 
 
 def target_rows() -> Iterator[list[object]]:
-    """Yield what every model's target is made of."""
+    """Yield a row per model: its target and the values of `single` that it derives from."""
     for model in MODELS:
         recipe = load(f"small/{model}/single").recipe
         target = recipe.train.target
@@ -236,13 +233,13 @@ def target_rows() -> Iterator[list[object]]:
 
 
 def value_at(result: RunResult, metric: str, fraction: float) -> float:
-    """Return a metric at the last evaluation of the first so much of a run."""
+    """Return a metric at the last evaluation within the first `fraction` of a run."""
     limit = fraction * result.points[-1].samples * (1 + 1e-9)
     return [point.metrics[metric] for point in result.points if point.samples <= limit][-1]
 
 
 def baseline(options: Any) -> str:
-    """Return what can be had without learning, or by counting alone, where that says something."""
+    """Return a baseline without a neural network, as text, for data sets that have one."""
     dataset = make_dataset(options)
     if isinstance(dataset, Translation):
         return f"copying the source: {copy_baseline(dataset):.3g}"
@@ -255,7 +252,7 @@ def baseline(options: Any) -> str:
 
 
 def mode_rows() -> Iterator[list[object]]:
-    """Yield a row per model and mode."""
+    """Yield a row per model and mode, trained or derived."""
     for model in MODELS:
         for mode in MODES:
             yield trained_row(model, mode) if is_trained(model, mode) else derived_row(model, mode)
@@ -281,7 +278,7 @@ def trained_row(model: str, mode: str) -> list[object]:
 
 
 def derived_row(model: str, mode: str) -> list[object]:
-    """Return the row of a mode that takes `single`'s updates: its epochs, and simulated times."""
+    """Return the row of a mode that isn't trained: the epochs of `single`, and simulated times."""
     epochs = [outcome_of(Run(model, "single", seed)).epochs for seed in THREE]
     result = simulated(model, mode)
     return [
@@ -298,7 +295,7 @@ def derived_row(model: str, mode: str) -> list[object]:
 
 
 def summary() -> str:
-    """Return the table of `docs/results.md`: time to accuracy and epochs of modes that differ in what they compute."""
+    """Return the table of `docs/results.md`: time to accuracy and epochs of the modes whose updates differ."""
     modes = ("single", "dp", "pipedream", "pipedream-replicated")
     return table(
         ["model, target", *modes], ([_title(model), *(_short(model, mode) for mode in modes)] for model in MODELS)
@@ -324,7 +321,7 @@ def _short(model: str, mode: str) -> str:
 def page() -> str:
     """Return the report."""
     facts = json.loads(Run("vgg16", "single", 0).path.read_text())["environment"]
-    told = ", ".join(f"{name} {value}" for name, value in facts.items() if name in ("torch", "python", "pipebench"))
+    versions = ", ".join(f"{name} {value}" for name, value in facts.items() if name in ("torch", "python", "pipebench"))
     walls = [json.loads(run.path.read_text())["wall_s"] for run in study()]
     total = f"{len(walls)} runs, {sum(walls) / 60:.0f} minutes of single threads, the longest {max(walls):.0f} s"
     targets = ["model", "data", "metric", "epochs", "at two thirds", "median", "target", "without learning"]
@@ -336,7 +333,7 @@ def page() -> str:
             "\n## Modes\n",
             table([*modes, "wall"], mode_rows()),
             NOTES,
-            f"{total}; {told}.",
+            f"{total}; {versions}.",
         ]
     )
 
@@ -345,7 +342,7 @@ def main() -> None:
     """Train what is missing and print the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time, one thread each")
-    parser.add_argument("--one", nargs=3, metavar=("MODEL", "MODE", "SEED"), help="make this run, and no page")
+    parser.add_argument("--one", nargs=3, metavar=("MODEL", "MODE", "SEED"), help="train this run, and print no page")
     given = parser.parse_args()
     if given.one:
         model, mode, seed = given.one

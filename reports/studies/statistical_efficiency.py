@@ -1,9 +1,9 @@
 """Epochs to a target under every weight policy, and with large minibatches: `nox -s efficiency`, or this as a program.
 
-Its runs are among the kept results of all reports (`reports/kept/`), which other pages read and `nox -s kept` repeats;
-the rates that were tried have files of their own in `statistical_efficiency_runs/`. What is there, of the same recipe,
-is not trained again, so that a session that was cut short goes on where it ended, and the page and its pictures are
-made without training. What is printed is `statistical_efficiency.md`.
+The output is `statistical_efficiency.md`; pictures are drawn beside it. Runs are among the stored results of all
+reports (`reports/kept/`), which other pages read and `nox -s kept` repeats; runs with the learning rates that were
+tried are stored in `statistical_efficiency_runs/`. A stored run isn't repeated unless its recipe changes, so that an
+interrupted study resumes and the page is made without training.
 """
 
 import argparse
@@ -20,17 +20,17 @@ from pipebench.formats import UNKNOWN, number, ratio, seconds
 from pipebench.recipe.load import LoadedRecipe, load
 from pipebench.report.catalog import reports_folder
 from pipebench.report.kept import KeptResult, keep, kept_results
-from pipebench.report.recipes import Asked
+from pipebench.report.recipes import ReportRun
 from pipebench.train.result import RunResult
 from reports.studies import kept_runs
 from reports.studies.efficiency_pictures import draw
 from reports.studies.efficiency_texts import HEAD, NOTES, OTHER, SAID
 from reports.studies.kept import fresh
-from reports.studies.planned_models import table
+from reports.studies.markdown import table
 from reports.studies.seeds import in_range, middle
 
 RATES = Path(__file__).parent / "statistical_efficiency_runs"
-# Runs of the same recipes on another processor, two of them also by the tree of most kept ones, and by version 0.1.0.
+# Runs of the same recipes on another processor; two of them also by the tree `AGREES`, which made most stored results.
 ELSEWHERE = Path(__file__).parent / "statistical_efficiency_elsewhere.json"
 AGREES = "13dfba95439c"
 SEEDS = (0, 1, 2, 3, 4)
@@ -40,9 +40,9 @@ MODES = (
     "single", "dp", "pipedream", "vertical-sync", "no-stashing", "pipedream-2bw", "dp-asp", "spectrain", "xpipe",
     "pipemare",
 )  # fmt: skip
-# With so few updates per epoch as 16 times the samples leave, gnmt8 would hardly begin.
+# Not for gnmt8: minibatches 16 times as large leave so few updates per epoch that it would hardly learn.
 LARGE = {"vgg16": ("dp-large", "dp-large-lars"), "gnmt8": ()}
-# Rates that are tried on the one worker that a model's rate is chosen with, seed 0.
+# Learning rates that one worker tries, with seed 0; a model's rate is the best of them.
 GRIDS: dict[tuple[str, str], tuple[float, ...]] = {
     ("vgg16", "single"): (0.005, 0.01, 0.02, 0.04),
     ("vgg16", "single-lars"): (0.125, 0.5, 2.0, 8.0),
@@ -56,8 +56,8 @@ class Run:
 
     model: str  # `vgg16` or `gnmt8`
     mode: str  # a recipe of its folder in `recipes/steep/`
-    seed: int  # everything random
-    lr: float | None = None  # a rate in place of the recipe's, where rates are tried; else None
+    seed: int  # of the run
+    lr: float | None = None  # a learning rate that is tried; None for the recipe's
 
     @property
     def loaded(self) -> LoadedRecipe:
@@ -66,23 +66,23 @@ class Run:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Its command, as reports have it."""
+        """Its command line, as reports have it: the recipe and overrides."""
         rate = () if self.lr is None else (f"train.optimizer.lr={self.lr}",)
         return f"steep/{self.model}/{self.mode}", "engine.kind=virtual", f"train.seed={self.seed}", *rate
 
     @property
     def name(self) -> str:
-        """It in a word, also its file's name where a rate is tried."""
+        """Its name, also of its file if a learning rate is tried."""
         return f"{self.model}-{self.mode}-{self.seed}{'' if self.lr is None else f'-lr{self.lr:g}'}"
 
     @property
     def kept(self) -> KeptResult | None:
-        """The result that reports have of it; None if there is none, or none of its recipe with its tree."""
+        """Its result in `reports/kept/`; None if there is none of today's recipe that names its tree."""
         return _answer(self.words)
 
     @property
     def outcome(self) -> "Outcome | None":
-        """What it came to; None if it isn't there, or was made by another recipe."""
+        """Its outcome; None if no result of today's recipe is stored."""
         if self.lr is None:
             kept = self.kept
             per_epoch = int(self.loaded.flat["dataset.num_train"])
@@ -93,17 +93,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to."""
+    """The result of a run, as the study uses it."""
 
     outcome: str  # `reached`, `missed` or `diverged`
     epochs: float | None  # to the target; None if it wasn't reached
-    clock_s: float | None  # virtual seconds to the target, evaluations included; None likewise
+    clock_s: float | None  # virtual seconds to the target, evaluations included; None if it wasn't reached
     samples_per_update: float  # of the input stage
-    points: list[list[float]]  # samples seen in epochs, virtual seconds and the metric, at every evaluation
+    points: list[list[float]]  # epochs, virtual seconds and the metric at every evaluation
 
 
 def study() -> Iterator[Run]:
-    """Yield every run, those that rates are chosen by first, then seed by seed."""
+    """Yield every run: first those that learning rates are chosen by, then seed by seed."""
     for (model, mode), rates in GRIDS.items():
         yield from (Run(model, mode, 0, lr) for lr in rates)
     for seed in SEEDS:
@@ -117,8 +117,8 @@ def modes_of(model: str) -> tuple[str, ...]:
 
 
 def train(run: Run) -> Outcome:
-    """Train, keep what came of it, and return that."""
-    made = fresh(Asked("", run.words[0], "", run.words, run.loaded))
+    """Train a run, store the result, and return the outcome."""
+    made = fresh(ReportRun("", run.words[0], "", run.words, run.loaded))
     outcome = outcome_of(made.result, METRICS[run.model], int(run.loaded.flat["dataset.num_train"]))
     if run.lr is None:
         keep(reports_folder(), made, run.loaded)
@@ -130,25 +130,25 @@ def train(run: Run) -> Outcome:
 
 @functools.cache
 def _loaded(words: tuple[str, ...]) -> LoadedRecipe:
-    """Return a command's recipe: tables, sentences and pictures ask for each many times."""
+    """Return the recipe of a command line; cached, since tables, sentences and pictures load each many times."""
     return load(words[0], words[1:])
 
 
 @functools.cache
 def _answer(words: tuple[str, ...]) -> KeptResult | None:
-    """Return the result kept of a command, if its recipe is still the one that was trained."""
+    """Return the stored result of a command line if its recipe is still the one that was trained."""
     found = _kept().get(words)
     return found if found is not None and found.answers(_loaded(words)) else None
 
 
 @functools.cache
 def _kept() -> dict[tuple[str, ...], KeptResult]:
-    """Return the kept results of all reports that name their tree, by command."""
+    """Return the stored results of all reports that name their tree, by command line."""
     return {each.words: each for each in kept_results(reports_folder()).values() if each.made}
 
 
 def outcome_of(result: RunResult, metric: str, per_epoch: int) -> Outcome:
-    """Return what the study takes of a run; `per_epoch` are the training samples of an epoch."""
+    """Return the outcome of a result; `per_epoch` are the training samples of an epoch."""
     points = [
         [point.samples / per_epoch, point.clock_s, float(point.metrics[metric])]
         for point in result.points
@@ -165,7 +165,7 @@ def outcome_of(result: RunResult, metric: str, per_epoch: int) -> Outcome:
 
 
 def train_missing(runs: Sequence[Run], tell: Callable[[str], Any]) -> None:
-    """Make every run that isn't there yet, one after the other."""
+    """Train the runs that aren't stored yet, one after another; `tell` prints progress."""
     for run in runs:
         if run.outcome is None:
             made = train(run)
@@ -173,7 +173,7 @@ def train_missing(runs: Sequence[Run], tell: Callable[[str], Any]) -> None:
 
 
 def elsewhere_rows() -> list[list[str]]:
-    """Return a row per mode that something else trained, too, the same seeds of both: kept, and made elsewhere."""
+    """Return a row per mode that was also trained on another processor: epochs of the same seeds, here and there."""
     runs = [run for run in json.loads(ELSEWHERE.read_text()) if run["made"]["tree"] != AGREES]
     rows = []
     for model, mode in dict.fromkeys((run["model"], run["mode"]) for run in runs):
@@ -185,25 +185,25 @@ def elsewhere_rows() -> list[list[str]]:
         ]
         kept, there = [made.epochs for made, _ in pairs], [run["epochs"] for _, run in pairs]
         if pairs:
-            by = [_made_by(Run(model, mode, 0).kept), _made_by(pairs[0][1])]
+            first = Run(model, mode, 0).kept
+            by = [_made_by({} if first is None else first.made), _made_by(pairs[0][1]["made"])]
             alike = sum(one == other for one, other in zip(kept, there, strict=True))
             rows.append([f"{model} {mode}", str(len(pairs)), *_listed(kept, by[0]), *_listed(there, by[1]), str(alike)])
     return rows
 
 
 def _listed(epochs: Sequence[float | None], by: str) -> tuple[str, str]:
-    """Return epochs, seed by seed, and what made them."""
+    """Return the epochs of all seeds, as text, and `by`, what trained them."""
     return ", ".join("missed" if each is None else number(each) for each in epochs), by
 
 
-def _made_by(kept: KeptResult | Mapping[str, Any] | None) -> str:
-    """Return a tree and a processor in a few words."""
-    made = {} if kept is None else kept.made if isinstance(kept, KeptResult) else kept["made"]
+def _made_by(made: Mapping[str, Any]) -> str:
+    """Return the tree and the processor that trained a result, of the facts that it records."""
     return f"{made.get('tree', UNKNOWN)}, {str(made.get('processor', UNKNOWN)).partition('(')[0]}"
 
 
 def trees_that_agree() -> tuple[int, int]:
-    """Return how many runs two trees made on the other processor, and of how many the curves are equal."""
+    """Return how many runs two trees trained on the other processor, and in how many the curves are equal."""
     curves: dict[tuple[str, str, int], list[list[float]]] = {}
     for run in json.loads(ELSEWHERE.read_text()):
         curves.setdefault((run["model"], run["mode"], run["seed"]), []).append(run["curve"])
@@ -212,20 +212,20 @@ def trees_that_agree() -> tuple[int, int]:
 
 
 def chosen_rate(model: str, mode: str) -> float:
-    """Return the rate that the rule chooses: fewest epochs to the target, the smaller of two that need as many."""
+    """Return the learning rate with the fewest epochs to the target, the smallest of several."""
     tried = [(lr, Run(model, mode, 0, lr).outcome) for lr in GRIDS[model, mode]]
     reached = [(made.epochs, lr) for lr, made in tried if made is not None and made.epochs is not None]
     return min(reached)[1]
 
 
 def rate_rows() -> list[list[str]]:
-    """Return a row per rate tried."""
+    """Return a row per learning rate that was tried."""
     return [
         [
             model,
             mode,
             f"{lr:g}" if lr != chosen_rate(model, mode) else f"**{lr:g}**",
-            *_told([_made(model, mode, 0, lr)]),
+            *_time_cells([_stored(model, mode, 0, lr)]),
         ]
         for (model, mode), rates in GRIDS.items()
         for lr in rates
@@ -242,7 +242,7 @@ def mode_rows(model: str) -> list[list[str]]:
         best = statistics.median(max(value for _, _, value in each.points) for each in made)
         rows.append(
             [
-                mode, number(made[0].samples_per_update), _missed(made), *_told(made),
+                mode, number(made[0].samples_per_update), _missed(made), *_time_cells(made),
                 ratio(_over(epochs, base["single"][0])), ratio(_over(epochs, base["dp"][0])),
                 ratio(_over(clock_s, base["dp"][1])), number(best), number(statistics.median(_at_least(made))),
             ]
@@ -252,14 +252,14 @@ def mode_rows(model: str) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class Summary:
-    """What the page's sentences say of a mode."""
+    """Numbers of a mode in the page's sentences."""
 
     missed: str  # seeds that missed the target, of how many
     over_stashing: str  # median epochs over those of PipeDream
 
 
 def summaries(model: str) -> dict[str, Summary]:
-    """Return what the page's sentences say of each mode of a model."""
+    """Return the numbers of each mode of a model that the page's sentences use."""
     return {mode: Summary(_missed(_of(model, mode)), _over_stashing(model, mode)) for mode in modes_of(model)}
 
 
@@ -273,14 +273,14 @@ def _over_stashing(model: str, mode: str) -> str:
 
 
 def _of(model: str, mode: str) -> list[Outcome]:
-    """Return what the seeds that are there came to."""
+    """Return the outcomes of the seeds that are stored."""
     found = [made for made in (Run(model, mode, seed).outcome for seed in SEEDS) if made is not None]
     if not found:
         raise FileNotFoundError(f"nothing of {model} under {mode} is kept: train it first")
     return found
 
 
-def _made(model: str, mode: str, seed: int, lr: float | None = None) -> Outcome:
+def _stored(model: str, mode: str, seed: int, lr: float | None = None) -> Outcome:
     run = Run(model, mode, seed, lr)
     made = run.outcome
     if made is None:
@@ -289,12 +289,12 @@ def _made(model: str, mode: str, seed: int, lr: float | None = None) -> Outcome:
 
 
 def _at_least(made: Sequence[Outcome]) -> list[float]:
-    """Return every seed's epochs: all that there were where the target was missed."""
+    """Return every seed's epochs to the target, or all of its epochs if it missed the target."""
     return [each.points[-1][0] if each.epochs is None else each.epochs for each in made]
 
 
-def _told(made: Sequence[Outcome]) -> list[str]:
-    """Return epochs and virtual time to the target: the median of the seeds and, where they differ, the range."""
+def _time_cells(made: Sequence[Outcome]) -> list[str]:
+    """Return cells for epochs and virtual time to the target: the median and, if seeds differ, the range."""
     if _medians(made)[0] is None:
         return [", ".join(dict.fromkeys(each.outcome for each in made if each.epochs is None)), UNKNOWN]
     return [in_range([each.epochs for each in made], number), in_range([each.clock_s for each in made], seconds)]
@@ -310,7 +310,7 @@ def _over(value: float | None, base: float | None) -> float | None:
 
 
 def pictures(folder: Path) -> list[Path]:
-    """Draw the curves of every model, against epochs and against virtual time; return where."""
+    """Draw the curves of every model, against epochs and against virtual time; return the files."""
     drawn = []
     for model, metric in METRICS.items():
         curves = {mode: [each.points for each in _of(model, mode)] for mode in modes_of(model)}
@@ -344,7 +344,7 @@ def page() -> str:
 
 
 def trained_by() -> list[str]:
-    """Return what trained the runs, most of them first, and how many aren't there yet."""
+    """Return lines that list the trees and machines that trained the runs, and how many runs are missing."""
     found = [(run, run.kept) for run in study() if run.lr is None]
     ways: dict[tuple[str, str], list[str]] = {}
     for run, kept in found:
@@ -368,7 +368,7 @@ def _machine(kept: KeptResult) -> str:
 def main() -> None:
     """Train what is missing and print the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="train runs only whose name begins like this, and make no page")
+    parser.add_argument("--only", default="", help="train only runs whose name begins with this, and print no page")
     given = parser.parse_args()
     runs = [run for run in study() if run.name.startswith(given.only)]
     train_missing(runs, lambda line: print(line, file=sys.stderr, flush=True))

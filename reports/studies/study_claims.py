@@ -1,7 +1,7 @@
-"""Claims that a study answers: expressions over the cells of its page's tables, judged like a report's claims.
+"""Claims about a study's page: expressions over the cells of its tables, evaluated like a report's claims.
 
-Studies write Markdown and no values. The index of coverage names the columns that a claim reads, so that what a study
-found gets a number, a ratio and a verdict, and not a link alone.
+Studies write Markdown and no file of values. The index of coverage names the columns that a claim reads, so that a
+study's answer has a number, a ratio and a verdict and not only a link.
 """
 
 import re
@@ -15,7 +15,7 @@ from pipebench.errors import RecipeError
 from pipebench.report.definition import ClaimedNumber, PublishedClaim
 from pipebench.report.evaluate import verdict
 from pipebench.report.evaluated import Verdict
-from pipebench.report.expressions import Cells, Look, NoValueError, Value, claim_expression, quoted_expression
+from pipebench.report.expressions import Cells, Lookup, NoValueError, Value, claim_expression, quoted_expression
 from pipebench.report.reading import Reading
 
 KEYS = ("page", "section", "columns", "text", "holds", "tolerance", "value", "unit", "published", "within", "apart")
@@ -28,23 +28,29 @@ class StudyClaim:
     """A claim on the cells of a study's page."""
 
     page: str  # the page's path in the repository
-    section: str  # how the heading begins under which the tables are; "" for the whole page
-    # By the name that expressions use, a heading and which number of its cells, from 0 on
+    section: str  # beginning of the heading of level two above the tables; "" for the whole page
+    # Heading of the column, and index of the number within each of its cells, by the name that expressions use.
     columns: Mapping[str, tuple[str, int]]
     claim: PublishedClaim  # `holds`, a number, or both: then the number is a bound, and `holds` decides
-    apart: str = ""  # why its number doesn't count in scores; "" if it does
+    apart: str = ""  # why scores don't count its number; "" if they do
 
     @property
     def is_bound(self) -> bool:
-        """Whether its number is one that mustn't be passed."""
+        """Whether its number is a bound and not a value."""
         return self.claim.number is not None and self.claim.holds is not None
 
 
 def read_study_claim(given: Mapping[str, Any], key: str, file: str, root: Path) -> StudyClaim:
-    """Return a claim of the index; `key` is its full key in `file`, and pages are below `root`.
+    """Parse a claim of the index and check it against the page.
+
+    Args:
+        given: the claim, as YAML has it.
+        key: its full key, for errors.
+        file: name of the index, for errors.
+        root: folder that pages are relative to.
 
     Raises:
-        RecipeError: something is wrong with it, or the page has no such column or row.
+        RecipeError: the claim is invalid, or the page has no such column or row.
     """
     reading = Reading(file)
     data = reading.mapping(given, key, KEYS)
@@ -74,13 +80,17 @@ def _claim(data: Mapping[str, Any], columns: Mapping[str, Any], rows: Sequence[s
 
 
 def cells_of(page: str, section: str, columns: Mapping[str, tuple[str, int]]) -> dict[str, dict[str, float]]:
-    """Return the numbers of a page's tables by column and row; of rows of one name the first.
+    """Return the numbers of a page's tables by column and row; of several rows of one name, the first.
 
-    `section` says how a heading of level two begins, "" takes the whole page; `columns` are as in `StudyClaim`.
-    Milliseconds become seconds, per cent a fraction; cells without a number are left out.
+    Milliseconds and microseconds become seconds, per cent a fraction; cells without a number are left out.
+
+    Args:
+        page: Markdown.
+        section: see `StudyClaim`.
+        columns: see `StudyClaim`.
 
     Raises:
-        ValueError: no table has a column.
+        ValueError: no table has one of the columns.
     """
     found: dict[str, dict[str, float]] = {name: {} for name in columns}
     headings: list[str] = []
@@ -110,7 +120,7 @@ def _under(page: str, section: str) -> Iterator[str]:
 
 
 def numbers_in(text: str) -> list[float]:
-    """Return the numbers of a cell, with their units.
+    """Return the numbers of a cell, scaled by their units.
 
     >>> numbers_in("1,262 / 171"), numbers_in("254 ms (215 ms to 293 ms)")[0], numbers_in("3-4"), numbers_in("-50%")
     ([1262.0, 171.0], 0.254, [3.0, 4.0], [-0.5])
@@ -119,23 +129,29 @@ def numbers_in(text: str) -> list[float]:
 
 
 def judge(claim: StudyClaim, root: Path) -> tuple[Verdict, float | None]:
-    """Return a claim's verdict on the page below `root`, and its number; raises a NoValueError if it has none."""
+    """Evaluate a claim on its page below `root`; see `judged`."""
     text = (root / claim.page).read_text(encoding="utf-8")
     return judged(claim, cells_of(text, claim.section, claim.columns))
 
 
 def judged(claim: StudyClaim, cells: Mapping[str, Mapping[str, float]]) -> tuple[Verdict, float | None]:
-    """Return a claim's verdict on cells by column and row, and its number; raises a NoValueError if it has none."""
-    look, of = _look_in(cells), claim.claim
+    """Evaluate a claim on cells by column and row; return the verdict and the claim's number, if it has one.
+
+    Raises:
+        NoValueError: there is no value that the claim reads.
+    """
+    lookup, of = _lookup_in(cells), claim.claim
     if not claim.is_bound:
-        found = verdict(of, "", look)
+        found = verdict(of, "", lookup)
         return found, found.value
-    number = verdict(PublishedClaim(of.text, number=of.number), "", look).value
-    return verdict(PublishedClaim(of.text, holds=of.holds), "", look), number
+    number = verdict(PublishedClaim(of.text, number=of.number), "", lookup).value
+    return verdict(PublishedClaim(of.text, holds=of.holds), "", lookup), number
 
 
-def _look_in(cells: Mapping[str, Mapping[str, float]]) -> Look:
-    def look(column: str, row: str) -> Value:
+def _lookup_in(cells: Mapping[str, Mapping[str, float]]) -> Lookup:
+    """Return the function by which expressions read cells: the one of a row, or all whose row matches a pattern."""
+
+    def lookup(column: str, row: str) -> Value:
         rows = cells[column]
         if row in rows:
             return rows[row]
@@ -144,4 +160,4 @@ def _look_in(cells: Mapping[str, Mapping[str, float]]) -> Look:
             raise NoValueError(f"{column} has no value{f' of {row}' if row else ''}")
         return Cells(found)
 
-    return look
+    return lookup

@@ -1,7 +1,7 @@
 """Print what PipeDream's Table 1 chose beside what this planner chooses: `python -m reports.studies.table1_plans`.
 
-What it prints is `table1_plans.md`. Nothing is tuned: where the choices differ, one thing at a time is varied until the
-planner chooses what the paper did, or nothing is left to vary.
+The output is `table1_plans.md`. Nothing is tuned: where the choices differ, one thing at a time is varied until the
+planner chooses the paper's plan, or nothing is left to vary.
 """
 
 import itertools
@@ -15,16 +15,8 @@ from pipebench.planner.cost_models import COST_MODELS, CostModel
 from pipebench.planner.fixed import plan_fixed
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
-from reports.studies.planned_models import (
-    Subject,
-    TableRow,
-    analytic,
-    cluster,
-    measured,
-    missing,
-    published_rows,
-    table,
-)
+from reports.studies.markdown import table
+from reports.studies.planned_models import Subject, TableRow, analytic, cluster, measured, missing, published_rows
 
 # Levels are varied alone and together, in this order: nearest to what is assumed first.
 FACTORS = (0.75, 1.33, 0.5, 2.0, 0.25, 4.0, 0.125, 8.0, 0.03, 32.0)
@@ -102,24 +94,23 @@ NOTES = """
 
 @dataclass(frozen=True)
 class Choice:
-    """What the planner makes of a row."""
+    """The plans that the planner makes for a row of Table 1."""
 
-    # plan, dp, theirs: the best plan, data parallelism, and the paper's config; None if the model has too few layers
-    plan: PlanEstimate
-    dp: PlanEstimate
-    theirs: PlanEstimate | None
-    limited: PlanEstimate | None  # the best plan within the cluster's memory, or None if nothing fits
+    plan: PlanEstimate  # the best one, without a limit on memory
+    dp: PlanEstimate  # data parallelism on all workers
+    theirs: PlanEstimate | None  # the paper's config; None if the model has too few layers for it
+    limited: PlanEstimate | None  # the best plan within the cluster's memory; None if nothing fits
 
 
 @dataclass(frozen=True)
 class Case:
     """A row, planned with one profile under one cost model."""
 
-    row: TableRow  # what was published
+    row: TableRow  # the published values
     subject: Subject  # the profile
     where: Cluster  # the cluster, with its limit on memory
     model: CostModel  # the cost model
-    choice: Choice  # what the planner makes of it
+    choice: Choice  # the plans
 
     @property
     def name(self) -> str:
@@ -193,9 +184,10 @@ def variations(case: Case) -> Iterator[tuple[str, Subject, Cluster, CostModel]]:
 
 
 def reasons(case: Case) -> str:
-    """Say which single changes make the planner choose what the paper did, then which at least a shorter straight plan.
+    """Return the single changes that make the planner choose the paper's plan, then those that make a shorter one.
 
-    Of changed links the first of each kind is named.
+    Shorter is a straight plan of fewer stages than the paper's. Of changes of links only the first of each kind is
+    named: more than one factor usually does the same.
     """
     same: list[str] = []
     shorter: list[str] = []
@@ -215,7 +207,7 @@ def _has_links(text: str) -> bool:
 
 
 def lost(choice: Choice) -> str:
-    """Say how much slower the paper's config is than our choice, by the simulator."""
+    """Return how much more time the paper's config takes than our choice, by the simulator, as text."""
     if choice.theirs is None:
         return "can't be cut so often"
     slower = choice.theirs.minibatch_s / choice.plan.minibatch_s - 1

@@ -1,12 +1,8 @@
-"""Print how far vPipe's algorithms are from the best there is: `python -m reports.studies.vpipe_algorithms`.
+"""Print how far vPipe's algorithms are from the optimum: `python -m reports.studies.vpipe_algorithms`.
 
-What it prints is `vpipe_algorithms.md`: Algorithm 3 beside plain Kernighan-Lin and networkx's on graphs of the paper's
-Table 4, Algorithm 3 of consecutive layers beside the best cuts, Algorithm 2 beside the best policies, and cuts and
-policies together.
-
-Times are CPU seconds of this process, medians of runs in turn.
-
-Options: `--runs N` of each algorithm (3); `--instances N` of each random kind (100).
+The output is `vpipe_algorithms.md`: Algorithm 3 beside plain Kernighan-Lin and networkx's on graphs of the paper's
+Table 4, Algorithm 3 on consecutive layers beside the best cuts, Algorithm 2 beside the best policies, and cuts and
+policies together. Times are CPU seconds of this process, medians of interleaved runs.
 """
 
 import argparse
@@ -34,18 +30,19 @@ from pipebench.planner.plans import Request
 from pipebench.planner.stage_problem import StageProblem
 from pipebench.planner.swap_recompute import algorithm_2, best_policies
 from pipebench.profile.model import LayerProfile, Profile
-from pipebench.recipe.load import load
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
-from pipebench.train.profiled_model import profile_model
 from reports.studies.cuts_and_policies import best_cuts_and_policies, lasts_s
 from reports.studies.halved_parts import Parts, algorithm_3, plain
 from reports.studies.kernighan_lin import neighbours_of
-from reports.studies.planned_models import table
+from reports.studies.markdown import table
+from reports.studies.planned_models import recipe_rows
 
 PUBLISHED = Path(__file__).parents[1] / "published" / "vpipe_tpds21.yaml"
 PARTS = 16  # of Table 4
-RUNS, INSTANCES, DRAWS = 3, 100, 4
-CHAIN, WORKERS = 16, 4  # layers and workers where cuts and policies are weighed together
+RUNS = 3  # of each algorithm on each graph
+INSTANCES = 100  # of each random kind
+DRAWS = 4  # graphs per model of Table 4
+CHAIN, WORKERS = 16, 4  # layers and workers of the chains on which cuts and policies are compared together
 MEGABYTE = 1e6
 
 HEAD = """# vPipe's algorithms beside the best there is
@@ -91,19 +88,19 @@ to nine tenths of what keeping everything takes.
 
 
 class Subject(NamedTuple):
-    """Graphs to cut: several draws, or the one of a model."""
+    """Graphs to cut."""
 
-    name: str
-    graphs: tuple[TimedGraph, ...]
+    name: str  # on the page
+    graphs: tuple[TimedGraph, ...]  # several random draws, or the one of a model
 
 
 class Shape(NamedTuple):
-    """What a drawn graph is like: Table 4's size, how many blocks, and how many blocks back a branch may begin."""
+    """The shape of a drawn graph."""
 
-    nodes: int
-    edges: int
-    blocks: int
-    reach: int
+    nodes: int  # of Table 4
+    edges: int  # of Table 4
+    blocks: int  # of branches
+    reach: int  # a block begins where one of this many blocks before it ends
 
 
 SHAPES = {
@@ -115,7 +112,7 @@ SHAPES = {
 
 
 def drawn(shape: Shape, seed: int = 0) -> TimedGraph:
-    """Return a graph of blocks of branches with exactly so many nodes and edges."""
+    """Draw a graph of blocks of branches with exactly the nodes and edges of `shape`."""
     draw = random.Random(seed)
     branches = [(shape.edges - shape.nodes + 1 + index) // shape.blocks for index in range(shape.blocks)]
     sizes = [(shape.nodes - 1 + index) // shape.blocks for index in range(shape.blocks)]
@@ -136,22 +133,13 @@ def drawn(shape: Shape, seed: int = 0) -> TimedGraph:
     return TimedGraph(tuple(seconds), tuple(edges))
 
 
-def of_zoo(folder: str) -> Subject | None:
-    """Return a model of `recipes/vpipe/` as a graph, or None if there is none."""
-    if not (Path(__file__).parents[2] / "recipes" / "vpipe" / folder / "pipedream.yaml").exists():
-        return None
-    return Subject(f"{folder}, zoo", (timed_graph(rows_of(folder)),))
-
-
-def rows_of(folder: str, minibatch_size: int | None = None) -> Sequence[LayerProfile]:
-    """Return the layers of a model of `recipes/vpipe/` at its minibatch size, or another."""
-    changes = [] if minibatch_size is None else [f"train.minibatch_size={minibatch_size}"]
-    loaded = load(f"vpipe/{folder}/pipedream", changes)
-    return profile_model(loaded.recipe, loaded.cluster).profile.layers[loaded.recipe.train.minibatch_size]
+def of_zoo(model: str) -> Subject:
+    """Return a model of `recipes/vpipe/` as a graph."""
+    return Subject(f"{model}, zoo", (timed_graph(recipe_rows(f"vpipe/{model}/pipedream")),))
 
 
 def by_networkx(graph: TimedGraph, num_parts: int) -> list[int]:
-    """Return the part of every layer by networkx's bisection, again and again."""
+    """Return the part of every layer by repeated halving with networkx's bisection."""
     whole = networkx.Graph()
     whole.add_nodes_from(range(len(graph)))
     whole.add_weighted_edges_from(
@@ -173,7 +161,7 @@ def by_networkx(graph: TimedGraph, num_parts: int) -> list[int]:
 
 
 def timed(runs: int, *ways: Callable[[], Any]) -> list[tuple[float, Any]]:
-    """Return the median CPU seconds of each way, run in turn, and what it returned."""
+    """Run functions `runs` times, in turn; return the median CPU seconds and the last result of each."""
     taken: list[list[float]] = [[] for _ in ways]
     found: list[Any] = [None] * len(ways)
     for _ in range(runs):
@@ -185,7 +173,7 @@ def timed(runs: int, *ways: Callable[[], Any]) -> list[tuple[float, Any]]:
 
 
 def table_4(subjects: Sequence[Subject], runs: int) -> str:
-    """Return the comparison of the three on graphs, as Markdown."""
+    """Return the table that compares plain Kernighan-Lin, Algorithm 3 and networkx."""
     rows = []
     for subject in subjects:
         cuts = [cut_by_all(graph, runs) for graph in subject.graphs]
@@ -212,17 +200,17 @@ def table_4(subjects: Sequence[Subject], runs: int) -> str:
 
 
 class Cut(NamedTuple):
-    """What an algorithm made of a graph."""
+    """An algorithm's partition of a graph."""
 
-    seconds: float
-    cost_bytes: int
-    slowest: float
-    passes: int | None = None
-    coarse: tuple[int, ...] = ()
+    seconds: float  # CPU time
+    cost_bytes: int  # of edges between parts
+    slowest: float  # seconds of the slowest part over the mean
+    passes: int | None = None  # the most that one halving took; None for networkx
+    coarse: tuple[int, ...] = ()  # nodes and edges of Algorithm 3's coarse graph; () for the others
 
 
 def cut_by_all(graph: TimedGraph, runs: int) -> list[Cut]:
-    """Return what plain Kernighan-Lin, Algorithm 3 and networkx make of a graph."""
+    """Cut a graph by plain Kernighan-Lin, Algorithm 3 and networkx, in this order."""
     ways = (lambda: plain(graph, PARTS), lambda: algorithm_3(graph, PARTS), lambda: by_networkx(graph, PARTS))
     found = []
     for seconds, parts in timed(runs, *ways):
@@ -235,17 +223,17 @@ def cut_by_all(graph: TimedGraph, runs: int) -> list[Cut]:
 
 
 def mean_cells(cuts: Sequence[Cut]) -> tuple[str, str]:
-    """Return the means of one algorithm's cuts, as two cells."""
-    seconds, cost = (
-        statistics.mean(each) for each in ([cut.seconds for cut in cuts], [cut.cost_bytes for cut in cuts])
+    """Return one algorithm's cells: mean seconds and most passes, mean cost and slowest part."""
+    seconds, cost_bytes, slowest_part = (
+        statistics.mean(getattr(cut, name) for cut in cuts) for name in ("seconds", "cost_bytes", "slowest")
     )
     passes = [cut.passes for cut in cuts if cut.passes is not None]
     most = f", {max(passes)}" if passes else ""
-    return f"{seconds:.3f}{most}", f"{cost / MEGABYTE:.2f}, {statistics.mean(cut.slowest for cut in cuts):.2f}"
+    return f"{seconds:.3f}{most}", f"{cost_bytes / MEGABYTE:.2f}, {slowest_part:.2f}"
 
 
 def slowest(graph: TimedGraph, part_of: Sequence[int]) -> float:
-    """Return the time of the slowest part over the mean."""
+    """Return the seconds of the slowest part over the mean of all parts."""
     seconds = [0.0] * (max(part_of) + 1)
     for layer, part in enumerate(part_of):
         seconds[part] += graph.seconds[layer]
@@ -270,31 +258,30 @@ def published() -> str:
 
 @dataclass(frozen=True)
 class Regret:
-    """How far answers are from the best, and what both took."""
+    """Distances of an algorithm's answers from the best, and CPU times of both."""
 
     kind: str  # of instances
-    over: Sequence[float]  # every answer over the best, less one
-    # own_s, best_s: mean CPU seconds of the algorithm, and of the best
-    own_s: float
-    best_s: float
+    over: Sequence[float]  # of every instance, the answer's seconds over the best's, less one
+    own_s: float  # mean CPU seconds of the algorithm
+    best_s: float  # mean CPU seconds of finding the best
 
     @property
     def row(self) -> tuple[str, ...]:
         """Return a row of a table."""
         ordered = sorted(self.over)
         ranks = [statistics.mean(ordered), statistics.median(ordered), nearest_rank_95(ordered), ordered[-1]]
-        told = (UNKNOWN if value is None else f"{100 * value:.1f} %" for value in ranks)
+        shares = (UNKNOWN if value is None else f"{100 * value:.1f} %" for value in ranks)
         times = (f"{1e3 * seconds:.1f}" for seconds in (self.own_s, self.best_s))
-        return self.kind, f"{len(ordered)}", *told, *times
+        return self.kind, f"{len(ordered)}", *shares, *times
 
 
 def nearest_rank_95(ordered: Sequence[float]) -> float | None:
-    """Return the smallest of sorted values that 95 % don't exceed; None of fewer than 20, where it is the largest."""
+    """Return the 95th percentile of sorted values by nearest rank; None for fewer than 20, whose is the largest."""
     return ordered[-(-19 * len(ordered) // 20) - 1] if len(ordered) >= 20 else None
 
 
 def regret_3(subjects: Sequence[Subject], instances: int) -> str:
-    """Return how much slower the slowest consecutive part is than it need be, as Markdown."""
+    """Return the table of Algorithm 3's regret on consecutive layers: its slowest part over the best cuts'."""
     kinds: dict[str, list[tuple[TimedGraph, int]]] = {"random": []}
     for seed in range(instances):
         draw = random.Random(seed)
@@ -321,7 +308,7 @@ def compared(line: LayerChain, parts: int) -> tuple[float, float, float]:
 
 
 def stage(seed: int, num_layers: int) -> StageProblem:
-    """Draw a stage that is short of memory."""
+    """Draw a stage that doesn't fit in memory unless some layers are swapped or recomputed."""
     draw = random.Random(f"{num_layers} {seed}")
     made = []
     for index in range(num_layers + 1):
@@ -337,7 +324,7 @@ def stage(seed: int, num_layers: int) -> StageProblem:
 
 
 def regret_2(instances: int) -> str:
-    """Return what stages take longer by Algorithm 2, by the search and at best, as Markdown."""
+    """Return the table of what policies by Algorithm 2, by the planner's search and at best add to a stage's time."""
     rows = []
     for num_layers in (8, 40):
         papers, searched, least, taken, exact, unfit = [], [], [], [], 0, 0
@@ -359,16 +346,16 @@ def regret_2(instances: int) -> str:
                 every = map(problem.outcome, itertools.product(problem.choices, repeat=num_layers))
                 best_s = min(each.extra_s for each in every if each.fits)
                 least.append(found.extra_s - best_s)
-        told = f"{max(least):.1e} s" if least else "not looked at"
+        above_best = f"{max(least):.1e} s" if least else "not looked at"
         means = (f"{100 * statistics.mean(each):.1f} %" for each in (papers, searched))
         times = (f"{1e3 * statistics.mean(each):.1f}" for each in zip(*taken, strict=True))
-        rows.append((f"{num_layers} layers", f"{instances}", *means, f"{unfit}", f"{exact}", told, *times))
+        rows.append((f"{num_layers} layers", f"{instances}", *means, f"{unfit}", f"{exact}", above_best, *times))
     heads = ("stages", "drawn", "longer, paper's form", "longer, search", "paper's form doesn't fit", "search is exact")
     return table((*heads, "search over the best, at most", "paper's form, ms", "search, ms"), rows)
 
 
 def chain(seed: int) -> Profile:
-    """Draw a model to cut and to fit."""
+    """Draw the profile of a chain of `CHAIN` layers."""
     draw = random.Random(f"chain {seed}")
     made = []
     for index in range(CHAIN):
@@ -382,7 +369,7 @@ def chain(seed: int) -> Profile:
 
 
 def regret_both(instances: int) -> str:
-    """Return how far plans whose stages choose are from the best cuts and policies, as Markdown."""
+    """Return the table of the regret of planned cuts and policies over the best ones."""
     over: dict[str, list[float]] = {"SR": [], "plan: auto": []}
     taken: dict[str, list[float]] = {"SR": [], "plan: auto": []}
     best_took, exact, unfit = [], 0, 0
@@ -414,8 +401,8 @@ def regret_both(instances: int) -> str:
             over[way].append(own_s / best.slowest_s - 1)
             taken[way].append(seconds)
     rows = [Regret(way, over[way], statistics.mean(taken[way]), statistics.mean(best_took)).row for way in over]
-    told = f"Of {instances} chains {unfit} fit in no way, and the best of {exact} is known to be the best.\n"
-    return table(("plans", "found", "mean", "median", "95 %", "worst", "plan, ms", "best, ms"), rows) + "\n\n" + told
+    note = f"Of {instances} chains {unfit} fit in no way, and the best of {exact} is known to be the best.\n"
+    return table(("plans", "found", "mean", "median", "95 %", "worst", "plan, ms", "best, ms"), rows) + "\n\n" + note
 
 
 def stage_of(planner: Planner, part: int, start: int, stop: int) -> StageProblem:
@@ -425,11 +412,15 @@ def stage_of(planner: Planner, part: int, start: int, stop: int) -> StageProblem
 
 
 def main(runs: int = RUNS, instances: int = INSTANCES, shapes: Sequence[str] = tuple(SHAPES)) -> None:
-    """Print the page: of so many runs of every algorithm on every graph, and so many instances of every random kind."""
+    """Print the page.
+
+    Args:
+        runs: of every algorithm on every graph; with 1, the zoo's models are left out, to be quick.
+        instances: of every random kind.
+        shapes: models of Table 4 whose graphs are drawn.
+    """
     subjects = [Subject(f"{name}, drawn", tuple(drawn(SHAPES[name], seed) for seed in range(DRAWS))) for name in shapes]
-    subjects += [
-        found for folder in ("bert", "transformer", "amoebanet", "gnmt16") if runs > 1 and (found := of_zoo(folder))
-    ]
+    subjects += map(of_zoo, ("bert", "transformer", "amoebanet", "gnmt16") if runs > 1 else ())
     sections = (
         HEAD, TABLE_4, table_4(subjects, runs), published(), REGRET_3, regret_3(subjects, instances), REGRET_2,
         regret_2(instances), REGRET_BOTH, regret_both(instances),
@@ -439,7 +430,7 @@ def main(runs: int = RUNS, instances: int = INSTANCES, shapes: Sequence[str] = t
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=RUNS)
-    parser.add_argument("--instances", type=int, default=INSTANCES)
+    parser.add_argument("--runs", type=int, default=RUNS, help=f"of each algorithm ({RUNS})")
+    parser.add_argument("--instances", type=int, default=INSTANCES, help=f"of each random kind ({INSTANCES})")
     given = parser.parse_args()
     main(given.runs, given.instances)

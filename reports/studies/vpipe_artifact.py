@@ -1,31 +1,30 @@
-"""Print what vPipe's published code says of Table 3: `python -m reports.studies.vpipe_artifact`.
+"""Print what vPipe's published code says about Table 3: `python -m reports.studies.vpipe_artifact`.
 
-What it prints is `vpipe_artifact.md`: the README's hours beside the table's times and beside simulated rates, and what
-the code recomputes beside the table's utilisation. Nothing is fitted; what is simulated is read from rendered pages.
+The output is `vpipe_artifact.md`: the README's hours beside the table's times and beside simulated rates, and the work
+that the code recomputes beside the table's utilisation. Nothing is fitted; simulated values are read from rendered
+pages.
 """
 
 import functools
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.devices import device_of
 from pipebench.profile.model import LayerProfile
-from pipebench.profile.request import ProfileRequest
 from pipebench.recipe.load import load
 from pipebench.report.catalog import reports_folder
 from pipebench.report.values import VALUES, read_values
-from pipebench.train.profiled_model import profile_model
-from reports.studies.planned_models import table
+from reports.studies.markdown import table
+from reports.studies.planned_models import recipe_rows
 from reports.studies.vpipe_memory import COLUMN, NUM_DEVICES, Table
 
-# README of github.com/hku-systems/vpipe: hours of an epoch of BERT on the 8 devices of Table 3.
+# From the README of github.com/hku-systems/vpipe: hours of an epoch of BERT on the 8 devices of Table 3.
 HOURS: Mapping[str, float] = {"gpipe": 1.72, "pipedream-vpipe": 1.28, "pipedream": 2.14}
-# Its runtime/configs/bert_8*.yml.
+# From its runtime/configs/bert_8*.yml: samples of a minibatch.
 SIZES: Mapping[str, int] = {"gpipe": 16, "pipedream-vpipe": 16, "pipedream": 4}
-# Its runtime/bert/main_with_runtime.py and configs: updates of the whole schedule, epochs, minibatches of an update.
+# From its runtime/bert/main_with_runtime.py and configs: updates of the whole schedule, epochs, minibatches per update.
 UPDATES, EPOCHS, ACCUMULATED = 36_320, 40, 32
-# Its runtime/*/vgpus=8/vpipe.json: the share of each stage's operators that runs again; nothing is swapped.
+# From its runtime/*/vgpus=8/vpipe.json: the share of each stage's operators that is recomputed; nothing is swapped.
 AGAIN: Mapping[str, tuple[float, ...]] = {
     "bert": (1, 0.85, 0.8, 0.6, 0.5, 0.2, 0, 0),
     "transformer": (0.9, 0.7, 0.7, 0.6, 0.5, 0.3, 0, 0),
@@ -96,12 +95,12 @@ AGAIN_HEAD = ("model", "work on top, code", "Table 3", "left to swap", "PCIe of 
 
 
 def samples_per_s(system: str) -> float:
-    """Return an epoch's samples over the README's hours."""
+    """Return the throughput of an epoch by the README's hours."""
     return UPDATES / EPOCHS * ACCUMULATED * SIZES["gpipe"] / (3600 * HOURS[system])
 
 
 def hours_rows(of: Table) -> Iterator[tuple[str, ...]]:
-    """Yield a system's hours beside Table 3's times."""
+    """Yield a row per system: the README's hours beside Table 3's times."""
     for system, hours in HOURS.items():
         row = f"bert-{system}"
         took_s = of.published(row, "forward") + of.published(row, "backward")
@@ -110,7 +109,7 @@ def hours_rows(of: Table) -> Iterator[tuple[str, ...]]:
 
 
 def slowness(of: Table, row: str) -> float:
-    """Return what a sample keeps devices busy for, by Table 3's times and utilisation, over the roofline's."""
+    """Return the busy seconds of devices per sample, by Table 3's times and utilisation, over the roofline's."""
     share = of.published(row, "effective") / NUM_DEVICES
     published, roofline = (
         sum(find(row, measure) for measure in ("forward", "backward")) for find in (of.published, of.here)
@@ -119,7 +118,7 @@ def slowness(of: Table, row: str) -> float:
 
 
 def rate_rows(of: Table) -> Iterator[tuple[str, ...]]:
-    """Yield simulated rates, slowed as Table 3's utilisation says, beside the hours'."""
+    """Yield a row per system: simulated throughput, slowed as Table 3's utilisation says, beside the README's."""
     values = read_values(reports_folder() / "rendered" / "vpipe_figure9" / VALUES)
     simulated = {each.row: float(each.value) for each in values.cells
                  if (each.column, each.measure) == (COLUMN, "throughput")}  # fmt: skip
@@ -135,34 +134,29 @@ def rate_rows(of: Table) -> Iterator[tuple[str, ...]]:
 
 
 def work_again(of: Table, model: str) -> float:
-    """Return what the code computes again, over forward and backward, by Table 3's times."""
+    """Return the seconds that the code recomputes over those of forward and backward, by Table 3's times."""
     forward, backward = (of.published(f"{model}-pipedream-vpipe", measure) for measure in ("forward", "backward"))
     return statistics.mean(AGAIN[model]) * forward / (forward + backward)
 
 
 def again_rows(of: Table) -> Iterator[tuple[str, ...]]:
-    """Yield what a model's layers run again, by the code and by Table 3, and PCIe if the difference were swapped."""
+    """Yield a row per model: recomputed work by the code and by Table 3, and PCIe if the difference were swapped."""
     for model in BATCHES:
         row, code = f"{model}-pipedream-vpipe", work_again(of, model)
-        told = of.published(row, "total") / of.published(row, "effective") - 1
-        left = statistics.mean(AGAIN[model]) * (1 - told / code)
+        published = of.published(row, "total") / of.published(row, "effective") - 1
+        left = statistics.mean(AGAIN[model]) * (1 - published / code)
         took_s = of.published(row, "forward") + of.published(row, "backward")
         copies_s = 2 * left * saved_bytes(model) / pcie_bytes_per_s(model)
         yield (
-            TITLES[model], f"{code:.1%}", f"{told:.1%}", f"{left:.1%} of the activations",
+            TITLES[model], f"{code:.1%}", f"{published:.1%}", f"{left:.1%} of the activations",
             f"{copies_s * NUM_DEVICES / took_s:.1f}", f"{of.published(row, 'pcie'):g}",
         )  # fmt: skip
 
 
 @functools.cache
-def rows_of(model: str) -> tuple[LayerProfile, ...]:
+def rows_of(model: str) -> Sequence[LayerProfile]:
     """Return a model's layers at Table 3's minibatch with vPipe."""
-    loaded, samples = load(f"vpipe/{model}/pipedream"), BATCHES[model]
-    known, device = profile_model(loaded.recipe, loaded.cluster), device_of(loaded.cluster)
-    profile = analytic_profile(
-        ProfileRequest(known.graph, known.dataset, [samples], loaded.recipe.train.optimizer, ""), device
-    )
-    return profile.layers[samples]
+    return recipe_rows(f"vpipe/{model}/pipedream", BATCHES[model])
 
 
 def saved_bytes(model: str) -> int:
@@ -178,7 +172,7 @@ def pcie_bytes_per_s(model: str) -> float:
 
 
 def copies_ms(model: str) -> float:
-    """Return what three copies of a stage's weights take on average, read and written at the memory's peak rate."""
+    """Return the milliseconds of three copies of a stage's weights, on average, at the memory's peak rate."""
     sizes = {name: num_bytes for row in rows_of(model) for name, num_bytes in row.parameter_sizes.items()}
     device = device_of(load(f"vpipe/{model}/pipedream").cluster)
     return 1e3 * 3 * 2 * sum(sizes.values()) / NUM_DEVICES / device.memory_bytes_per_s

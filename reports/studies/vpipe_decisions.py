@@ -1,6 +1,6 @@
 """Print how long a decision of vPipe's Algorithm 1 takes: `python -m reports.studies.vpipe_decisions`.
 
-What it prints is `vpipe_decisions.md`. Section 4.3 says tens of seconds from one triggering of Algorithm 1 on.
+The output is `vpipe_decisions.md`. Section 4.3 says that one triggering of Algorithm 1 takes tens of seconds.
 """
 
 import sys
@@ -13,7 +13,7 @@ from pipebench.extensions.moves.repartition_plan import Repartition
 from pipebench.recipe.load import load
 from pipebench.train.engines import simulate
 from pipebench.train.prepare import prepare
-from reports.studies.planned_models import table
+from reports.studies.markdown import table
 
 MODELS = {"BERT": "bert", "Transformer": "transformer", "AmoebaNet": "amoebanet", "GNMT": "gnmt16"}
 HEAD = """# How long a decision of vPipe's Algorithm 1 takes
@@ -26,7 +26,7 @@ another machine, and say of what they consist only that they are tens of seconds
 
 
 def decisions_s(model: str) -> tuple[int, list[float]]:
-    """Return how many layers a model has, and the CPU seconds of every decision of its run."""
+    """Return a model's number of layers, and the CPU seconds of every decision during its simulated run."""
     loaded = load(f"vpipe/{MODELS[model]}/pipedream-vpipe")
     job = prepare(loaded.recipe, loaded.cluster, trains=False)
     seconds: list[float] = []
@@ -47,8 +47,8 @@ def decisions_s(model: str) -> tuple[int, list[float]]:
 def main(models: Sequence[str] = tuple(MODELS)) -> None:
     """Print the page, of some models."""
     rows = [(model, *decisions_s(model)) for model in models]
-    told = [(model, f"{layers}", f"{len(taken)}", f"{max(taken):.1f} s") for model, layers, taken in rows if taken]
-    print(HEAD + "\n" + table(("model", "layers", "decisions", "seconds"), told))
+    cells = [(model, layers, len(taken), f"{max(taken):.1f} s") for model, layers, taken in rows if taken]
+    print(HEAD + "\n" + table(("model", "layers", "decisions", "seconds"), cells))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Print what vPipe's Table 3 may count as memory and PCIe: `python -m reports.studies.vpipe_memory`.
+"""Print what vPipe's Table 3 may count as memory and PCIe: `python -m reports.studies.vpipe_memory [MODEL]...`.
 
-What it prints is `vpipe_memory.md`: a constant of memory per device, fitted on two cells, and Algorithm 2 as printed
-in the place of the policies that plans have here. The rest is read from the page of `vpipe_table3`.
+The output is `vpipe_memory.md`: a constant of memory per device, fitted on two cells, and Algorithm 2 as printed in
+place of the planner's policies. The rest is read from the page of `vpipe_table3`. With models as arguments, their
+simulations run and no page is printed.
 """
 
 import bisect
@@ -26,7 +27,7 @@ from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from pipebench.train.engines import simulate
 from pipebench.train.memory_forecast import MemoryForecast
 from pipebench.train.prepare import prepare
-from reports.studies.planned_models import table
+from reports.studies.markdown import table
 
 REPORT, COLUMN = "vpipe_table3", "planned"
 RUNS = Path(__file__).with_name("vpipe_memory_runs.json")
@@ -77,19 +78,23 @@ PCIe, which this is to explain, was known before it was tried; no number was fit
 class Run:
     """A simulated run."""
 
-    row: str
-    way: str
-    pcie: float = 0.0  # of 8, both directions over the rate of one
-    memory: float = 0.0  # of 8, tensors only
-    effective: float = 0.0  # of 8
-    throughput: float = 0.0  # samples per second; 0 where no policies were found that fit
+    row: str  # of Table 3
+    way: str  # in which stages choose policies, a key of `WAYS`
+    pcie: float = 0.0  # utilisation, the sum of 8 devices: both directions over the rate of one
+    memory: float = 0.0  # utilisation, the sum of 8 devices, of tensors only
+    effective: float = 0.0  # utilisation of arithmetic without recomputation, the sum of 8 devices
+    throughput: float = 0.0  # samples per second; 0 if no policies fit in memory
 
 
 def listed(problem: StageProblem, taken: int, *, everywhere: bool = False) -> StageOutcome:
-    """Return a stage's policies by vPipe's Algorithm 2; `taken` times its bytes a layer takes of the window's space.
+    """Choose a stage's policies by vPipe's Algorithm 2 as printed.
 
-    Differs: memory is what the stage keeps, found by bisection, and not equation 1's. Unless `everywhere`, stages whose
-    swaps free nothing don't swap.
+    Differs: memory is what the stage really keeps, found by bisection, and not equation (1)'s.
+
+    Args:
+        problem: the stage.
+        taken: how many times its bytes a swapped layer takes of the space that copies have during the window.
+        everywhere: also swap in stages where that frees no memory.
     """
     swaps = SWAP in (problem.chooses if everywhere else problem.choices)
     layers = range(problem.num_layers)
@@ -113,6 +118,7 @@ def listed(problem: StageProblem, taken: int, *, everywhere: bool = False) -> St
     return outcome(bisect.bisect_left(range(len(order)), True, key=lambda count: outcome(count).fits))
 
 
+# How a stage chooses its policies, and whether devices have less memory: the fitted constant is taken away.
 WAYS: Mapping[str, tuple[Callable[[StageProblem], StageOutcome], bool]] = {
     "as here": (best_policies, False),
     "as here, less memory": (best_policies, True),
@@ -138,7 +144,7 @@ USUAL, LISTED = "as here", "by equation (2)"
 
 
 class Table:
-    """What the page of Table 3 says."""
+    """Simulated and published values of Table 3, from the rendered page of `vpipe_table3`."""
 
     def __init__(self) -> None:
         values = read_values(reports_folder() / "rendered" / REPORT / VALUES)
@@ -147,7 +153,7 @@ class Table:
         self._report = read_report(find_report(REPORT))[0]
 
     def here(self, row: str, measure: str) -> float:
-        """Return a cell's value."""
+        """Return a cell's simulated value."""
         return self._here[row, measure]
 
     def published(self, row: str, measure: str) -> float:
@@ -156,9 +162,9 @@ class Table:
 
 
 def constant_gb(of: Table) -> float:
-    """Return the gigabytes per device that make the fitted rows' memory the published, by the geometric mean."""
+    """Return the gigabytes per device with which the fitted rows' memory is as published, in the geometric mean."""
     low, high = 0.0, DEVICE_BYTES / 1e9
-    for _ in range(50):  # grows with the constant
+    for _ in range(50):  # bisection: the error grows with the constant
         middle = (low + high) / 2
         error = sum(math.log(with_constant(of.here(row, "memory"), middle) / of.published(row, "memory"))
                     for row in FITTED_ON)  # fmt: skip
@@ -167,12 +173,12 @@ def constant_gb(of: Table) -> float:
 
 
 def with_constant(memory: float, gigabytes: float) -> float:
-    """Return memory of 8 with so much more on each device."""
+    """Return the sum of 8 devices' memory utilisation with `gigabytes` more on each device."""
     return memory + NUM_DEVICES * gigabytes * 1e9 / DEVICE_BYTES
 
 
 def played(model: str, system: str, way: str, gigabytes: float) -> Run:
-    """Simulate a row with vPipe whose stages choose in one way."""
+    """Simulate a row with vPipe, with stages that choose policies in one of `WAYS`; `gigabytes` is the constant."""
     choose, is_less = WAYS[way]
     loaded = load(f"vpipe/{MODELS[model]}/{system}", ["parallelism.cuts=null", "parallelism.vpipe.repartition=false"])
     memory_bytes = int(DEVICE_BYTES - gigabytes * 1e9 * is_less)
@@ -195,12 +201,12 @@ def played(model: str, system: str, way: str, gigabytes: float) -> Run:
 
 
 def known() -> list[Run]:
-    """Return the runs that are kept."""
+    """Return the stored runs."""
     return [Run(**each) for each in json.loads(RUNS.read_text())] if RUNS.is_file() else []
 
 
 def play_missing(gigabytes: float, models: Sequence[str]) -> None:
-    """Simulate what isn't kept yet, and keep it."""
+    """Simulate the runs that aren't stored yet, and store each."""
     for model in models:
         for system, way in ((system, way) for system in WITH_VPIPE for way in WAYS):
             runs = known()
@@ -227,14 +233,14 @@ def constants(of: Table, gigabytes: float) -> Iterator[tuple[str, ...]]:
 
 
 def errors(of: Table, gigabytes: float, rows: Sequence[str]) -> tuple[float, float]:
-    """Return the errors of memory over some rows, without and with the constant."""
+    """Return the geometric-mean errors of memory over some rows, without and with the constant."""
     pairs = [(of.here(row, "memory"), of.published(row, "memory")) for row in rows]
     without = geometric_mean_error([here / published for here, published in pairs])
     return without, geometric_mean_error([with_constant(here, gigabytes) / published for here, published in pairs])
 
 
 def judged(of: Table, runs: Sequence[Run], gigabytes: float) -> Iterator[tuple[str, ...]]:
-    """Yield a row per way: errors over the rows with vPipe, and the throughput's change."""
+    """Yield a row per way: errors over the rows with vPipe that fit, and throughput over the planner's policies'."""
     by_way = {way: {each.row: each for each in runs if each.way == way and each.throughput} for way in WAYS}
     usual, listed_rows = by_way[USUAL], by_way[LISTED]
     some = {f"{USUAL}, rows that fit {LISTED}": {row: usual[row] for row in listed_rows}}
@@ -254,7 +260,7 @@ def judged(of: Table, runs: Sequence[Run], gigabytes: float) -> Iterator[tuple[s
 
 
 def rows_of(of: Table, runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
-    """Yield a row per row with vPipe: PCIe published and in every way."""
+    """Yield a row per row of Table 3 with vPipe: PCIe utilisation, published and in every way."""
     for row in (f"{model}-{system}" for model in MODELS for system in WITH_VPIPE):
         found = {each.way: each.pcie for each in runs if each.row == row}
         yield (
@@ -265,7 +271,7 @@ def rows_of(of: Table, runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
 
 
 def main(models: Sequence[str] = tuple(MODELS)) -> None:
-    """Print the page; with arguments simulate these models only."""
+    """Simulate what is missing of some models; print the page if these are all."""
     of = Table()
     gigabytes = constant_gb(of)
     play_missing(gigabytes, models)

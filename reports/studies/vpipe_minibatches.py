@@ -1,10 +1,11 @@
 """Print what makes small minibatches slow in vPipe's Table 3: `python -m reports.studies.vpipe_minibatches`.
 
-What it prints is `vpipe_minibatches.md`: the table's times as a constant and a part that grows with the samples, and
-what several explanations of the constant predict that are fitted on the Transformer's four times alone.
+The output is `vpipe_minibatches.md`: the table's times as a constant and a part that grows with the samples, and the
+predictions of several explanations of the constant, each fitted on the Transformer's four times alone.
 """
 
 import math
+import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,7 @@ from pipebench.recipe.load import load
 from pipebench.report.fitting import Cell, Sought, fit
 from pipebench.report.scores import geometric_mean_error
 from pipebench.train.profiled_model import ProfiledModel, profile_model
-from reports.studies.planned_models import table
+from reports.studies.markdown import table
 
 # Table 3, PipeDream without and with vPipe: samples to the seconds of forward and backward.
 PUBLISHED: Mapping[str, Mapping[int, tuple[float, float]]] = {
@@ -26,7 +27,7 @@ PUBLISHED: Mapping[str, Mapping[int, tuple[float, float]]] = {
     "AmoebaNet": {8: (0.51, 0.97), 32: (1.06, 2.07)},
     "GNMT": {32: (1.91, 3.42), 96: (2.38, 4.62)},
 }
-# Effective utilisation of those rows, of 8 devices: none of it computes again.
+# Effective utilisation of those rows, the sum of 8 devices; recomputation doesn't count.
 UTILISATION: Mapping[str, Mapping[int, float]] = {
     "Transformer": {32: 3.4, 128: 6.9},
     "BERT": {4: 2.7, 16: 7.0},
@@ -94,16 +95,16 @@ fitted on, speaks against the pause that fits the times best.
 class Pass:
     """One forward or backward of a model."""
 
-    seconds: float  # with no pauses, launches as usual
-    kernels: int  # that the host issues
-    layers: int  # that have any of these
+    seconds: float  # by the roofline, without pauses
+    kernels: int  # that the host launches
+    layers: int  # with at least one of these kernels
 
 
-Times = Mapping[int, tuple[float, float]]  # by size: seconds of forward and backward
+Times = Mapping[int, tuple[float, float]]  # seconds of forward and backward, by minibatch size
 
 
 class Model:
-    """A model's passes at its two sizes."""
+    """A model's published and computed passes at its two minibatch sizes."""
 
     def __init__(self, name: str) -> None:
         self.published = PUBLISHED[name]
@@ -113,17 +114,17 @@ class Model:
         self.passes = {n: tuple(_pass(plain[n], paused[n], each) for each in (0, 1)) for n in self.published}
 
     def with_launch(self, launch_s: float) -> Times:
-        """Return what passes take where no kernel is shorter than so long."""
+        """Return the times of passes in which no kernel takes less than `launch_s`."""
         rows = self._rows(replace(self._loaded.cluster, launch_s=launch_s))
         return {n: (sum(_seconds(rows[n], 0)), sum(_seconds(rows[n], 1))) for n in self.published}
 
     def adding(self, constant_s: float, count: Callable[[Pass], int]) -> Times:
-        """Return what passes take with a constant that is added so many times."""
+        """Return the times of passes with `constant_s` added `count` times."""
         found = {n: [each.seconds + count(each) * constant_s for each in passes] for n, passes in self.passes.items()}
         return {n: (forward, backward) for n, (forward, backward) in found.items()}
 
     def ratios(self, times: Times) -> list[float]:
-        """Return computed over published times, two per size."""
+        """Return computed over published times: of forward and backward at each size."""
         return [mine / theirs for n in times for mine, theirs in zip(times[n], self.published[n], strict=True)]
 
     def _rows(self, cluster: Cluster) -> Mapping[int, Sequence[LayerProfile]]:
@@ -138,12 +139,19 @@ def _seconds(rows: Sequence[LayerProfile], index: int) -> list[float]:
 
 
 def _pass(plain: Sequence[LayerProfile], paused: Sequence[LayerProfile], index: int) -> Pass:
-    """Return forward or backward; a pause of a second tells the number of kernels."""
+    """Return the forward (index 0) or backward (1).
+
+    Args:
+        plain: the layers.
+        paused: the layers with a pause of 1 s after every kernel: what that adds is the number of kernels.
+        index: which pass.
+    """
     seconds = _seconds(plain, index)
     kernels = [round(with_s - s) for s, with_s in zip(seconds, _seconds(paused, index), strict=True)]
     return Pass(sum(seconds), sum(kernels), sum(count > 0 for count in kernels))
 
 
+# Explanations of the constant: each returns a model's times with a constant [s] of this form.
 FORMS: Mapping[str, Callable[[Model, float], Times]] = {
     "nothing": lambda model, _: model.adding(0.0, lambda each: 0),
     "pause": lambda model, pause_s: model.adding(pause_s, lambda each: each.kernels),
@@ -165,7 +173,7 @@ LINES_HEAD = ("model", "pass", "constant, published", "computed", "per sample, p
 
 
 def main(names: Sequence[str] = tuple(PUBLISHED), forms: Sequence[str] = tuple(FORMS)) -> None:
-    """Print the page, of some models, that which is fitted on among them, and of some forms."""
+    """Print the page, of some models, `FITTED_ON` among them, and of some forms."""
     models = {name: Model(name) for name in names}
     print(HEAD)
     print(LINES + "\n" + table(LINES_HEAD, _lines(models)))
@@ -187,14 +195,14 @@ def _lines(models: Mapping[str, Model]) -> Iterator[tuple[str, ...]]:
 
 
 def _line(times: Mapping[int, float]) -> tuple[str, str]:
-    """Return what is constant and what grows with each sample, of seconds at two sizes."""
+    """Return constant and slope per sample of the line through the seconds at two sizes, as text."""
     (small, small_s), (large, large_s) = times.items()
     slope = (large_s - small_s) / (large - small)
     return f"{(small_s - slope * small) * 1e3:.0f} ms", f"{slope * 1e3:.2f} ms"
 
 
 def fitted(form: str, model: Model) -> float:
-    """Return the constant [s] with which a model's four times come nearest to what is published."""
+    """Return the constant [s] of a form that fits a model's four published times best."""
     if form == "nothing":
         return 0.0
     cells: list[Cell] = [(str(n), str(index)) for n in model.published for index in (0, 1)]
@@ -210,25 +218,25 @@ def _judged(form: str, constant_s: float, models: Mapping[str, Model]) -> tuple[
     times = {name: FORMS[form](model, constant_s) for name, model in models.items()}
     ratios = {name: model.ratios(times[name]) for name, model in models.items()}
     predicted = [ratio for name, each in ratios.items() if name not in (FITTED_ON, UNEXPLAINED) for ratio in each]
-    unexplained = [math.log(ratio) for ratio in ratios.get(UNEXPLAINED, ())]
+    unexplained = ratios.get(UNEXPLAINED)
     return (
         form,
         _text(constant_s) if constant_s else "-",
         f"{geometric_mean_error(ratios[FITTED_ON]):.1%}",
         f"{geometric_mean_error(predicted):.1%}" if predicted else "-",
-        f"{math.exp(sum(unexplained) / len(unexplained)):.2f}" if unexplained else "-",
+        f"{statistics.geometric_mean(unexplained):.2f}" if unexplained else "-",
         *(f"{_gain(each):.2f}" for each in times.values()),
     )
 
 
 def _gain(times: Times) -> float:
-    """Return how much faster a sample is in the large minibatch."""
+    """Return the throughput at the large size over that at the small one."""
     (small, small_s), (large, large_s) = ((n, sum(both)) for n, both in times.items())
     return large / large_s * small_s / small
 
 
 def _busy(models: Mapping[str, Model]) -> Iterator[tuple[str, ...]]:
-    """Yield what samples keep devices busy for, there and by the roofline, and minibatches leave them idle for."""
+    """Yield a row per model: busy seconds per sample, published and by the roofline; idle seconds per minibatch."""
     for name, model in models.items():
         shares = {n: UTILISATION[name][n] / NUM_STAGES for n in model.published}
         roofline = {n: sum(each.seconds for each in passes) for n, passes in model.passes.items()}

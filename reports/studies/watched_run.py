@@ -1,4 +1,4 @@
-"""A `pipebench run` in a process of its own, watched and disturbed from outside: what it says, writes and records."""
+"""Observes and disturbs a `pipebench run` from outside: its output, processes, checkpoints and record in MLflow."""
 
 import os
 import re
@@ -18,15 +18,18 @@ _OUTPUT = "output.txt"
 
 
 class WatchedRun:
-    """A run in a folder of its own: `pipebench-runs/`, `mlflow.db` and `output.txt` are this run's alone.
+    """A run in a folder of its own, which has its `pipebench-runs/`, `mlflow.db` and `output.txt`.
 
-    Leaving it as a context manager ends what is left of it.
+    Leaving it as a context manager kills the command and its workers if they still run.
     """
 
     def __init__(self, folder: Path, words: Sequence[str], settings: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Start `pipebench run` with words, adding its output to that of a command that ran in the folder before.
+        """Start `pipebench run`.
 
-        `settings` are environment variables of the command, beside those of this process.
+        Args:
+            folder: of the run; the output of an earlier command there is kept.
+            words: arguments of the command.
+            settings: environment variables, in addition to those of this process.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -35,7 +38,7 @@ class WatchedRun:
         self.process = self.start(words, settings, folder / _OUTPUT)
 
     def start(self, words: Sequence[str], settings: Mapping[str, str], output: Path) -> Any:
-        """Start the command and return its process, a `subprocess.Popen` or what is asked alike."""
+        """Start the command and return its process: a `subprocess.Popen`, or in a subclass what has its methods."""
         with output.open("ab") as file:
             return subprocess.Popen(
                 [sys.executable, "-m", "pipebench", "run", *words],
@@ -56,22 +59,22 @@ class WatchedRun:
 
     @property
     def run_folder(self) -> Path | None:
-        """Return the run's folder, None before it is made."""
+        """The run's folder; None before it is made."""
         found = next(iter(self.folder.glob("pipebench-runs/*/run.json")), None)
         return None if found is None else found.parent
 
     @property
     def output(self) -> str:
-        """Return what this command has said so far, both streams."""
+        """The output of this command so far, both streams."""
         return self.all_output()[self._before :]
 
     def all_output(self) -> str:
-        """Return what all commands in this folder have said so far."""
+        """Return the output of all commands in this folder so far."""
         path = self.folder / _OUTPUT
         return path.read_text(errors="replace") if path.exists() else ""
 
     def workers(self, attempt: int | None = None) -> dict[int, int]:
-        """Return the living workers' process ids by rank, if asked only those of one attempt, counted from 0."""
+        """Return the process ids of the living workers by rank; of `attempt` only, counted from 0, if given."""
         found: dict[int, int] = {}
         for child in _children(self.process.pid):
             for process in [child, *_children(child.pid)]:
@@ -82,19 +85,24 @@ class WatchedRun:
         return found
 
     def left_over(self) -> list[int]:
-        """Return the process ids of workers that were seen and still live."""
+        """Return the process ids of the workers that `workers` has ever returned and that still live."""
         return [pid for pid in self._seen if lives(pid)]
 
     def steps(self, *, whole: bool = True) -> list[int]:
-        """Return the steps of which there is a checkpoint, whole (committed) or not, ascending."""
+        """Return the steps of the checkpoints, ascending: of committed ones if `whole`, else of the others."""
         folders = [] if self.run_folder is None else self.run_folder.glob("checkpoints/step-*")
         return sorted(int(each.name[5:]) for each in folders if (each / "manifest.json").exists() == whole)
 
     def wait_until(self, happened: Callable[[], object], limit_s: float, what: str) -> bool:
-        """Wait until something has happened; False if the command ended before.
+        """Wait until `happened()` is true or the command ends; return whether it is true.
+
+        Args:
+            happened: the condition.
+            limit_s: most seconds to wait.
+            what: the condition in words, for the error.
 
         Raises:
-            TimeoutError: neither came within `limit_s` seconds.
+            TimeoutError: neither happened within `limit_s` seconds.
         """
         until_s = time.monotonic() + limit_s
         while not happened():
@@ -109,7 +117,7 @@ class WatchedRun:
         """Wait for the command's end and return its exit code.
 
         Raises:
-            TimeoutError: it goes on for longer than `limit_s` seconds.
+            TimeoutError: it takes longer than `limit_s` seconds.
         """
         self.wait_until(lambda: False, limit_s, "the end of the command")
         code: int = self.process.wait()
@@ -125,9 +133,10 @@ class WatchedRun:
 
 
 def recorded(folder: Path) -> dict[str, Any]:
-    """Return what MLflow holds of the runs in a folder's store: `runs`, with id, status and tags of each.
+    """Return the runs that MLflow has in a folder's store.
 
-    And `metrics` of the first run: name to (step, value) in the order of steps.
+    Returns:
+        `runs`: id, status and tags of each run; `metrics` of the first run: (step, value) in order of steps, by name.
     """
     from mlflow.tracking import MlflowClient
 
@@ -143,7 +152,7 @@ def recorded(folder: Path) -> dict[str, Any]:
 
 
 def end(pid: int) -> None:
-    """End a process at once, if it lives."""
+    """Kill a process, if it lives."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -151,7 +160,10 @@ def end(pid: int) -> None:
 
 
 def _place(process: psutil.Process) -> tuple[int | None, int]:
-    """Return a worker's rank and attempt, from its name if it is a copy of a template; no rank for other processes."""
+    """Return a worker's rank and attempt; None and -1 for other processes.
+
+    Workers that are forked from a template have both in their process's name, others in their environment.
+    """
     try:
         if named := re.fullmatch(r"worker (\d+)\.(\d+)", process.name()):
             return int(named[1]), int(named[2])
@@ -169,7 +181,7 @@ def _children(pid: int) -> list[psutil.Process]:
 
 
 def lives(pid: int) -> bool:
-    """Return whether a process computes or waits."""
+    """Return whether a process exists and isn't a zombie."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -1,1 +1,1 @@
-"""Benchmarks: ratios measured side by side, never timed tests."""
+"""Benchmarks: interleaved measurements of ratios, run by `nox -s bench`; no test depends on a time."""

@@ -1,7 +1,7 @@
-"""`nox -s gpu-bench`: one process against a plain loop, two against torch's, on this machine's GPUs: `reports/gpu.md`.
+"""`nox -s gpu-bench`: compares with a plain loop and torch's classes on this machine's GPUs; writes `reports/gpu.md`.
 
-The comparisons are those of `nox -s bench`, on another device. Two processes share a GPU where there is only one: each
-is then a host of its own to NCCL, and messages go through sockets.
+The comparisons are those of `nox -s bench`, on another device. If there is only one GPU, two processes share it: NCCL
+then treats each as a host of its own, and messages go through sockets.
 """
 
 import argparse
@@ -9,13 +9,14 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from pipebench.model.cores import usable_cores
+from reports.studies import markdown
 from tests.bench.processes import machine
 from tests.bench.processes.main import NUM_PAIRS
 from tests.bench.processes.rows import HEAD, SHORT_ON_GPU, SINGLE_ON_GPU, TORCHS_ON_GPU, Row, distances, rows_of
@@ -23,7 +24,7 @@ from tests.bench.processes.sides import Given, settings_of
 from tests.bench.processes.subject import SETTINGS, Subject, cut_at
 
 PAGE = Path("reports", "gpu.md")
-_SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
+_SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}  # environment of processes that share a GPU
 _MEANINGS = {
     "tf32": "`engine.tf32`",
     "bf16": "`train.precision: bf16`, in the plain loop autocast",
@@ -45,12 +46,12 @@ def main() -> None:
     rows = (SHORT_ON_GPU if options.short else SINGLE_ON_GPU), TORCHS_ON_GPU
     environment = _SHARED if torch.cuda.device_count() == 1 else {}
     command = " ".join(("nox -s gpu-bench", *(["--", *sys.argv[1:]] if sys.argv[1:] else [])))
-    begun = options.out.with_suffix(".part")  # what there is, should it be ended
-    with begun.open("w", buffering=1) as page:
+    part = options.out.with_suffix(".part")  # has the lines so far if the bench is interrupted
+    with part.open("w", buffering=1) as page:
         for line in measured(subject, options.pairs, environment, command, rows):
             print(line, flush=True)
             print(line, file=page)
-    begun.replace(options.out)
+    part.replace(options.out)
 
 
 def _options() -> argparse.Namespace:
@@ -69,13 +70,18 @@ def measured(
     command: str,
     rows: tuple[Sequence[Row], Sequence[Row]] = (SINGLE_ON_GPU, TORCHS_ON_GPU),
 ) -> Iterator[str]:
-    """Compare one process, then two; yield the lines of the page, which names the command.
+    """Compare one process, then two; yield the lines of the page as they are measured.
 
-    `environment` is that of every process; `rows` are of one process, and of two.
+    Args:
+        subject: the model and its data.
+        pairs: interleaved pairs of measurements per comparison.
+        environment: variables of every process.
+        command: that the page names.
+        rows: comparisons of one process, and of two.
     """
     alone, two = rows
     yield from _heading(subject, pairs, command)
-    yield from ("## One process", "", *_table(_alone(subject, alone, pairs, environment)), "")
+    yield from ("## One process", "", *_head(), *_alone(subject, alone, pairs, environment), "")
     yield "Settings: " + "; ".join(f"`{name}`: {what}" for name, what in _MEANINGS.items()) + "."
     yield from ("", "## Two processes", "", *_two(subject, two, pairs, environment))
 
@@ -99,29 +105,28 @@ def _heading(subject: Subject, pairs: int, command: str) -> Iterator[str]:
     yield from (f"Load average of the minute before: {os.getloadavg()[0]:.1f}.", "")
 
 
-def _table(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(HEAD)} |"
-    yield f"|{' --- |' * len(HEAD)}"
-    yield from (f"| {' | '.join(row)} |" for row in rows)
+def _head() -> list[str]:
+    return markdown.table(HEAD, ()).splitlines()
 
 
-def _alone(subject: Subject, rows: Sequence[Row], pairs: int, environment: Mapping[str, str]) -> Iterator[list[str]]:
-    """Compare in one process; rows with a target are predicted, each from a profile taken with its settings."""
+def _alone(subject: Subject, rows: Sequence[Row], pairs: int, environment: Mapping[str, str]) -> Iterator[str]:
+    """Compare in one process; rows with a target are predicted, each from a profile measured with its settings."""
     known: dict[Subject, machine.Machine] = {}
     for row in rows:
         tuned = subject.with_settings(*settings_of(row.ours)) if row.target else subject
         if tuned not in known:
             known[tuned] = machine.measure(tuned, 1, dict(environment))
         found = known[tuned]
-        yield from rows_of(Given(tuned, 1, found.profile, found.cluster), found, [row], pairs, environment)
+        given = Given(tuned, 1, found.profile, found.cluster)
+        yield from map(markdown.row, rows_of(given, found, [row], pairs, environment))
 
 
 def _two(subject: Subject, rows: Sequence[Row], pairs: int, environment: Mapping[str, str]) -> Iterator[str]:
-    """Compare two processes, where kernels needn't be deterministic; all sides do a plain loop's work, on digits."""
+    """Compare two processes without deterministic kernels; then check, on digits, that sides do a plain loop's work."""
     tuned = subject.with_settings("free")
     found = machine.measure(tuned, 2, dict(environment))
     given = Given(tuned, cut_at(found.profile, tuned.minibatch_size), found.profile, found.cluster, found.host)
-    yield from _table(rows_of(given, found, rows, pairs, environment))
+    yield from (*_head(), *map(markdown.row, rows_of(given, found, rows, pairs, environment)))
     small = replace(given, subject=replace(tuned, width=tuned.width / 8, image_size=Subject.image_size))
     sides = [name for row in rows if row.target for name in (row.theirs.split("+")[0], row.ours.split("+")[0])]
     yield from ("", *(f"- {sentence}" for sentence in distances(small, sides, environment)))

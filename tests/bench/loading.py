@@ -1,7 +1,8 @@
-"""`nox -s bench`: how many of ImageNet's images a core loads, beside decoding them alone; and an epoch that loads.
+"""`nox -s bench`: images per second that a core loads for ImageNet, and predicted over measured time of loading.
 
-The images are scikit-learn's two photographs at ImageNet's mean size, written as JPEG of quality 95. The epoch is of
-decoded ones, minibatches of 38.5 MB: what the virtual clock says of it, by the profile's `load_s`, over what it takes.
+The images are scikit-learn's two photographs at ImageNet's mean size, written as JPEG of quality 95; loading is
+compared with decoding alone. The prediction is the virtual clock's of an epoch of minibatches of 38.5 MB, by the
+profile's `load_s`.
 """
 
 import contextlib
@@ -10,7 +11,6 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,41 +25,37 @@ from torch.utils.data import TensorDataset
 
 import pipebench
 from pipebench.zoo.imagenet import ImageNet, imagenet
+from tests.bench.pairs import median_and_range, rounds
 
-ROUNDS, IMAGES = 9, 32
-EPOCHS, NUM_IMAGES, SHAPE = 3, 256, (3, 224, 224)
+ROUNDS = 9
+IMAGES = 32  # JPEG files per split
+EPOCHS, NUM_IMAGES, SHAPE = 3, 256, (3, 224, 224)  # of `epoch_ratios`
 PHOTOGRAPHS = ("china.jpg", "flower.jpg")
 MEAN_SIZE, QUALITY = (500, 375), 95
 
 
 def loading_table() -> Table:
-    """Measure interleaved rounds on one core, and return a table of medians and ranges."""
+    """Measure interleaved rounds on one core; return a table of medians and ranges."""
     with tempfile.TemporaryDirectory() as folder:
         data, kilobytes = _data(Path(folder))
         paths = [*Path(folder).glob("train/*/*")]
-        rows: dict[str, Callable[[], object]] = {
+        ways = {
             "training: decoded, a random crop, flipped": lambda: data.fetch("train", range(IMAGES), ["image"]),
             "evaluation: decoded, resized, its middle": lambda: data.fetch("eval", range(IMAGES), ["image"]),
             "floor: decoded by Pillow alone": lambda: [_decode(path) for path in paths],
         }
-        taken: dict[str, list[float]] = {name: [] for name in rows}
-        for counts in (False, *[True] * ROUNDS):
-            for name, load in rows.items():
-                started = time.process_time()
-                load()
-                if counts:
-                    taken[name].append(IMAGES / (time.process_time() - started))
+        taken = rounds(ways, ROUNDS, time.process_time)
     size = "x".join(map(str, MEAN_SIZE))
     table = Table(f"images of {size}, {kilobytes:.0f} kB on average", "images per second and core (median)", "range")
-    for name, rates in taken.items():
-        table.add_row(name, f"{statistics.median(rates):.0f}", f"{min(rates):.0f} to {max(rates):.0f}")
+    for name, seconds in taken.items():
+        table.add_row(name, *median_and_range([IMAGES / each for each in seconds], ".0f"))
     return table
 
 
-def epoch_ratios(device: str, rounds: int) -> list[float]:
-    """Return the virtual clock's seconds of an epoch over the wall's, of `rounds` pairs of runs on a device.
+def epoch_ratios(device: str, num_rounds: int) -> list[float]:
+    """Return an epoch's seconds by the virtual clock over those by the wall clock, of pairs of runs on a device.
 
-    The model is one convolution, so that loading is much of it.
+    The model is one convolution, so that loading takes much of an epoch.
     """
     recipe = {
         "name": "loading",
@@ -70,11 +66,11 @@ def epoch_ratios(device: str, rounds: int) -> list[float]:
         "parallelism": {"mode": "single"},
     }
     engine = {"device": device, "timing": "measured", "threads": 1}
-    return [_epoch_ratio(recipe, engine) for _ in range(rounds)]
+    return [_epoch_ratio(recipe, engine) for _ in range(num_rounds)]
 
 
 def _epoch_ratio(recipe: dict[str, Any], engine: dict[str, Any]) -> float:
-    """Return the ratio of one pair, for which the profile is measured anew."""
+    """Return the ratio of one pair of runs, with a new profile."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         Path("loading.yaml").write_text(yaml.safe_dump(recipe))
         with patch.dict(os.environ, PIPEBENCH_CACHE=folder):
@@ -93,7 +89,7 @@ def model() -> nn.Sequential:
 
 
 def images() -> tuple[TensorDataset, TensorDataset]:
-    """Return the data of `epoch_ratios`: float32 [256, 3, 224, 224], to train on, and 64 of them to evaluate with."""
+    """Return training data of `epoch_ratios`, float32 [256, 3, 224, 224], and 64 of the images for evaluation."""
     made = torch.rand(NUM_IMAGES, *SHAPE, generator=torch.Generator().manual_seed(0))
     classes = torch.arange(NUM_IMAGES) % 10
     return TensorDataset(made, classes), TensorDataset(made[:64], classes[:64])
@@ -104,12 +100,12 @@ def epoch_table(device: str = "cpu") -> Table:
     table = Table(
         "minibatches of 38.5 MB, one convolution", "virtual epoch over the wall's (target 0.9 to 1.1)", "range"
     )
-    table.add_row(device, f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}")
+    table.add_row(device, *median_and_range(ratios, ".2f"))
     return table
 
 
 def _data(folder: Path) -> tuple[ImageNet, float]:
-    """Write both splits; return the data set and the mean size of a file in kB."""
+    """Write both splits into a folder; return the data set and the mean size of a file in kB."""
     paths, photographs = [], importlib.resources.files("sklearn.datasets.images")
     for split in ("train", "val"):
         (folder / split / "photograph").mkdir(parents=True)

@@ -1,13 +1,15 @@
-"""`nox -s bench`: what the engine costs over bare arithmetic; how fast simulator, planner, loading and commands are.
+"""`nox -s bench`: overhead of the engine over its arithmetic, and speed of simulator, planner, loading and commands.
 
-Every ratio is speed of ours over speed of the reference; the A/A row shows the noise of this machine today.
+Every ratio is speed of ours over speed of the reference; the A/A row compares the reference with itself, which shows
+the noise of the machine.
 """
 
 import argparse
 import copy
 import platform
-import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -35,7 +37,7 @@ from pipebench.simulate.steady import simulate_segment
 from pipebench.zoo.mnist5k import mnist5k
 from pipebench.zoo.vgg import vgg16
 from tests.bench.loading import epoch_table, loading_table
-from tests.bench.pairs import NUM_PAIRS, Ratio, compare
+from tests.bench.pairs import NUM_PAIRS, Ratio, compare, median_and_range, seconds
 from tests.bench.planning import planning_tables
 from tests.bench.starting import starting_table
 from tests.support import make_engine, make_setup
@@ -62,7 +64,7 @@ def setup(starts: Sequence[int], weights: str, depth: int | None = None) -> Setu
 
 
 def runner(engine: VirtualEngine) -> Callable[[], None]:
-    """Return a function that trains a few minibatches."""
+    """Return a function that trains `STEPS` minibatches."""
 
     def run() -> None:
         engine.train(0, STEPS)
@@ -71,7 +73,7 @@ def runner(engine: VirtualEngine) -> Callable[[], None]:
 
 
 def plain_loop(given: Setup) -> Callable[[], None]:
-    """Return the loop anyone would write, on the same minibatches."""
+    """Return a plain training loop on the same minibatches."""
     module, data = model(), mnist5k()
     optimizer = sgd(list(module.parameters()))
 
@@ -87,7 +89,7 @@ def plain_loop(given: Setup) -> Callable[[], None]:
 
 
 def bare_stages(given: Setup) -> Callable[[], None]:
-    """Return the same arithmetic cut the same way, without versions, schedule, mailboxes or a clock."""
+    """Return a loop with the arithmetic of the stages, without weight versions, schedule, mailboxes or a clock."""
     stages: list[Stage] = [cut_stage(given.graph, given.plan, i) for i in range(len(given.plan.stages))]
     modules = [copy.deepcopy(stage.module).train() for stage in stages]
     optimizers = [sgd(list(module.parameters())) for module in modules]
@@ -128,7 +130,7 @@ def ratios() -> Iterator[Ratio]:
 
 
 def simulator_rate(num_workers: int, num_instructions: int) -> tuple[int, float]:
-    """Return instructions simulated and seconds, 1F1B without a flush on a straight pipeline."""
+    """Simulate 1F1B without a flush on a straight pipeline; return the number of instructions and the seconds."""
     pipeline = Pipeline((1,) * num_workers, chain(num_workers), "1f1b", False, num_workers)
     num_minibatches = num_instructions // (num_workers * 8)
     count = sum(sum(1 for _ in program) for program in programs(pipeline, num_minibatches))
@@ -138,73 +140,55 @@ def simulator_rate(num_workers: int, num_instructions: int) -> tuple[int, float]
     simulation = Simulation(
         pipeline, programs(pipeline, num_minibatches), Costs(stages, sizes, sizes), network, lambda _: 1
     )
-    started = time.perf_counter()
-    for _ in simulation:
-        pass
-    return count, time.perf_counter() - started
+    return count, seconds(lambda: deque(simulation, maxlen=0))
 
 
 def largest_clusters() -> list[tuple[str, float]]:
-    """Return plans of 4,096 workers and the seconds until their steady state was found and extrapolated."""
+    """Return plans of 4,096 workers and the seconds until their steady state is found and extrapolated."""
     found = []
+    buckets = (SimulatedBucket(1 << 20, 0.3), SimulatedBucket(25 << 20, 1.0))
     for replicas in ((4096,), (4095, 1)):
-        stages = tuple(
-            StageCosts(
-                {1: 1e-3},
-                {1: 2e-3},
-                {1: 1e-3},
-                {1: 1e-5},
-                1e-5,
-                (SimulatedBucket(1 << 20, 0.3), SimulatedBucket(25 << 20, 1.0)),
-            )
-            for _ in replicas
-        )
+        stages = tuple(StageCosts({1: 1e-3}, {1: 2e-3}, {1: 1e-3}, {1: 1e-5}, 1e-5, buckets) for _ in replicas)
         pipeline = Pipeline(replicas, chain(len(replicas)), "1f1b", False, 2)
         sizes: Crossing = {(e.source, e.target): {1: 100_000} for e in pipeline.edges}
         cluster = Cluster("large", "unit", None, (Level("server", 8, 1e10, 1e-5), Level("cluster", 512, 1.25e9, 5e-5)))
         workload = PlannedWorkload(
             pipeline, Costs(stages, sizes, sizes), cluster, tuple(range(4096)), Sampler(10**9, 1, 0)
         )
-        started = time.perf_counter()
-        simulate_segment(workload, 100 * pipeline.period)
-        found.append((format_plan(replicas), time.perf_counter() - started))
+        took_s = seconds(partial(simulate_segment, workload, 100 * pipeline.period))
+        found.append((format_plan(replicas), took_s))
     return found
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()  # there are no options, so `--help` measures nothing
+    argparse.ArgumentParser(description=__doc__).parse_args()  # there are no options, but `--help` shouldn't measure
     torch.set_num_threads(1)
     keep_freed_blocks()  # as runs do; both sides of a ratio share the process
     console = Console(width=140)
     console.print(f"torch {torch.__version__}, {platform.machine()}, 1 thread, {NUM_PAIRS} interleaved pairs")
     with torch_settings(EngineRecipe(threads=1)):
-        for ratio in ratios():  # a minute each: a line as soon as it is known
-            values = sorted(ratio.values)
+        for ratio in ratios():  # each takes a minute
+            median, spread = median_and_range(ratio.values, ".3f")
             console.print(
-                f"{ratio.what}: {values[len(values) // 2]:.3f} ({values[0]:.3f} to {values[-1]:.3f})"
+                f"{ratio.what}: {median} ({spread})"
                 + (f", target {ratio.target:.3f}: {ratio.verdict}" if ratio.target else "")
                 + f"; {1000 * ratio.ours_s / STEPS:.1f} ms per minibatch"
             )
     rates = Table("simulator: 1F1B, straight", "instructions", "seconds (target < 3 for 1 M)", "per second")
     for num_workers in (4, 16, 64):
-        count, seconds = simulator_rate(num_workers, 1_000_000)
-        rates.add_row(f"{num_workers} workers", f"{count:,}", f"{seconds:.2f}", f"{count / seconds:,.0f}")
+        count, took_s = simulator_rate(num_workers, 1_000_000)
+        rates.add_row(f"{num_workers} workers", f"{count:,}", f"{took_s:.2f}", f"{count / took_s:,.0f}")
     console.print(rates)
     steady = setup([14, 27, 40], "stash")
     for num_minibatches in (100, 10_000, 1_000_000):
-        started = time.perf_counter()
-        simulate_segment(steady, num_minibatches)
-        console.print(f"an epoch of {num_minibatches:,} minibatches, steady state extrapolated: "
-                      f"{1000 * (time.perf_counter() - started):.1f} ms")  # fmt: skip
-    for plan, seconds in largest_clusters():
+        took_s = seconds(partial(simulate_segment, steady, num_minibatches))
+        console.print(f"an epoch of {num_minibatches:,} minibatches, steady state extrapolated: {1000 * took_s:.1f} ms")
+    for plan, took_s in largest_clusters():
         console.print(
-            f"4,096 workers, plan {plan}, 100 periods, steady state extrapolated: {seconds:.1f} s (target < 10)"
+            f"4,096 workers, plan {plan}, 100 periods, steady state extrapolated: {took_s:.1f} s (target < 10)"
         )
-    for planning in planning_tables():
-        console.print(planning)
-    console.print(loading_table())
-    console.print(epoch_table())
-    console.print(starting_table())
+    for table in (*planning_tables(), loading_table(), epoch_table(), starting_table()):
+        console.print(table)
 
 
 if __name__ == "__main__":

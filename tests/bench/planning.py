@@ -1,12 +1,9 @@
-"""How long planning takes, on random chains: against the targets, and how it grows with layers and with workers."""
+"""`nox -s bench`: the seconds of planning random chains, against targets, and their growth with layers and workers."""
 
 import math
 import random
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from rich.table import Table
 
@@ -18,8 +15,9 @@ from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Request
 from pipebench.planner.state_graph import prefixes
 from pipebench.profile.model import LayerProfile, Profile
+from tests.bench.pairs import median_and_range
+from tests.bench.pairs import seconds as seconds_of
 
-_T = TypeVar("_T")
 SEEDS = range(5)
 MODELS = ("overlap", "artifact")
 NUM_LAYERS, NUM_SERVERS = (60, 120, 240, 480, 960, 1500), (1, 4, 16, 64, 256, 1024, 4096)
@@ -28,12 +26,12 @@ SERVER, CLUSTER = Level("server", 4, 10e9, 10e-6), Level("cluster", 4, 1.25e9, 5
 
 @dataclass(frozen=True)
 class Case:
-    """A size to plan at, and how long it may take."""
+    """A planning problem with a target."""
 
-    layers: int  # of the chain, as many as places to cut
+    layers: int  # of the chain
     cluster: str  # in words
     levels: tuple[Level, ...]  # of links, innermost first
-    target_s: float  # seconds allowed; infinite for none
+    target_s: float  # most seconds that the search should take; infinite for none
 
 
 def flat(num_workers: int) -> tuple[Level, ...]:
@@ -67,30 +65,23 @@ def chain(num_layers: int, seed: int) -> Profile:
 
 
 def seconds(profile: Profile, model: str, levels: tuple[Level, ...]) -> tuple[float, float, float]:
-    """Return the seconds to sum the states, to search, and of the whole planner with its simulations."""
+    """Return the seconds of summing the states, of the search, and of the whole planner with its simulations."""
     cost_model = COST_MODELS[model]
-    states_s, states = _timed(lambda: prefixes(profile.layers[1]))
-    work = UnitWork(states)
+    rows = profile.layers[1]
+    states_s = seconds_of(lambda: prefixes(rows))
+    work = UnitWork(prefixes(rows))
     if len(levels) == 1:
-        search_s, _ = _timed(lambda: plan_flat(FlatProblem(work, cost_model, levels[0], levels[0].count)))
+        search_s = seconds_of(lambda: plan_flat(FlatProblem(work, cost_model, levels[0], levels[0].count)))
     else:
-        search_s, _ = _timed(lambda: plan_hierarchical(HierarchicalProblem(work, cost_model, levels)))
+        search_s = seconds_of(lambda: plan_hierarchical(HierarchicalProblem(work, cost_model, levels)))
     request = Request(profile, Cluster("bench", "random", None, levels), cost_model, 1)
-    whole_s, _ = _timed(lambda: Planner(request, "pipedream").best())
-    return states_s, search_s, whole_s
-
-
-def _timed(function: Callable[[], _T]) -> tuple[float, _T]:
-    started = time.perf_counter()
-    result = function()
-    return time.perf_counter() - started, result
+    return states_s, search_s, seconds_of(lambda: Planner(request, "pipedream").best())
 
 
 def _cells(case: Case, model: str, seeds: range) -> list[str]:
+    """Return medians and ranges of `seconds` over seeds and, for a case with a target, that and the verdict."""
     every = [seconds(chain(case.layers, seed), model, case.levels) for seed in seeds]
-    cells = []
-    for column in zip(*every, strict=True):
-        cells.append(f"{statistics.median(column):.3f} ({min(column):.3f} to {max(column):.3f})")
+    cells = ["{} ({})".format(*median_and_range(column, ".3f")) for column in zip(*every, strict=True)]
     search = [search_s for _, search_s, _ in every]
     if math.isfinite(case.target_s):
         met = statistics.median(search) < case.target_s

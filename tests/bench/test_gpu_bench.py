@@ -12,7 +12,7 @@ from pipebench.cluster import Cluster, Level
 from pipebench.model.device import torch_settings
 from pipebench.zoo.mnist5k import mnist5k
 from tests.bench import gpu
-from tests.bench.processes import crew, machine
+from tests.bench.processes import machine, workers
 from tests.bench.processes.machine import Machine
 from tests.bench.processes.references import DDP
 from tests.bench.processes.rows import SINGLE_ON_GPU, TORCHS_ON_GPU, Row
@@ -57,7 +57,7 @@ def test_noise_and_settings_reach_both_sides() -> None:
     assert images.with_settings("tf32", "free").engine.tf32
     tried = {}
     for name in ("untried", "free"):
-        with torch_settings(crew.engine("cuda")), images.with_settings(name).settings():
+        with torch_settings(workers.engine("cuda")), images.with_settings(name).settings():
             assert not torch.are_deterministic_algorithms_enabled()
             tried[name] = torch.backends.cudnn.benchmark
     assert tried == {"untried": False, "free": True}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipebench.checkpoint.handover import StateClaim
-from pipebench.checkpoint.progress import SavedProgress, _is_one_engine_s
+from pipebench.checkpoint.progress import SavedProgress, _is_of_one_engine
 from pipebench.checkpoint.share import Share
 from pipebench.checkpoint.state import CheckpointError
 from pipebench.checkpoint.tensors import _is_dense
@@ -73,7 +73,7 @@ VIRTUAL = {"busy_s": 1.0, "stall_s": 0.0, "evaluation_s": 0.0}
     ],
 )
 def test_facts_are_of_one_kind_of_engine(facts: Any, fits: bool) -> None:
-    assert _is_one_engine_s(facts) is fits
+    assert _is_of_one_engine(facts) is fits
 
 
 PROGRESS = SavedProgress(

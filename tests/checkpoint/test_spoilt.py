@@ -202,7 +202,7 @@ EXPECTED: Mapping[str, tuple[Way, str]] = {
     "weight": (in_progress("weight", -1.0), "progress.weight: got -1.0"),
     "training_s": (in_progress("training_s", 1e9), "progress.training_s: doesn't agree with the rest"),
     "evaluation_s": (in_progress("evaluation_s", []), "progress.evaluation_s: got a list"),
-    "checkpoint_s": (in_progress("checkpoint_s", True), "progress.checkpoint_s: got True"),
+    "checkpoint_s": (in_progress("checkpoint_s", True), "progress.checkpoint_s: got true"),
     "clock_s": (in_progress("clock_s", float("inf")), "progress.clock_s: got inf"),
     "saved_at_s": (in_progress("saved_at_s", None), "'saved_at_s' is missing"),
     "lost_s": (in_progress("lost_s", -3), "progress.lost_s: got -3"),

@@ -185,7 +185,8 @@ def test_mistakes_with_objects() -> None:
     assert "on_progress: got True, allowed is a function" in mistake(pipebench.run, SMALL, model=net, on_progress=True)
     assert "in Python `pipebench.compare`" in mistake(pipebench.run, "small.yaml", train={"seed": [0, 1]})
     assert "is a folder; one recipe is needed" in mistake(pipebench.run, "recipes/quickstart")
-    assert "dataset.target: got a object" in mistake(pipebench.run, SMALL, model=net, dataset={"target": object()})
+    found = mistake(pipebench.run, SMALL, model=net, dataset={"target": object()})
+    assert "dataset.target: got an object of type object" in found
 
     def fails(width: int = 4) -> nn.Module:
         raise KeyError("no weights")

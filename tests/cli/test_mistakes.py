@@ -5,6 +5,8 @@ import importlib
 import os
 import subprocess
 import sys
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -15,6 +17,8 @@ from pipebench.cli.main import cli
 from pipebench.cli.run import _started_as_worker
 from pipebench.distributed.launch import worth_restart
 from pipebench.distributed.launch_failure import of_exception, report
+from pipebench.distributed.launch_template import _fork
+from pipebench.errors import limit_text
 from pipebench.profile.cache import code_hash
 from tests.patience import without_phases
 from tests.recipes import uniform_recipe
@@ -43,6 +47,13 @@ def test_a_mistake_is_one_sentence(words: str, told: str, tmp_path: Path, monkey
     assert said.startswith(f"pipebench: error: {told}")
     assert said.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"], "nothing has run"
+
+
+def test_the_program_alone_prints_its_help() -> None:
+    """Every line of it was told as an error."""
+    done = CliRunner().invoke(cli, [])
+    assert done.exit_code == 2
+    assert done.output == CliRunner().invoke(cli, ["--help"]).output
 
 
 @pytest.mark.parametrize(
@@ -104,7 +115,6 @@ def test_an_output_that_takes_nothing(shell: str, code: int, told: str, tmp_path
     [
         (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "`ulimit -n`"),
         (OSError(errno.EFBIG, os.strerror(errno.EFBIG)), "`ulimit -f`"),
-        (BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)), "`ulimit -u`"),  # of fork
         (RuntimeError("can't start new thread"), "`ulimit -u`"),
         (RuntimeError(os.strerror(errno.EAGAIN)), "`ulimit -u`"),  # of a thread of Gloo's
     ],
@@ -119,6 +129,21 @@ def test_a_limit_of_the_system_is_named(error: Exception, told: str, monkeypatch
     assert (failure.exit_code, worth_restart(failure, started=False)) == (3, False)
     assert worth_restart(failure, started=True)
     assert told in report(failure)
+
+
+def test_only_starting_a_process_meets_the_limit_on_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock that another process has, and a pipe that is full or empty, fail by the same number, EAGAIN."""
+    reads, _ = os.pipe()
+    os.set_blocking(reads, False)
+    busy = partial(os.read, reads, 1)
+    with pytest.raises(BlockingIOError) as waiting:
+        busy()
+    assert limit_text(waiting.value) is None
+    monkeypatch.setattr(os, "fork", busy)
+    for start in (_fork, get_context("fork").Process().start):
+        with pytest.raises(BlockingIOError) as full:
+            start()
+        assert "`ulimit -u`" in str(limit_text(full.value))
 
 
 def test_a_working_directory_that_was_removed_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,12 +50,12 @@ def test_servers_and_sizes_go_together_when_zipped(few: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["plan", "FEW", "--no-others"], "--zip takes the elements of lists together, and no key has one"),
+        (["plan", "FEW", "--no-others"], "--zip combines lists by position, and no key has a list"),
         (
             ["plan", "--profile", "x.json", "--levels", "4@1e9"],
             "--zip goes with a recipe, whose lists it takes together",
         ),
-        (["run", "FEW", "train.seed=1"], "--zip takes the elements of lists together, and no key has one"),
+        (["run", "FEW", "train.seed=1"], "--zip combines lists by position, and no key has a list"),
         (["run", "--resume", "small-1f0c9a7e"], "--resume goes on with one run: leave out --zip"),
     ],
     ids=str,

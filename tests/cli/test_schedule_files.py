@@ -49,7 +49,7 @@ def test_a_recipe_finds_the_file_beside_it_and_takes_its_microbatches(folder: Pa
         ("plan: 2-1", "parallelism.plan: got '2-1' with an order of 2 rows: .*, such as 1-1"),
         ("plan: auto", "parallelism.plan: got 'auto' with an order of 2 rows"),
         ("plan: 1-1, chunks: 2", "parallelism.chunks: got 2 with an order whose rows have 1 stages each: allowed is 1"),
-        ("plan: 1-1, backward: whole", "parallelism.backward: got order two.csv with backward whole, it runs the"),
+        ("plan: 1-1, backward: whole", "parallelism.backward: got order two.csv with backward whole, whose parts"),
         ("plan: 1-1, microbatches: 4", "microbatches: got 4 microbatches per update with an order of 2: allowed is 2"),
         ("plan: 1-1, microbatches: 1", "microbatches: got 1 microbatches per update with an order of 2: allowed is 2"),
         ("plan: 1-1, accumulate: 4", "microbatches: got 4 microbatches per update with an order of 2: allowed is 2"),
@@ -76,7 +76,7 @@ def test_a_file_that_doesn_t_divide_the_minibatch(folder: Path) -> None:
 
 
 def test_a_pipeline_without_a_flush_takes_no_file(folder: Path) -> None:
-    with pytest.raises(RecipeError, match=r"parallelism.order: got order two.csv with no flush|two.csv with no flush"):
+    with pytest.raises(RecipeError, match=r"parallelism.order: got order .*two.csv without a flush"):
         load("recipe.yaml", ["parallelism={mode: pipedream, plan: 1-1, order: two.csv, accumulate: 2}"])
 
 

@@ -216,7 +216,7 @@ def in_processes(
     replicas = engine.worker.replicas.values()
     tensors = [{name: tensor.detach().cpu().clone() for name, tensor in r.tensors().items()} for r in replicas]
     bytes_sent, versions = dict(engine.num_bytes), [engine.worker.versions_max]
-    peaks = [engine.worker.peak_bytes]
+    peaks = [engine.worker.peaks.device_bytes]
     pushes = unpacked(engine.facts()["pushes"])
     engine.close()
     return Outcome(engine.worker.index, tensors, losses, scores, bytes_sent, versions, done, pushes, peaks)
@@ -224,7 +224,7 @@ def in_processes(
 
 def whole(engine: VirtualEngine | DistributedEngine) -> None:
     """Let sharded replicas gather their weights, for a look at all of them."""
-    engine.together(Op.GATHER, Op.WAIT_GATHER)
+    engine.gather_or_free(Op.GATHER, Op.WAIT_GATHER)
 
 
 def virtually(case: Case, device: str = "cpu") -> Outcome:

@@ -97,7 +97,7 @@ def trained(
     if fault is not None and fault.rank == world.rank:
         _arm(fault, Path(folder))
     if fault is not None and fault.place == "write_part":
-        checkpointing._MOMENT_S = 0.0  # what the first process would wait for, 5 s, never comes
+        checkpointing._LAST_WAIT_S = 0.0  # what the first process would wait for, 5 s, never comes
     given = what.job()
     given = replace(given, recipe=replace(given.recipe, engine=replace(given.recipe.engine, kind="distributed")))
     store, engines = Checkpoints(Path(folder)), list[DistributedEngine]()

@@ -98,7 +98,7 @@ def trained(
     held = sum(replica.weights.live_bytes for replica in engine.worker.replicas.values())
     parts = [part.to_plain() for _, part in engine.parts()]
     facts = engine.facts()
-    engine.together(Op.GATHER, Op.WAIT_GATHER)
+    engine.gather_or_free(Op.GATHER, Op.WAIT_GATHER)
     found = joined(world.gather(engine.worker.tensors()), setup.graph.slices)
     whole = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in found]
     engine.close()

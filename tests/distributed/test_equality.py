@@ -11,6 +11,7 @@ from pipebench.recipe.schema import LossScaleRecipe
 from tests.distributed.cases import Case, Outcome, compare, random_case, virtually
 from tests.model.test_optimizer import OPTIMIZERS, named
 from tests.processes import Processes
+from tests.schedule.test_csv_form import ANY_ORDER
 from tests.support import flat_cluster
 
 INTERLEAVED = {"weights": "one", "order": "interleaved", "chunks": 2}
@@ -315,6 +316,19 @@ def test_the_schedule_of_a_file_whose_stages_stand_in_a_v(two: Processes, tmp_pa
         "tied", (2, 5, 8), (1, 1, 1, 1), columns | {"ties": True}
     )  # both copies of either weight in one process
     check(case, two.run("tests.distributed.cases:distributed", case))
+
+
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_the_schedule_of_a_file_whose_stages_have_different_orders(
+    shares_memory: bool, two: Processes, tmp_path: Path
+) -> None:
+    """Messages arrive in the order of the sending stage: what comes early is kept."""
+    path = tmp_path / "any.csv"
+    path.write_text(ANY_ORDER)
+    columns = {"weights": "one", "order": str(path), "microbatches": 4, "backward": "split"}
+    for model in ("skip", "conv"):
+        case = Case(model, (4,), (1, 1), columns, shares_memory=shares_memory)
+        check(case, two.run("tests.distributed.cases:distributed", case))
 
 
 def test_every_optimizer_ends_with_the_virtual_engine_s_weights(two: Processes) -> None:

@@ -128,7 +128,7 @@ def test_a_rehearsal_runs_units_of_every_size(
 
     def noted(worker: Worker, it: Instruction, *others: Any) -> Any:
         if it.op is Op.FORWARD:
-            ran.append((worker.trains, worker.feed.size(it.number)))
+            ran.append((worker.is_training, worker.feed.size(it.number)))
         return execute(worker, it, *others)
 
     monkeypatch.setattr(Worker, "execute", noted)

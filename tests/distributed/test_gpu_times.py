@@ -86,7 +86,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     execute = Worker.execute
 
     def timed(worker: Worker, it: Instruction, *others: Any) -> Any:
-        if worker.trains and it.op in SECONDS:
+        if worker.is_training and it.op in SECONDS:
             gpus = Gpus.present
             gpus.compute(it.op.name, gpus.takes_s.get((it.op, it.stage), SECONDS[it.op]))
         return execute(worker, it, *others)

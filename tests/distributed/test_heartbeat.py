@@ -145,8 +145,8 @@ def lose(monkeypatch: pytest.MonkeyPatch, store: HashStore, *others: Heartbeat) 
             if threading.current_thread() is not threading.main_thread():
                 return wait(seconds)
             for each in (*others, mine):  # what the others say comes first, so that it is heard
-                until = each._answers + round(seconds / _BEAT_S)
-                wait_for(lambda: each._answers >= until)  # noqa: B023
+                until = each._num_answers + round(seconds / _BEAT_S)
+                wait_for(lambda: each._num_answers >= until)  # noqa: B023
             return mine._closed.is_set()
 
         monkeypatch.setattr(mine._closed, "wait", wait_for_beats)

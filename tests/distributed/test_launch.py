@@ -292,8 +292,9 @@ def test_workers_are_told_their_place_and_nothing_is_said_when_all_is_well(tmp_p
 def test_nobody_can_connect_to_what_the_workers_share(tmp_path: Path) -> None:
     """Torch's store has a port, on which it tells every user of the host all that workers tell each other."""
     before = [each for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
-    attempt = launch.Attempt(spawned(script(tmp_path, "")), 2, 0, {}, {})
+    attempt = launch.Attempt(2, 0)
     try:
+        attempt.start(spawned(script(tmp_path, "")), {}, {})
         listens = [each for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
         assert [each for each in listens if each not in before] == []  # another test's may have been closed
         assert attempt.wait(PATIENCE_S)

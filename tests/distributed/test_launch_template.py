@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped] # it has no types of its own
 import pytest
 
+from pipebench.distributed import launch_template
 from pipebench.distributed.launch import run_workers
 from pipebench.distributed.launch_template import Template, TemplateWorker
 from pipebench.model.cores import usable_cores
@@ -25,24 +26,30 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no pr
 def launch() -> None:
     """Be a launcher whose workers run a file in plain Python, in a process that has computed nothing."""
     folder, program, size, restarts = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    launch_template._ANSWER_S = float(sys.argv[5])
+    suspended_before = folder / "suspend-before"  # has a rank
 
     def start(settings: Mapping[str, str], passed: Mapping[str, int]) -> TemplateWorker:
+        if suspended_before.exists() and suspended_before.read_text() == settings["RANK"]:
+            os.kill(template.pid, signal.SIGSTOP)
         copy = template.start([program, "a b"], settings, passed)
         (folder / f"started-{settings['RANK']}").write_text("yes")
         return copy
 
     with Template(lambda: runpy.run_path(sys.argv[1], run_name="__main__")) as template:
         said: list[str] = []
-        (folder / "template").write_text(str(template._pid))
+        (folder / "template").write_text(str(template.pid))
         code = run_workers(start, size, folder, max_restarts=restarts, grace_s=0.2, say=said.append)
     print(json.dumps([code, said]))
 
 
-def launcher(folder: Path, text: str, size: int = 2, restarts: int = 0) -> CopiedCommand:
+def launcher(
+    folder: Path, text: str, size: int = 2, restarts: int = 0, *, answer_s: float = PATIENCE_S
+) -> CopiedCommand:
     program = script(folder, text)[-1]
     # As the command has it: a busy machine draws warnings of sockets.
     settings = {"TORCH_CPP_LOG_LEVEL": "FATAL", "PYTHONPATH": str(ROOT)}
-    words, out = [str(folder), program, str(size), str(restarts)], folder / "printed.txt"
+    words, out = [str(folder), program, str(size), str(restarts), str(answer_s)], folder / "printed.txt"
     return CopiedCommand(words, folder, out, out, settings, launch, without=["OMP_NUM_THREADS"])
 
 
@@ -143,3 +150,25 @@ def test_a_killed_template_is_a_failure_of_its_workers(tmp_path: Path) -> None:
     sentence = "pipebench: error: worker process rank 0 ended by SIGKILL (before training began)"
     assert said[0].splitlines()[0] == sentence
     wait_until_gone(tmp_path)  # a process closes its sockets, which the launcher sees, before its children are told
+
+
+@pytest.mark.parametrize("before", ["an end", "a start"])
+def test_a_suspended_template_is_named(before: str, tmp_path: Path) -> None:
+    """The launcher waited for its answer without a limit."""
+    text = """
+if rank == 0:
+    os.kill(os.getppid(), signal.SIGSTOP)
+    (folder / "suspended").touch()
+while not (folder / "suspended").exists():
+    time.sleep(0.01)
+"""
+    if before == "a start":
+        text = f"time.sleep({2 * PATIENCE_S})\n"
+        (tmp_path / "suspend-before").write_text("1")  # the rank
+    with launcher(tmp_path, text, restarts=1, answer_s=0.5) as process:
+        process.wait()
+    code, said = json.loads((tmp_path / "printed.txt").read_text().splitlines()[-1])
+    template = (tmp_path / "template").read_text()
+    assert (code, len(said)) == (3, 1), said
+    assert said[0].startswith(f"pipebench: error: process {template}, which starts the workers, has not answered")
+    wait_until_gone(tmp_path)

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -60,15 +61,23 @@ def test_a_copy_of_a_worker_can_be_terminated(monkeypatch: pytest.MonkeyPatch) -
     assert os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) == -signal.SIGTERM
 
 
-@pytest.mark.parametrize(
-    ("kind", "local_rank", "tells"), [("user", "0", True), ("user", "1", False), ("failed", "1", True)]
-)
-def test_a_mistake_that_all_make_is_told_once_per_host(
-    kind: str, local_rank: str, tells: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_before_joining_is_told_once_per_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that only a process with LOCAL_RANK 1 made was told by none."""
     monkeypatch.setattr(world, "_joined", [])
-    monkeypatch.setenv("LOCAL_RANK", local_rank)
-    assert launch_worker._is_first_to_report(Failure(0, kind, "so")) == tells
+
+    def tells(local_rank: int, kind: str, message: str, *, by_torchrun: bool = True) -> bool:
+        error_file = str(tmp_path / "attempt_0" / str(local_rank) / "error.json") if by_torchrun else ""
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", error_file)
+        return launch_worker._is_first_to_report(Failure(local_rank, kind, message))
+
+    (tmp_path / "attempt_0").mkdir()
+    assert tells(1, "user", "of all")
+    assert not tells(0, "user", "of all")
+    assert tells(0, "user", "of one")
+    assert tells(1, "failed", "so")
+    assert not tells(1, "lost", "so")
+    assert tells(1, "user", "of all", by_torchrun=False)
 
 
 @pytest.mark.parametrize(("answer", "tells"), [(True, True), (False, False), (None, True)])

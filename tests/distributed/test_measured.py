@@ -215,7 +215,7 @@ def untimed(worker: int) -> MeterState:
 
 
 def test_a_run_of_which_gpus_timed_only_a_part_has_no_times_of_transfers() -> None:
-    meters = [MeasuredMeter(STRAIGHT, worker, rank=worker, tells_overlap=True) for worker in range(2)]
+    meters = [MeasuredMeter(STRAIGHT, worker, rank=worker, measures_overlap=True) for worker in range(2)]
     for worker, meter in enumerate(meters):
         meter.restore(untimed(worker))
         meter.transfer(message(0, 1, 3.0, 4.0), 3.5)
@@ -232,14 +232,14 @@ def test_a_run_of_which_gpus_timed_only_a_part_has_no_times_of_transfers() -> No
 
 
 def test_what_computing_hides_of_a_transfer_is_overlapped() -> None:
-    meter = MeasuredMeter(REPLICATED, 0, rank=0, tells_overlap=True)
+    meter = MeasuredMeter(REPLICATED, 0, rank=0, measures_overlap=True)
     meter.transfer(message(1, 0, 1.0, 3.0), 2.5)  # half a second is waited for
     meter.transfer(message(1, 0, 4.0, 5.0), 9.0)  # nothing is
     meter.transfer(message(1, 0, 6.0, 7.0), 5.0)  # all of it is
     meter.transfer(message(1, 0, 6.0, 7.0))  # nobody computes
     meter.transfer(bucket(10.0, 12.0), 13.0)
     meter.transfer(bucket(11.0, 14.0), 13.0)  # its first second counts already
-    others = [MeasuredMeter(REPLICATED, worker, rank=worker, tells_overlap=True) for worker in (1, 2)]
+    others = [MeasuredMeter(REPLICATED, worker, rank=worker, measures_overlap=True) for worker in (1, 2)]
     measured = merge([each.share() for each in (meter, *others)], REPLICATED, 20.0)
     assert measured.workers[0]["overlapped_s"] == 1.5 + 1.0 + 2.0 + 1.0
     assert measured.metrics["overlapped_s"] == 5.5

@@ -82,7 +82,7 @@ def compare(found: list[Outcome], engine: VirtualEngine, scores: list[Any], tole
         for key, kept in theirs.optimizer[name].items():
             torch.testing.assert_close(ours.optimizer[name][key], kept, rtol=tolerance, atol=tolerance)
     whole = {name: tensor for tensors in found[0].whole for name, tensor in tensors.items()}
-    engine.together(Op.GATHER, Op.WAIT_GATHER)
+    engine.gather_or_free(Op.GATHER, Op.WAIT_GATHER)
     for worker in engine.workers:  # what scores of the whole model are computed with
         for name, tensor in worker.tensors().items():
             torch.testing.assert_close(whole[name], tensor, rtol=tolerance, atol=tolerance)

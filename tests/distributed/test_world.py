@@ -288,6 +288,30 @@ def test_workers_meet_and_learn_of_each_other() -> None:
     assert outcomes == {rank: (prefix(4), [{"of": 0}, {"of": 1}, {"of": 2}]) for rank in range(3)}
 
 
+@pytest.mark.parametrize(("first", "others"), [(3, 2), (2, 3)])
+def test_different_numbers_of_workers_are_told_at_once(first: int, others: int) -> None:
+    """They were told, after the limit to join, as ranks that are missing, or met and then waited for each other."""
+    store, outcomes = serve("127.0.0.1"), list[BaseException]()
+
+    def attend(rank: int, size: int) -> None:
+        mine = place(rank, size, store.port)
+        try:
+            meet(connect(mine, PATIENCE_S), mine, {}, PATIENCE_S)
+        except (UserError, PeerLostError) as error:
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=attend, args=each) for each in ((0, first), (1, others))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    expected = (
+        f"environment: WORLD_SIZE: got {first} for rank 0 and {others} for rank 1, needed is the same for all ranks"
+    )
+    assert [str(each) for each in outcomes] == [expected] * 2
+    assert {type(each) for each in outcomes} == {UserError, PeerLostError}
+
+
 def test_workers_meet_on_a_store_that_the_dead_have_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_join, "_SLACK_S", 0.3)
     store = serve("127.0.0.1")

@@ -18,8 +18,7 @@ from click.testing import CliRunner, Result
 from pipebench.cli.main import cli
 from reports.studies.watched_run import WatchedRun, recorded
 from tests.commands import CopiedCommand, CopiedRun, weights
-from tests.lab.machine import wait_for
-from tests.patience import PATIENCE_S, without_phases
+from tests.patience import PATIENCE_S, wait_for, without_phases
 from tests.processes import reserved_port
 
 SMALL = (

@@ -224,10 +224,10 @@ def test_stages_have_room_while_layers_move(
 ) -> None:
     engine, found = played(choosing(starts, limit), 160)
     assert [where for _, where in found] == made
-    assert max(worker.peak_bytes for worker in engine.workers) <= limit
+    assert max(worker.peaks.device_bytes for worker in engine.workers) <= limit
     monkeypatch.setattr(FeasibilityCheck, "excess_on_the_way", lambda *_: [0.0] * 4)
     careless, _ = played(choosing(starts, limit), 160)
-    assert max(worker.peak_bytes for worker in careless.workers) > limit
+    assert max(worker.peaks.device_bytes for worker in careless.workers) > limit
 
 
 def test_layers_stay_where_stages_that_keep_all_have_no_room_for_them_to_move(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,8 +263,8 @@ def test_layers_stay_where_a_stage_has_no_room_as_it_was_and_as_it_would_be(monk
     assert played(setup, 60)[1]
 
 
-def test_where_nothing_better_was_found_nobody_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stages are unbalanced, and no cuts in between the current and better ones fit."""
+def test_where_nothing_better_was_found_no_search_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages are unbalanced, and no cuts on the way to better ones fit."""
     looked, best = [], RepartitionSearch.best
 
     def counted(stages: RepartitionSearch) -> Proposal | None:
@@ -285,7 +285,7 @@ def test_what_stages_hold_is_reported_with_what_they_take() -> None:
     monitors = [moving_worker(worker).monitor for worker in engine.workers]
     reports = [monitor.reports[-1] for monitor in monitors if monitor is not None]
     assert [report.stage for report in reports] == [0, 1, 2]
-    assert [report.peak_bytes for report in reports] == [worker.peak_bytes for worker in engine.workers]
+    assert [report.peak_bytes for report in reports] == [worker.peaks.device_bytes for worker in engine.workers]
     monitor = StageMonitor(setup, 0, None, lambda move: None)
     monitor.note_memory(100)
     assert monitor.reports[-1].peak_bytes == 0

@@ -133,9 +133,9 @@ def test_loader_processes_stay_between_segments_whatever_is_left_of_one() -> Non
         feed = Feed(setup, split, first, count, loaders)
         for unit in range(read):
             (found,) = feed.inputs(0, 0, unit, ["x"])
-            process, *told = found.tolist()
+            process, *fetched_for = found.tolist()
             processes.add(process)
-            assert told == [feed.indices(unit)[0], feed._draw(unit), split == "eval"]
+            assert fetched_for == [feed.indices(unit)[0], feed._draw(unit), split == "eval"]
         feed.close()
     assert len(processes) == 2
     assert not any(_is_gone(process) for process in processes)

@@ -42,8 +42,8 @@ def ticks() -> Any:
     return itertools.count().__next__
 
 
-def nobody_else(enough: bool) -> bool:
-    """Nobody is waited for."""
+def alone(enough: bool) -> bool:
+    """Agree as the only process does: with itself."""
     return enough
 
 
@@ -57,7 +57,7 @@ def test_every_instruction_of_every_stage_is_timed(mode: str) -> None:
     setup = setup_of(mode)
     before = {name: p.detach().clone() for name, p in setup.graph.root.named_parameters()}
     state = torch.get_rng_state()
-    found = profile_in_situ(setup, nobody_else, ticks(), StopRule(most=2))
+    found = profile_in_situ(setup, alone, ticks(), StopRule(most=2))
     size, stages = 4 // setup.pipeline.microbatches, range(len(setup.plan.stages))
     parts = [Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT] if setup.pipeline.backward == "split" else [Op.BACKWARD]
     expected = {Key(Op.LOAD_INPUT, 0, size), *(Key(op, s, size) for op in (Op.FORWARD, *parts) for s in stages)}
@@ -87,14 +87,14 @@ def test_units_of_many_lengths_practise(mode: str) -> None:
     two_ways = ([2, 4, 6], [2] * 4), {"weights": "one", "order": "dualpipe", "backward": "split", "chunks": 2}
     plan, columns = {**MODES, "two-ways": two_ways}[mode]
     setup = make_setup(Mlp(), plan, dataset=Lengths(), **columns)
-    found = profile_in_situ(setup, nobody_else, ticks(), StopRule(most=2))
+    found = profile_in_situ(setup, alone, ticks(), StopRule(most=2))
     assert {key.stage for key in found if key.op is Op.FORWARD} == {*range(len(setup.plan.stages))}
 
 
 def test_models_that_carry_states_and_running_statistics_practise() -> None:
     for setup in (text_setup(([2], [1, 1]), weights="one"), make_setup(ConvNet(), ([2], [1, 1]), dataset=images())):
         before = {name: b.clone() for name, b in setup.graph.root.named_buffers()}
-        assert profile_in_situ(setup, nobody_else, rule=StopRule(most=1))
+        assert profile_in_situ(setup, alone, rule=StopRule(most=1))
         assert all(torch.equal(before[name], b) for name, b in setup.graph.root.named_buffers())
 
 
@@ -174,7 +174,7 @@ def test_layers_in_use_add_up_to_what_stages_took_and_keep_their_shares() -> Non
     assert [sum(row.backward_s for row in part) for part in parts] == pytest.approx([8, 9])
     assert [row.forward_s for row in parts[0]] == pytest.approx([4, 8])
     assert [row.weight_s for row in parts[0]] == pytest.approx([2, 2])
-    # A size that nobody practised, nearest to 4: ratios are those of 4.
+    # A size that was not measured, nearest to 4: ratios are those of 4.
     assert [row.forward_s for row in found.layers[7][:2]] == pytest.approx([4, 4])
     assert (found.load_s, found.update_floor_s, found.update_s_per_byte) == (profile.load_s, 0, 0)
     assert "in use" in found.note

@@ -72,7 +72,7 @@ def test_what_a_move_holds_is_foretold(policies: str, seed: int, model: type[nn.
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(12))
-def test_what_moves_with_other_policies_hold_is_told_before_they_are_made(seed: int) -> None:
+def test_what_moves_with_other_policies_hold_is_predicted(seed: int) -> None:
     """The same if policies change with each move, with copies that are slow enough to queue, or fast."""
     draw = random.Random(seed)
     (starts, moves), words = drawn(draw), draw.choice(((KEEP, SWAP), (KEEP, RECOMPUTE), (KEEP, RECOMPUTE, SWAP)))

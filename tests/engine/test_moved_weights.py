@@ -146,7 +146,7 @@ def test_a_replica_keeps_one_version_and_as_many_copies_as_the_planner_says(
     )  # PipeMare's last stage has no delay; predictions aim beyond the last stage's updates
     assert most == [copies, copies, most[2]]
     assert (most[2] > 0) == last_moves
-    assert row.weights_kept == 1 + copies
+    assert row.weight_sets == 1 + copies
     assert all(replica.weights.most_alive == 1 for replica in engine.replicas)
 
 

@@ -305,13 +305,13 @@ def test_types_of_every_layer_with_data_and_without(precision: str) -> None:
     assert types == expected | {"place": low, "mask": low, "seen": torch.float32}
     engine = make_engine(make_setup(Normed(), ([1, 4], [1, 1, 1]), dataset=blobs(), precision=precision))
     sent = list[Any]()
-    hand_over = engine._mailbox.send
+    hand_over = engine._transport.send
 
     def send(kind: str, unit: int, source: int, target: int, values: Any) -> None:
         sent.extend(pytree.tree_leaves(values))
         hand_over(kind, unit, source, target, values)
 
-    engine._mailbox.send = send  # type: ignore[method-assign]
+    engine._transport.send = send  # type: ignore[method-assign]
     engine.train(0, 3)
     assert sent
     assert {leaf.dtype for leaf in sent if isinstance(leaf, torch.Tensor)} == {low}

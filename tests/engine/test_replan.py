@@ -135,7 +135,7 @@ def test_peaks_and_versions_are_those_of_the_whole_run() -> None:
     before = engine.facts()
     under(engine, [1, 2])
     assert engine.facts()["peak_bytes"] == [
-        max(was, worker.peak_bytes) for was, worker in zip(before["peak_bytes"], engine.workers, strict=True)
+        max(was, worker.peaks.device_bytes) for was, worker in zip(before["peak_bytes"], engine.workers, strict=True)
     ]
     assert engine.facts()["weight_versions_max"] == before["weight_versions_max"] == [3, 2, 1]
 

@@ -88,11 +88,11 @@ def test_the_same_is_decided_where_memory_is_limited(
     starts: list[int], columns: Any, share: float, chooses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Simulated stages report their memory, too, to the byte, in every report."""
-    told: list[list[tuple[int, ...]]] = []
+    reported: list[list[tuple[int, ...]]] = []
     decide = RepartitionController.decide
 
     def noted(balancing: RepartitionController, minibatch: int, reports: Sequence[StageReport]) -> Repartition | None:
-        told[-1] += [(minibatch, each.stage, each.moves, each.units, int(each.peak_bytes)) for each in reports]
+        reported[-1] += [(minibatch, each.stage, each.moves, each.units, int(each.peak_bytes)) for each in reports]
         return decide(balancing, minibatch, reports)
 
     free = with_momentum(balancing(starts, **columns))
@@ -104,11 +104,11 @@ def test_the_same_is_decided_where_memory_is_limited(
     trained, simulated = make_engine(setup), SimulatedEngine(setup)
     made = []
     for each in (trained, simulated):
-        told.append([])
+        reported.append([])
         made.append(played(each, [120]))
     assert made[0] == made[1]
     assert simulated.setup.plan == trained.setup.plan
-    measured, predicted = told
+    measured, predicted = reported
     assert len(predicted) > 20
     assert predicted == measured[: len(predicted)]  # no more is played than anything may change in
     assert any(peak_bytes for *_, peak_bytes in predicted)

@@ -50,9 +50,9 @@ def ready(
 
 def weights(engine: VirtualEngine) -> dict[str, torch.Tensor]:
     """Return copies of all weights by name."""
-    engine.together(Op.GATHER, Op.WAIT_GATHER)
+    engine.gather_or_free(Op.GATHER, Op.WAIT_GATHER)
     found = {name: tensor.detach().clone() for worker in engine.workers for name, tensor in worker.tensors().items()}
-    engine.together(Op.FREE)
+    engine.gather_or_free(Op.FREE)
     return found
 
 

@@ -220,9 +220,9 @@ def test_layers_that_run_whole_have_their_gradients_after_the_first_part() -> No
     replica.backward_input(0, {})
     there = {n for n, g in zip(replica.weights.names, replica.gradients, strict=True) if g is not None}
     assert there == {"gain", *(name for name in replica.weights.names if name.startswith(("lstm.", "norm.")))}
-    told: list[int] = []
-    replica.backward_weight(0, lambda index, _: told.append(index))
-    names = [replica.weights.names[index] for index in told]
+    passed_on: list[int] = []
+    replica.backward_weight(0, lambda index, _: passed_on.append(index))
+    names = [replica.weights.names[index] for index in passed_on]
     assert sorted(names) == sorted({*replica.weights.names} - there)
     assert names.index("head.weight") < names.index("first.weight")  # the last layer first, as buckets set out
 
@@ -233,18 +233,18 @@ def test_a_shared_weight_is_told_of_once_and_whole() -> None:
     x = torch.randn(3, 6, dtype=torch.float64)
     replica.forward(UnitInput(0, (0, 0), [x], {}, 0, loss=lambda output: output.square().sum()))
     replica.backward_input(0, {})
-    told: dict[str, torch.Tensor] = {}
+    passed_on: dict[str, torch.Tensor] = {}
     calls: list[int] = []
 
     def tell(index: int, gradient: torch.Tensor) -> None:
         calls.append(index)
-        told[replica.weights.names[index]] = gradient.clone()
+        passed_on[replica.weights.names[index]] = gradient.clone()
 
     replica.backward_weight(0, tell)
     plain(x).square().sum().backward()
-    assert len(calls) == len({*calls}) == len(told)
+    assert len(calls) == len({*calls}) == len(passed_on)
     for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(told[name], parameter.grad, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(passed_on[name], parameter.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_what_runs_whole_is_named() -> None:

@@ -259,7 +259,7 @@ def test_training_that_swaps_ends_with_the_same_bits(name: str) -> None:
             assert torch.equal(found[each], parameter), each
         assert [r.host_bytes() for r in swapped.replicas] == [0] * len(swapped.replicas)
         assert swapped.num_bytes["swap-out", "pcie"] == swapped.num_bytes["swap-in", "pcie"] > 0
-        assert any(worker.host_peak_bytes for worker in swapped.workers)
+        assert any(worker.peaks.host_bytes for worker in swapped.workers)
         assert {**kept.num_bytes} == {key: count for key, count in swapped.num_bytes.items() if key[1] != "pcie"}
 
 
@@ -273,4 +273,4 @@ def test_bytes_that_are_swapped_are_those_of_the_shapes() -> None:
     short = sum(8 * 2 * width for width in widths) + 8 * 2 + 8
     assert engine.num_bytes["swap-out", "pcie"] == 11 * each + short
     first = 8 * 4 * sum(widths[:3])  # of which it has two in flight, and the second stage one
-    assert [worker.host_peak_bytes for worker in engine.workers] == [2 * first, each - first]
+    assert [worker.peaks.host_bytes for worker in engine.workers] == [2 * first, each - first]

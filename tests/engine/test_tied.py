@@ -206,8 +206,8 @@ def test_bytes_of_an_update_are_a_ring_s_around_all_copies(replicas: tuple[int, 
     assert engine.network.num_bytes == engine.num_bytes
     rows = setup.profile.rows
     mode = replace(MODES["hybrid"], accumulate=1)
-    told = payload(rows, setup.plan, mode, 1, 1)[ALL_REDUCE] * setup.pipeline.period
-    assert told == pytest.approx(per_update)
+    predicted = payload(rows, setup.plan, mode, 1, 1)[ALL_REDUCE] * setup.pipeline.period
+    assert predicted == pytest.approx(per_update)
 
 
 def test_an_update_waits_for_the_sum_on_the_links_that_join_the_copies() -> None:
@@ -231,7 +231,8 @@ def test_memory_is_what_live_tensors_come_to_with_both_copies(columns: dict[str,
     def observe(event: TimelineEvent) -> None:
         nonlocal compared
         it, worker = event.instruction, event.worker
-        levels.execute(worker, it, engine._feed.size(it.number) if it.op in (Op.FORWARD, *BACKWARDS) else 0)
+        size = engine.workers[worker].feed.size(it.number) if it.op in (Op.FORWARD, *BACKWARDS) else 0
+        levels.execute(worker, it, size)
         held, found = levels.held(worker, it.stage), live(engine.workers[worker].replicas[it.stage])
         assert [held[kind] for kind in WHATEVER_SIZE] == [found[kind] for kind in WHATEVER_SIZE], it
         compared += 1

@@ -1,4 +1,4 @@
-"""`python -m tests.lab`: hosts and wires made on this machine, recipes trained across them, beside the prediction."""
+"""`python -m tests.lab`: trains recipes across emulated hosts and links, and compares with predictions."""
 
 import sys
 from pathlib import Path
@@ -11,9 +11,9 @@ from pipebench.cli.parameters import Parameter, count
 from pipebench.cli.references import load_all, split
 from pipebench.errors import UserError, WorkersFailedError
 from pipebench.units import UnitError, parse_bandwidth
+from tests.lab.ladder import HIGHEST_BYTES_PER_S, LOWEST_BYTES_PER_S
 
 _MOST_HOSTS, _MOST_WORKERS = 64, 64
-_SLOWEST_BYTES_PER_S, _FASTEST_BYTES_PER_S = 1e6 / 8, 1e11 / 8  # TCP hardly starts below; no kernel copies more
 
 
 def _hosts(text: str) -> int:
@@ -23,7 +23,7 @@ def _hosts(text: str) -> int:
 
 
 def _bandwidths(text: str) -> tuple[float, ...]:
-    """Return the bandwidths [bytes/s] that `100Mbit,1Gbit` stands for, as `tc` writes them or as recipes do."""
+    """Return the bandwidths [bytes/s] of a text such as `100Mbit,1Gbit`, in the notation of `tc` or of recipes."""
     found = []
     for part in text.split(","):
         try:
@@ -32,7 +32,7 @@ def _bandwidths(text: str) -> tuple[float, ...]:
             raise ValueError(
                 f"got {part[:40]!r}, allowed are bandwidths joined by commas, such as 100Mbit,1.5Gbit,10Gbit"
             ) from None
-        if not _SLOWEST_BYTES_PER_S <= found[-1] <= _FASTEST_BYTES_PER_S:
+        if not LOWEST_BYTES_PER_S <= found[-1] <= HIGHEST_BYTES_PER_S:
             raise ValueError(f"got {part[:40]!r}, allowed are 1Mbit to 100Gbit")
     if len(set(found)) != len(found):
         raise ValueError(f"got {text[:60]!r}, allowed are different bandwidths")
@@ -111,7 +111,7 @@ def lab(
     options = Options(hosts, workers_per_host, bandwidths, climbs, out.absolute())
     try:
         code: int = run_lab(lambda more: load_all(references, [*overrides, *more]), overrides, options)
-    except WorkersFailedError as error:  # why has been said
+    except WorkersFailedError as error:  # the reason has been printed
         return error.exit_code
     return code
 

@@ -1,7 +1,7 @@
-"""Removes a lab: run as a process, `python watcher.py NAMESPACE...`, as soon as its standard input ends.
+"""Removes a lab: as a process, `python cleaner.py NAMESPACE...`, as soon as its standard input ends.
 
-Whoever made the lab holds the other end of that pipe, so whatever ends it, `kill -9` too, ends the pipe. Standard
-library only: it starts in an instant and imports nothing that could fail.
+The process that made the lab holds the other end of that pipe, so the pipe ends with it, even after `kill -9`. Only the
+standard library is imported, so that it starts fast and nothing can fail.
 """
 
 import contextlib
@@ -28,17 +28,17 @@ def main(names: Sequence[str]) -> None:
 
 
 def remove(names: Sequence[str]) -> list[str]:
-    """End all processes inside some namespaces and remove them; return those that were there."""
+    """Kill all processes inside some namespaces and remove these; return the namespaces that existed."""
     there = [name for name in names if (NETNS / name).exists()]
     kill(there)
     for name in there:
-        # Somebody else, such as the next lab, may have been quicker.
+        # Another process, such as the next lab, may have removed it first.
         subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
     return there
 
 
 def kill(names: Sequence[str]) -> None:
-    """End all processes inside some namespaces, and wait until they have ended."""
+    """Kill all processes inside some namespaces, and wait until they have ended."""
     until_s = time.monotonic() + _KILLING_S
     while time.monotonic() < until_s:
         living = [pid for name in names for pid in processes_in(name)]
@@ -51,7 +51,7 @@ def kill(names: Sequence[str]) -> None:
 
 
 def processes_in(name: str) -> Iterator[int]:
-    """Yield the processes whose network is a namespace's; of zombies nothing can be read, and they hold none."""
+    """Yield the ids of the processes in a network namespace; zombies are in none."""
     with contextlib.suppress(OSError):
         wanted = os.stat(NETNS / name)
         for entry in os.listdir("/proc"):

@@ -1,4 +1,4 @@
-"""A lab as a cluster's file: hosts of this machine's cores, joined by wires of a stated bandwidth."""
+"""Writes the cluster's file of a lab: hosts on this machine's cores, joined by wires of a stated bandwidth."""
 
 from pipebench.cluster import Level
 from pipebench.recipe.clusters import load_cluster
@@ -8,12 +8,14 @@ LEVEL = "wire"
 
 
 def cluster_text(bandwidth_bytes_per_s: float, latency_s: float, workers_per_host: int) -> str:
-    """Return the file's text; the recipe's `cluster.servers` says how many hosts there are.
+    """Return the file's text; the recipe's `cluster.servers` is the number of hosts.
 
-    The bandwidth is of every host's wire, each way, headers included; the latency is half of a small message's way
-    there and back, measured.
+    Args:
+        bandwidth_bytes_per_s: of every host's wire, in each direction, headers included.
+        latency_s: half of the measured round trip of a small message.
+        workers_per_host: number of processes on each host.
     """
-    local = load_cluster("local", 1)  # whose loopback interface joins the processes of one host
+    local = load_cluster("local", 1)  # its loopback interface joins the processes of one host
     inside = _level("host", workers_per_host, local.levels[0]) if workers_per_host > 1 else ""
     return f"""# a lab: network namespaces of this machine, joined by wires of limited bandwidth
 device: {{value: local, assumed: "the machine pipebench runs on"}}

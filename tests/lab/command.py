@@ -1,4 +1,4 @@
-"""What `python -m tests.lab` does, from loaded recipes to the report; it ends tidily whatever signal asks it to."""
+"""Runs `python -m tests.lab` from loaded recipes to the report, and removes the lab whatever signal ends it."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -14,17 +14,20 @@ from tests.lab.report import write_report
 from tests.lab.study import Study
 from tests.lab.trials import cluster_words
 
-_USUAL_LATENCY_S = 3e-5  # until it is measured: recipes are checked before there is a lab
+_USUAL_LATENCY_S = 3e-5  # for checking recipes, before the lab is made and its latency is measured
 
 
 def run_lab(load: Callable[[Sequence[str]], list[LoadedRecipe]], overrides: Sequence[str], options: Options) -> int:
-    """Make a lab, study the recipes in it, write the report, and remove the lab; return 0 though a target is missed.
+    """Make a lab, study the recipes in it, write the report, and remove the lab; return 0 even if a target is missed.
 
-    `load` returns the recipes under more overrides than the user's own.
+    Args:
+        load: loads the recipes with the user's and additional overrides.
+        overrides: the user's.
+        options: of the command.
 
     Raises:
-        UserError: a recipe can't be run in a lab, or nothing can be written.
-        WorkersFailedError: a run ended without a result; why has been said.
+        UserError: a recipe can't be run in a lab, or the folder can't be written.
+        WorkersFailedError: a run ended without a result; the reason has been printed.
     """
     try:
         options.folder.mkdir(parents=True, exist_ok=True)

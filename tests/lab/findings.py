@@ -1,4 +1,4 @@
-"""What a lab is asked for and what it finds, as plain data."""
+"""Options and results of a lab, as plain data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,50 +12,50 @@ _UNITS = (("Gbit", 1e9), ("Mbit", 1e6), ("kbit", 1e3), ("bit", 1.0))
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe as the lab runs it."""
+    """A recipe with its overrides."""
 
-    name: str  # the recipe's; in a sweep with what varies
-    path: Path  # its file
+    name: str  # the recipe's; in a sweep, with the values that vary
+    path: Path  # the recipe's file
     words: tuple[str, ...]  # overrides
-    mode: str  # its mode of parallelism
+    mode: str  # of parallelism
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `python -m tests.lab` is asked for."""
+    """The options of `python -m tests.lab`."""
 
-    num_hosts: int  # hosts of the lab
-    workers_per_host: int  # processes on each
+    num_hosts: int  # of the lab
+    workers_per_host: int  # processes on each host
     bandwidths: tuple[float, ...]  # of the wires, bytes per second, headers included
-    climbs: bool  # whether the crossover is looked for, too
-    folder: Path  # where everything is written; absolute
+    climbs: bool  # whether runs around the predicted crossover are measured, too
+    folder: Path  # for all files; absolute
 
 
 @dataclass(frozen=True)
 class Wire:
-    """What a wire gave two plain sockets."""
+    """A wire as measured with two plain sockets."""
 
-    bandwidth_bytes_per_s: float | None  # what it was limited to; None: to nothing
+    bandwidth_bytes_per_s: float | None  # its limit; None for none
     goodput_bytes_per_s: float  # payload per second, in one direction
-    latency_s: float  # half of a small message's way there and back
+    latency_s: float  # half of the round trip of a small message
 
 
 @dataclass(frozen=True)
 class Passed:
-    """What a run sent over all wires, in bytes."""
+    """The traffic of a run over all wires."""
 
-    wire_bytes: int  # what the interfaces counted from the run's start to its end, each piece at its sender
-    num_pieces: int  # in so many pieces, of up to 64 kB: what a kernel hands an interface at once
-    payload_bytes: int  # what the run says it sent from host to host: training, buffers, evaluation
+    wire_bytes: int  # that the interfaces counted from the run's start to its end, at the senders
+    num_pieces: int  # packets that the interfaces counted, of up to 64 kB each
+    payload_bytes: int  # that the run logged as sent between hosts: training, buffers, evaluation
 
     @property
     def header_bytes(self) -> int:
-        """Of Ethernet, IP and TCP with its timestamps: 66 per piece, those that only acknowledge included."""
+        """Headers of Ethernet, IP and TCP with timestamps: 66 bytes per piece, acknowledgements included."""
         return 66 * self.num_pieces
 
     @property
     def other_bytes(self) -> int:
-        """What is neither: torchrun's rendezvous, the store's heartbeats, messages' own headers, facts at drains."""
+        """Neither payload nor headers: torchrun's rendezvous, the store's heartbeats, headers of messages, drains."""
         return self.wire_bytes - self.payload_bytes - self.header_bytes
 
 
@@ -65,10 +65,10 @@ class Run:
 
     case: Case  # the recipe
     bandwidth_bytes_per_s: float  # of the wires
-    predicted: Predicted  # before it ran
-    predicted_time_to_accuracy_s: float | None  # likewise; None without a target
-    result: RunResult  # what it came to
-    passed: Passed  # what passed the wires
+    predicted: Predicted  # before the run
+    predicted_time_to_accuracy_s: float | None  # before the run; None without a target
+    result: RunResult  # of the run
+    passed: Passed  # its traffic
 
     @property
     def throughput_samples_per_s(self) -> float:
@@ -83,27 +83,27 @@ class Run:
 
 @dataclass(frozen=True)
 class LinkFinding:
-    """Where a pipeline and data parallelism are predicted to be equally fast."""
+    """The bandwidth at which a pipeline and data parallelism are predicted to be equally fast."""
 
-    pipeline: str  # the recipe that is the fastest pipeline there
-    data_parallel: str  # the fastest of those whose replicas hold the whole model
-    bandwidth_bytes_per_s: float  # where
+    pipeline: str  # the recipe of the fastest pipeline there
+    data_parallel: str  # the fastest recipe there whose replicas hold the whole model
+    bandwidth_bytes_per_s: float  # of the crossing
     ladder: tuple[float, ...]  # bandwidths around it, each 1.5 times the one before
 
 
 @dataclass(frozen=True)
 class Findings:
-    """All that a lab found."""
+    """The results of a lab."""
 
-    options: Options  # what was asked for
+    options: Options  # of the command
     cases: tuple[Case, ...]  # the recipes, in order
     free: Wire  # the wires without a limit
-    wires: tuple[Wire, ...]  # with each
-    # Recipe to what is predicted of it at many bandwidths, ascending.
+    wires: tuple[Wire, ...]  # the wires at each limit
+    # Predictions at many bandwidths, ascending, by recipe.
     curves: Mapping[str, Sequence[tuple[float, Predicted]]]
-    runs: tuple[Run, ...]  # at the bandwidths asked for, in the order in which they ran
-    crossing: LinkFinding | None  # None if none is predicted, or it wasn't looked for
-    climbed: tuple[Run, ...]  # the runs at its ladder
+    runs: tuple[Run, ...]  # at the bandwidths of the options, in the order in which they ran
+    crossing: LinkFinding | None  # None if none is predicted or the options don't ask for it
+    climbed: tuple[Run, ...]  # the runs on its ladder
 
 
 def label(bandwidth_bytes_per_s: float) -> str:

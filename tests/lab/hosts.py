@@ -1,7 +1,7 @@
-"""A lab while it is there: hosts and wires that exist between `with` and its end, however that comes.
+"""Labs: emulated hosts and wires that exist inside a `with` statement, however that ends.
 
-Three things remove a lab: the end of `with`; a watcher process, when its owner dies without it; and, should both have
-been killed, the next lab, which knows by the names whose owner is gone.
+A lab is removed by the end of `with`; by a cleaner process, if its owner dies before; and, if both are killed, by the
+next lab, which knows from the namespaces' names that their owner is gone.
 """
 
 import itertools
@@ -24,8 +24,8 @@ from tests.lab.names import host_name, lab_name, left_behind, namespaces, this_p
 
 _NUMBERS = itertools.count()
 _TOOLS = ("ip", "tc")
-# Of every host: Reno is in every kernel, and where nothing is dropped it sends as much as the wire takes; without IPv6
-# nobody but the training talks.
+# Settings of every host. Reno is in every kernel, and without loss it sends as much as the wire transmits. Without
+# IPv6, training is the only traffic.
 _SETTINGS = {"/proc/sys/net/ipv4/tcp_congestion_control": "reno", "/proc/sys/net/ipv6/conf/all/disable_ipv6": "1"}
 _SET = "import sys\nfor path, value in zip(sys.argv[1::2], sys.argv[2::2]):\n    open(path, 'w').write(value)"
 
@@ -36,27 +36,18 @@ class LabError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class Counters:
-    """What passed an interface since it was made, both ways, Ethernet headers included.
+    """The traffic of a host's interface since it was made, Ethernet headers included.
 
-    What is sent in one piece counts its headers once, however many frames it would be on a cable.
+    A packet of up to 64 kB counts its headers once, however many frames it would be on a cable.
     """
 
-    sent_bytes: int  # by its host
-    sent_packets: int  # likewise
-    received_bytes: int  # by its host
-    received_packets: int  # likewise
-
-    def __sub__(self, other: "Counters") -> "Counters":
-        return Counters(
-            self.sent_bytes - other.sent_bytes,
-            self.sent_packets - other.sent_packets,
-            self.received_bytes - other.received_bytes,
-            self.received_packets - other.received_packets,
-        )
+    sent_bytes: int
+    sent_packets: int
+    received_bytes: int
 
 
 def why_not() -> str:
-    """Return why there can be no lab here, in one sentence; "" if there can."""
+    """Return in one sentence why this process can't make a lab; "" if it can."""
     if sys.platform != "linux":
         return f"a lab needs the network namespaces of Linux, and this is {sys.platform}"
     if os.geteuid() != 0:
@@ -68,7 +59,7 @@ def why_not() -> str:
 
 
 def clean() -> list[str]:
-    """Remove what labs have left whose owners are gone; return the names of the namespaces."""
+    """Remove the namespaces of labs whose owners are gone; return their names."""
     there = sorted(os.listdir(cleaner.NETNS)) if cleaner.NETNS.is_dir() else []
     return cleaner.remove(left_behind(there))
 
@@ -80,8 +71,8 @@ class Lab:
         num_hosts: two or more.
 
     Attributes:
-        name: what the names of its namespaces begin with.
-        num_hosts: how many hosts there are.
+        name: beginning of the names of its namespaces.
+        num_hosts: number of hosts.
     """
 
     def __init__(self, num_hosts: int) -> None:
@@ -102,9 +93,9 @@ class Lab:
         clean()
         names = namespaces(self.name, self.num_hosts)
         command = [sys.executable, "-I", "-S", cleaner.__file__, *names]
-        self._watcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        assert self._watcher.stdout is not None
-        self._watcher.stdout.readline()  # from here on, it is on guard
+        self._cleaner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        assert self._cleaner.stdout is not None
+        self._cleaner.stdout.readline()  # it ignores signals from now on
         try:
             _execute(wires.building(self.name, self.num_hosts))
             for index in range(self.num_hosts):
@@ -118,16 +109,16 @@ class Lab:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Remove everything, and end what still runs there."""
+        """Remove the lab, and kill the processes in it."""
         self.close()
 
     def close(self) -> None:
-        """Remove everything, and end what still runs there."""
+        """Remove the lab, and kill the processes in it."""
         cleaner.remove(namespaces(self.name, self.num_hosts))
-        self._watcher.communicate()
+        self._cleaner.communicate()
 
     def limit(self, bandwidth_bytes_per_s: float) -> None:
-        """Give every wire a bandwidth, each way; while something runs, too.
+        """Set the bandwidth of every wire, in each direction; also while processes run.
 
         Raises:
             LabError: the kernel refuses it.
@@ -136,12 +127,12 @@ class Lab:
             self.limit_host(index, bandwidth_bytes_per_s)
 
     def limit_host(self, index: int, bandwidth_bytes_per_s: float) -> None:
-        """Give one host's wire a bandwidth, each way."""
+        """Set the bandwidth of one host's wire, in each direction."""
         _execute(wires.limiting(self.name, self.num_hosts, index, bandwidth_bytes_per_s))
         self._limited = True
 
     def unlimit(self) -> None:
-        """Take the limits of all wires away, if there are any."""
+        """Remove the limits of all wires, if there are any."""
         if self._limited:
             hosts = range(1 if self.num_hosts == 2 else self.num_hosts)  # two hosts share a wire
             for index in hosts:
@@ -149,34 +140,38 @@ class Lab:
         self._limited = False
 
     def unplug(self, index: int) -> None:
-        """Let nothing pass a host's wire any more; nobody is told."""
+        """Let nothing pass a host's wire any more; connections stay open."""
         _execute(wires.switching(self.name, index, "down"))
 
     def plug(self, index: int) -> None:
         _execute(wires.switching(self.name, index, "up"))
 
     def destroy(self, index: int) -> None:
-        """Take a host away, with all that runs on it: its wire first, so that it says no last word."""
+        """Remove a host and kill its processes; first it is unplugged, so that its connections aren't closed."""
         self.unplug(index)
         cleaner.remove([f"{self.name}-{host_name(index)}"])
 
     def kill(self, index: int) -> None:
-        """End all processes of a host; its kernel closes their connections, which tells their peers."""
+        """Kill all processes of a host; the kernel closes their connections, so that their peers notice."""
         cleaner.kill([f"{self.name}-{host_name(index)}"])
 
     def counters(self, index: int) -> Counters:
-        """Return what has passed a host's interface."""
+        """Return the traffic of a host's interface."""
         shown = _execute([("ip", "-n", f"{self.name}-{host_name(index)}", "-s", "-j", "link", "show", wires.INTERFACE)])
         rows: list[dict[str, Any]] = json.loads(shown)
         sent, received = rows[0]["stats64"]["tx"], rows[0]["stats64"]["rx"]
-        return Counters(sent["bytes"], sent["packets"], received["bytes"], received["packets"])
+        return Counters(sent["bytes"], sent["packets"], received["bytes"])
 
     def start(
         self, index: int, command: Sequence[str], *, name: str | None = None, **options: Any
     ) -> "subprocess.Popen[str]":
-        """Start a process on a host; it ends with this one at the latest.
+        """Start a process on a host; it is killed when this process ends.
 
-        It takes `name` for the host's name; None for `host0`, `host1`, ... `options` are of `subprocess.Popen`.
+        Args:
+            index: of the host.
+            command: program and arguments.
+            name: host name that the process sees; `host0`, `host1`, ... by default.
+            options: of `subprocess.Popen`.
         """
         child = [sys.executable, "-I", "-S", launch_child.__file__, str(os.getpid())]
         return subprocess.Popen(
@@ -190,7 +185,7 @@ class Lab:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP do what Ctrl-C does: unwind, and so remove the lab."""
+    """Raise KeyboardInterrupt for SIGTERM and SIGHUP, too, so that the lab is removed."""
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
@@ -204,7 +199,7 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def _execute(commands: Sequence[wires.Command]) -> str:
-    """Run commands one after another; return what the last one printed."""
+    """Run commands one after another; return the output of the last one."""
     said = ""
     for command in commands:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -216,5 +211,5 @@ def _execute(commands: Sequence[wires.Command]) -> str:
 
 
 def environment(index: int, base: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of training processes on a host: they talk by its one interface."""
+    """Return the environment of training processes on a host, which use its only interface."""
     return {**base, "GLOO_SOCKET_IFNAME": wires.INTERFACE, "NCCL_SOCKET_IFNAME": wires.INTERFACE}

@@ -1,7 +1,7 @@
-"""What a process in a lab is before it is itself: `python inside.py NAMESPACE HOST COMMAND...` becomes COMMAND there.
+"""Starts a command in a lab: `python inside.py NAMESPACE HOST COMMAND...` is replaced by COMMAND.
 
-It enters the network namespace and takes the host's name, as far as its children see. Standard library only, so that
-it starts in an instant.
+It enters the network namespace and sets the host name, in a namespace of its own. Only the standard library is
+imported, so that it starts fast.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ _CLONE_NEWUTS, _CLONE_NEWNET = 0x04000000, 0x40000000
 
 
 def main(words: Sequence[str]) -> None:
-    """Become the command: `words` are the namespace, the host's name and the command."""
+    """Replace this process by the command; `words` are the namespace, the host name and the command."""
     namespace, host, *command = words
     with open(f"/run/netns/{namespace}") as network:
         _check(_libc.setns(network.fileno(), _CLONE_NEWNET))

@@ -1,26 +1,26 @@
-"""Training processes across a lab's hosts: torchrun on every one of them, as across hosts of a cluster."""
+"""Starts training processes on a lab's hosts: torchrun on each, as on the hosts of a cluster."""
 
 import os
 import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from pipebench.distributed.launch import worker_settings
 from pipebench.distributed.launch_child import python_module
 from tests.lab import wires
 from tests.lab.hosts import Lab, environment
 
-_PORT = 29500  # every host has ports of its own
-# Once one host's processes have failed the others end by themselves, or are ended.
-_CLOSING_S, _POLL_S = 30.0, 0.05
+_PORT = 29500  # every host has its own ports
+_CLOSING_S = 30.0  # after one host's torchrun has failed, for the others to end by themselves
+_POLL_S = 0.05
 
 
 def torchrun(num_hosts: int, workers_per_host: int, index: int, words: Sequence[str]) -> list[str]:
-    """Return torchrun's command on the host of an index; `words` are module and arguments of every process."""
+    """Return torchrun's command on host `index`; `words` are module and arguments of every process."""
     first = wires.address(0)
-    # A host with a name of its own can't tell whether the endpoint is its address: no name server knows it.
+    # torchrun can't find out whether the endpoint is its own address: no name server knows the host's name.
     is_first = f"is_host={int(index == 0)}"
     return [
         *python_module("torch.distributed.run"),
@@ -31,27 +31,39 @@ def torchrun(num_hosts: int, workers_per_host: int, index: int, words: Sequence[
 
 
 def start(
-    lab: Lab, workers_per_host: int, words: Sequence[str], logs: Sequence[int | IO[str]], name: str | None = None
+    lab: Lab,
+    workers_per_host: int,
+    words: Sequence[str],
+    logs: Sequence[IO[Any]],
+    name: str | None = None,
+    **options: Any,
 ) -> list["subprocess.Popen[str]"]:
-    """Start torchrun on every host; what its processes say goes to the host's log.
+    """Start torchrun on every host.
 
-    `words` are module and arguments of every process. Processes take `name` for their host's name; None for one of each
-    host's own.
+    Args:
+        lab: the hosts.
+        workers_per_host: number of processes on each.
+        words: module and arguments of every process.
+        logs: files for the output of every host.
+        name: host name that all processes see; each host's own by default.
+        options: of `subprocess.Popen`; `env` are variables in addition to those of this process.
     """
-    settings = {**os.environ, **worker_settings(lab.num_hosts * workers_per_host), "PYTHONUNBUFFERED": "1"}
+    num_workers = lab.num_hosts * workers_per_host
+    added = options.pop("env", {})
+    settings = {**os.environ, **worker_settings(num_workers), **added, "PYTHONUNBUFFERED": "1"}
     return [
         lab.start(
             index, torchrun(lab.num_hosts, workers_per_host, index, words), name=name, env=environment(index, settings),
-            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, **options,
         )
         for index, log in enumerate(logs)
     ]  # fmt: skip
 
 
 def run(lab: Lab, workers_per_host: int, words: Sequence[str], log: Path, name: str | None = None) -> int:
-    """Run processes on every host to their end; return torchrun's worst exit code.
+    """Run processes on every host to their end; return the largest exit code of torchrun. For arguments see `start`.
 
-    The log takes what host 0 says; the others' stand beside it. See `start`.
+    `log` is for the output of host 0; the other hosts' logs are beside it.
     """
     paths = [log, *(log.with_suffix(f".host{index}.log") for index in range(1, lab.num_hosts))]
     files = [path.open("w") for path in paths]

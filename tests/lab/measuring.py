@@ -1,8 +1,8 @@
-"""Measures what a lab's predictions are made of, in as many processes at once as the runs have: layers, host costs.
+"""Measures layers and host costs for a lab's predictions, in as many processes at once as the runs have.
 
-A process of torchrun's: `python -m tests.lab.measuring FOLDER`. The wires are unlimited then, so what messages take
-of the processors is measured, not what they wait for the wire. FOLDER/recipes.json lists the recipes; a profile of each
-is written there, and `measured.json`, which says whose is which.
+torchrun starts `python -m tests.lab.measuring FOLDER` on every host. The wires have no limit then, so that the CPU time
+of messages is measured without waiting for the wire. FOLDER/recipes.json lists the recipes; their profiles are written
+there, with an index, `measured.json`.
 """
 
 import json
@@ -23,7 +23,7 @@ RECIPES, MEASURED = "recipes.json", "measured.json"
 
 
 def work(folder: Path) -> None:
-    """Measure, and write into the folder where the recipes are listed, on rank 0; all processes call it."""
+    """Measure the recipes that the folder lists, and write the results there on rank 0; all processes call it."""
     listed = json.loads((folder / RECIPES).read_text())
     recipes = {name: load(path, [*words, "engine.timing=anew"]) for name, (path, words) in listed.items()}
     engine = next(iter(recipes.values())).recipe.engine
@@ -41,7 +41,7 @@ def work(folder: Path) -> None:
 
 
 def _measured(loaded: LoadedRecipe, world: World) -> Job:
-    """Prepare a recipe as a run of it would, by what rank 0 decides."""
+    """Prepare a recipe in all processes as a run does, with the plan that rank 0 decides."""
     texts = ["", ""]
     if world.rank == 0:
         decision = decision_of(prepare_job(loaded, trains=False))

@@ -1,6 +1,6 @@
-"""Names of a lab's network namespaces: they say which process owns them, so that nobody else's is ever touched.
+"""Names of a lab's network namespaces, which identify the owner's process, so that no others are ever removed.
 
-A process id comes back one day; together with the moment the process began, in the kernel's ticks, it doesn't.
+Process ids are reused; a process id with the process's start time, in the kernel's ticks, is unique.
 """
 
 import os
@@ -13,19 +13,19 @@ SWITCH = "switch"
 _NAME = re.compile(
     r"pipebench-lab-(?P<pid>[0-9]+)\.(?P<ticks>[0-9]+)\.(?P<number>[0-9]+)-(host[0-9]+|switch)", re.ASCII
 )
-_STARTTIME = 22 - 3  # of /proc/PID/stat, whose third field is the first behind the command's name
+_STARTTIME = 22 - 3  # index in /proc/PID/stat after the command's name, counted from the third field
 
 
 @dataclass(frozen=True)
 class Owner:
     """A process that has labs."""
 
-    pid: int  # its id
-    ticks: int  # when it began, in the kernel's ticks since boot
+    pid: int  # process id
+    ticks: int  # start time, in the kernel's ticks since boot
 
     @property
     def is_alive(self) -> bool:
-        """Whether that process, and not a later one of its id, is there."""
+        """Whether the process exists; a later process with its id doesn't count."""
         return begun_ticks(self.pid) == self.ticks
 
 
@@ -36,7 +36,7 @@ def this_process() -> Owner:
 
 
 def begun_ticks(pid: int) -> int | None:
-    """Return when a process began, in ticks since boot; None if it isn't there, or has only not been waited for."""
+    """Return the start time of a process, in ticks since boot; None if it doesn't exist or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -46,7 +46,7 @@ def begun_ticks(pid: int) -> int | None:
 
 
 def lab_name(owner: Owner, number: int) -> str:
-    """Return what the names of a lab's namespaces begin with; the number tells the labs of one owner apart."""
+    """Return the beginning of the names of a lab's namespaces; labs of one owner have different numbers."""
     return f"pipebench-lab-{owner.pid}.{owner.ticks}.{number}"
 
 
@@ -55,12 +55,12 @@ def host_name(index: int) -> str:
 
 
 def namespaces(lab: str, num_hosts: int) -> list[str]:
-    """Return the names of all namespaces of a lab: one per host, and one for the switch that joins more than two."""
+    """Return the names of all namespaces of a lab: one per host, and one for the switch if there are more than two."""
     inside = [host_name(index) for index in range(num_hosts)] + ([SWITCH] if num_hosts > 2 else [])
     return [f"{lab}-{name}" for name in inside]
 
 
 def left_behind(names: Iterable[str]) -> list[str]:
-    """Return those of some namespaces that belong to labs whose owner is gone."""
+    """Return the namespaces that belong to labs whose owner is gone."""
     owned = ((name, _NAME.fullmatch(name)) for name in names)
     return [name for name, match in owned if match and not Owner(int(match["pid"]), int(match["ticks"])).is_alive]

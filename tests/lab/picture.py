@@ -1,4 +1,4 @@
-"""The lab's picture: throughput and time to accuracy against bandwidth, predicted as lines, measured as points."""
+"""Draws the lab's picture: throughput and time to accuracy over bandwidth, predicted as lines, measured as points."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's, which colour-blind readers can tell apart.
+# The palette of Okabe and Ito, which colour-blind readers can distinguish.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = "osD^vP*"
 
@@ -20,7 +20,7 @@ def draw(found: Findings, path: str | os.PathLike[str]) -> None:
 
 
 def figure(found: Findings) -> "Figure":
-    """Return the picture: one panel, or two where a target is set."""
+    """Return the picture: one panel, and a second one if there is a target."""
     from matplotlib.figure import Figure
 
     has_target = any(run.time_to_accuracy_s is not None for run in found.runs)
@@ -37,7 +37,7 @@ def figure(found: Findings) -> "Figure":
         axes.set_xlabel("bandwidth of every host's wire")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    # Outside: among the points the legend's markers look like measurements.
+    # Outside of the panels, where its markers would look like measurements.
     handles, names = panels[0].get_legend_handles_labels()
     title = "lines predicted, points measured"
     made.legend(handles, names, frameon=False, loc="outside upper left", ncols=6, title=title, alignment="left")

@@ -1,4 +1,4 @@
-"""What the simulator says of a recipe at any bandwidth of a lab's wires, from what was measured before on this host."""
+"""Predicts recipes at any bandwidth of a lab's wires, by simulation with measurements of this machine."""
 
 import json
 from collections.abc import Mapping
@@ -20,21 +20,21 @@ from tests.lab.measuring import MEASURED
 
 @dataclass(frozen=True)
 class Predicted:
-    """What is predicted of a recipe at a bandwidth."""
+    """The prediction of a recipe at a bandwidth."""
 
-    plan: str  # the plan in the papers' notation
+    plan: str  # in the papers' notation
     num_stages: int  # of the plan
     throughput_samples_per_s: float  # in training
-    epoch_time_s: float  # seconds of an epoch's training
+    epoch_time_s: float  # of training
     comm_bytes_per_sample: float  # payload
 
 
 @dataclass(frozen=True)
 class LabSchedule:
-    """How a recipe gets to its target, which no bandwidth changes: both engines end with the same weights."""
+    """Epochs and evaluations to a recipe's target, which don't depend on bandwidth: engines train the same weights."""
 
-    epochs_to_target: float | None  # from the virtual engine's training; None: it didn't get there
-    evaluation_time_s: float  # seconds of evaluation until there, on the virtual clock
+    epochs_to_target: float | None  # of the virtual engine's training; None if it doesn't reach the target
+    evaluation_time_s: float  # of all evaluations until then, on the virtual clock
 
     def time_to_accuracy_s(self, predicted: Predicted) -> float | None:
         """Return the predicted time to the target."""
@@ -44,19 +44,20 @@ class LabSchedule:
 
 
 class Predictor:
-    """Predicts recipes; what it found once it remembers.
+    """Predicts recipes; predictions are cached.
 
-    `recipes` are by name, each with the profile's file as its `engine.timing`, on the lab's cluster at any bandwidth;
-    `hosts`, likewise, have what communication takes of the processors.
+    Args:
+        recipes: by name, on the lab's cluster at any bandwidth, each with the profile's file as its `engine.timing`.
+        hosts: CPU time of communication, by name of the recipe.
     """
 
     def __init__(self, recipes: Mapping[str, LoadedRecipe], hosts: Mapping[str, HostCosts]) -> None:
         self._recipes, self._hosts = recipes, hosts
         self._found: dict[tuple[str, float], Predicted] = {}
-        self._fixed: dict[str, Job] = {}  # of recipes whose plan no bandwidth changes
+        self._fixed: dict[str, Job] = {}  # recipes whose plan doesn't depend on bandwidth
 
     def predict(self, name: str, bandwidth_bytes_per_s: float) -> Predicted:
-        """Return what a recipe is predicted to do at a bandwidth.
+        """Return the prediction of a recipe at a bandwidth.
 
         Raises:
             UserError: its plan has another number of workers than the lab.
@@ -82,7 +83,7 @@ class Predictor:
 
 
 def at_bandwidth(loaded: LoadedRecipe, bandwidth_bytes_per_s: float) -> Job:
-    """Prepare a recipe, without weights, as it would run with wires of another bandwidth.
+    """Prepare a recipe, without weights, for wires of a bandwidth.
 
     Raises:
         UserError: its plan has another number of workers than the cluster.
@@ -99,13 +100,13 @@ def at_bandwidth(loaded: LoadedRecipe, bandwidth_bytes_per_s: float) -> Job:
 
 
 def cluster_at(cluster: Cluster, bandwidth_bytes_per_s: float) -> Cluster:
-    """Return a lab's cluster with wires of another bandwidth."""
+    """Return a lab's cluster with wires of a bandwidth."""
     wires = replace(cluster.levels[-1], bandwidth_bytes_per_s=bandwidth_bytes_per_s)
     return replace(cluster, levels=(*cluster.levels[:-1], wires))
 
 
 def read_measured(folder: Path) -> tuple[dict[str, Path], dict[str, HostCosts]]:
-    """Return what `measuring` wrote, by recipe: the profile's file, and what communication takes of the processors."""
+    """Return what `measuring` wrote, by recipe: files of profiles, and the CPU time of communication."""
     data = json.loads((folder / MEASURED).read_text())
     profiles = {name: folder / row["profile"] for name, row in data.items()}
     return profiles, {name: read(HostCosts, row["host"]) for name, row in data.items()}

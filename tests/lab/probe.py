@@ -1,7 +1,7 @@
-"""What a wire gives two plain sockets: `python probe.py serve ADDRESS` on one host, `... ask ADDRESS BYTES` on another.
+"""Measures a wire with two sockets: `python probe.py serve ADDRESS` on one host, `... ask ADDRESS BYTES` on another.
 
-The asking side prints seconds of a small message there and back (median), and bytes per second of a large transfer.
-Standard library only, so that it starts in an instant.
+The asking side prints the seconds of a small message's round trip (median) and the bytes per second of a large
+transfer. Only the standard library is imported, so that it starts fast.
 """
 
 import json
@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 _PORT, _ROUNDS, _CHUNK = 29499, 200, 1 << 16
-_WARM_UP = 4  # of so many parts of the transfer one is warm-up: TCP begins slowly
+_WARM_UP = 4  # the transfer is preceded by one of a fourth of its size, since TCP starts slowly
 
 
 def main(words: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The lab's report: `lab.md`, its picture `lab.png`, and `lab.json` with every number of both."""
+"""Writes the lab's report: `lab.md`, its picture `lab.png`, and `lab.json` with the numbers of both."""
 
 import json
 import platform
@@ -13,6 +13,7 @@ import pipebench
 from pipebench.files import replace as replace_file
 from pipebench.formats import num_bytes, number, percent, seconds
 from pipebench.model.cores import usable_cores
+from reports.studies.markdown import table
 from tests.lab.findings import Findings, Run, Wire, label
 from tests.lab.ladder import step_of
 from tests.lab.picture import draw
@@ -37,7 +38,7 @@ def markdown(found: Findings) -> str:
 
 
 def numbers(found: Findings) -> dict[str, Any]:
-    """Return what was predicted and measured, in a form that JSON holds."""
+    """Return all predictions and measurements, as JSON can hold them."""
     options = {**asdict(found.options), "folder": found.options.folder.name}
     return {
         "options": options,
@@ -107,8 +108,8 @@ def _cells(run: Run, *, has_target: bool) -> list[str]:
     ]  # fmt: skip
     if has_target:
         measured_s, predicted_s = run.time_to_accuracy_s, run.predicted_time_to_accuracy_s
-        told = "" if measured_s is None or predicted_s is None else f"{100 * (measured_s / predicted_s - 1):+.1f}%"
-        cells += [run.result.outcome if measured_s is None else seconds(measured_s), seconds(predicted_s), told]
+        error = "" if measured_s is None or predicted_s is None else f"{100 * (measured_s / predicted_s - 1):+.1f}%"
+        cells += [run.result.outcome if measured_s is None else seconds(measured_s), seconds(predicted_s), error]
     return cells
 
 
@@ -120,7 +121,8 @@ def leads(found: Findings) -> list[tuple[float, float, float]]:
     """Return the pipeline's lead over data parallelism at every bandwidth of the ladder.
 
     Returns:
-        Bandwidth [bytes/s], measured throughput of the pipeline over that of data parallelism, less 1, and predicted.
+        Bandwidth [bytes/s]; the measured throughput of the pipeline over that of data parallelism, less 1; the same as
+        predicted.
     """
     crossing = found.crossing
     assert crossing is not None
@@ -141,17 +143,17 @@ def _crossover(found: Findings) -> str:
         return "## The crossover\n\nNone is predicted between 1 Mbit/s and 100 Gbit/s."
     crossing, rows = found.crossing, leads(found)
     heads = ["bandwidth", f"{crossing.pipeline} is ahead by", "predicted"]
-    table = _table(heads, [[label(at), f"{100 * m:+.1f}%", f"{100 * p:+.1f}%"] for at, m, p in rows], left=1)
+    lead_table = _table(heads, [[label(at), f"{100 * m:+.1f}%", f"{100 * p:+.1f}%"] for at, m, p in rows], left=1)
     where = label(crossing.bandwidth_bytes_per_s)
     return f"""## The crossover
 
 Predicted, before: `{crossing.pipeline}` and `{crossing.data_parallel}` are equally fast at {where}. {_verdict(rows)}
 
-{table}"""
+{lead_table}"""
 
 
 def _verdict(rows: Sequence[tuple[float, float, float]]) -> str:
-    """Return within which step the lead changed hands, and how far that is from the step where it should have."""
+    """Return the bandwidths between which the lead changed, and the distance from the predicted step, as a sentence."""
     ladder = [row[0] for row in rows]
     measured, predicted = (step_of(ladder, [row[column] for row in rows]) for column in (1, 2))
     if measured is None or predicted is None:
@@ -201,5 +203,5 @@ messages' own headers, what processes tell each other at the start, at drains an
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> str:
-    rule = ["---" if index < left else "---:" for index in range(len(heads))]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (heads, rule, *rows))
+    """Return a table whose first `left` columns are aligned to the left, the others to the right."""
+    return table(heads, rows, ["---" if index < left else "---:" for index in range(len(heads))])

@@ -1,6 +1,6 @@
-"""A lab's study: every recipe at every bandwidth, predicted, then measured, then put side by side.
+"""A lab's study: predicts and measures every recipe at every bandwidth.
 
-What is predicted of a bandwidth is written down before anything trains at it, and never adjusted.
+Predictions are written to a file before any training at their bandwidth, and never adjusted.
 """
 
 import json
@@ -27,7 +27,15 @@ _INTERRUPTED = 130
 
 
 class Study:
-    """A study of recipes in a lab that is there; `suite` is MLflow's experiment, `say` prints what goes on."""
+    """Studies recipes in a lab.
+
+    Args:
+        lab: the hosts and wires.
+        cases: the recipes.
+        options: of the command.
+        suite: name of the experiment in MLflow.
+        say: prints a line of progress.
+    """
 
     def __init__(
         self, lab: Lab, cases: Sequence[Case], options: Options, suite: str, say: Callable[[str], None]
@@ -38,15 +46,15 @@ class Study:
         self._limit: float | None = None
 
     def run(self) -> Findings:
-        """Predict, measure, and return what was found.
+        """Predict, measure, and return the results.
 
         Raises:
             UserError: a recipe can't be run in this lab.
-            WorkersFailedError: a run ended without a result; why has been said.
+            WorkersFailedError: a run ended without a result; the reason has been printed.
         """
         options, bandwidths = self._options, sorted(self._options.bandwidths)
         self._profiled = self._measure()
-        self._courses = {case.name: self._course(case) for case in self._cases}
+        self._schedules = {case.name: self._schedule(case) for case in self._cases}
         found = self._crossing() if options.climbs else None
         ladder = () if found is None else found.ladder
         self._write_predictions(sorted({*bandwidths, *ladder}), found)
@@ -68,9 +76,9 @@ class Study:
         return load(str(case.path), [*case.words, *self._trials.overrides(slowest), *words])
 
     def _measure(self) -> dict[str, str]:
-        """Measure what predictions are made of; return the profile's file by recipe."""
+        """Measure profiles and host costs for predictions; return the profiles' files by recipe."""
         recipes = {case.name: self._loaded(case) for case in self._cases}
-        for loaded in recipes.values():  # what can't run is told before anything runs
+        for loaded in recipes.values():  # invalid recipes are reported before anything runs
             at_bandwidth(loaded, min(self._options.bandwidths))
         workers = self._options.num_hosts * self._options.workers_per_host
         self._say(f"measures layers and messages in {workers} processes at once, wires unlimited")
@@ -86,8 +94,8 @@ class Study:
         self._predictor = Predictor(timed, hosts)
         return {name: str(path) for name, path in profiles.items()}
 
-    def _course(self, case: Case) -> LabSchedule:
-        """Train a recipe on the virtual clock, to know how many epochs its target takes; nothing without a target."""
+    def _schedule(self, case: Case) -> LabSchedule:
+        """Train a recipe that has a target on the virtual clock, to find the number of epochs to it."""
         loaded = self._loaded(case, *self._words(case, "virtual"), "engine.kind=virtual")
         if loaded.recipe.train.target is None:
             return LabSchedule(None, 0.0)
@@ -100,7 +108,7 @@ class Study:
         return LabSchedule(metrics.get("epochs_to_target"), float(metrics["evaluation_time_s"]))
 
     def _crossing(self) -> LinkFinding | None:
-        """Return where the fastest pipeline and the fastest data parallelism are predicted to be equally fast."""
+        """Return the bandwidth at which the fastest pipeline and data parallelism are predicted to be equally fast."""
 
         def fastest(bandwidth: float, *, pipelined: bool) -> tuple[float, str]:
             found = ((self._predictor.predict(case.name, bandwidth), case.name) for case in self._cases)
@@ -124,8 +132,8 @@ class Study:
             for each in bandwidths
             for case in self._cases
         ]
-        told = {"predictions": rows, "crossing": None if found is None else asdict(found)}
-        (self._options.folder / _PREDICTIONS).write_text(json.dumps(told, indent=1) + "\n")
+        predictions = {"predictions": rows, "crossing": None if found is None else asdict(found)}
+        (self._options.folder / _PREDICTIONS).write_text(json.dumps(predictions, indent=1) + "\n")
         if found is not None:
             self._say(
                 f"predicted: {found.pipeline} and {found.data_parallel} are equally fast at "
@@ -142,8 +150,8 @@ class Study:
         predicted = self._predictor.predict(case.name, bandwidth)
         words = [*self._trials.overrides(bandwidth), *self._words(case, label(bandwidth)), *more]
         result, passed = self._trials.train(case, words)
-        wanted = None if more else self._courses[case.name].time_to_accuracy_s(predicted)
-        run = Run(case, bandwidth, predicted, wanted, result, passed)
+        predicted_s = None if more else self._schedules[case.name].time_to_accuracy_s(predicted)
+        run = Run(case, bandwidth, predicted, predicted_s, result, passed)
         error = run.throughput_samples_per_s / predicted.throughput_samples_per_s - 1
         self._say(
             f"{result.name}: {run.throughput_samples_per_s:,.0f} samples/s, predicted "
@@ -152,7 +160,7 @@ class Study:
         return run
 
     def _curves(self, bandwidths: Sequence[float]) -> dict[str, list[tuple[float, Predicted]]]:
-        """Return what is predicted of every recipe from below the lowest bandwidth to above the highest."""
+        """Return predictions of every recipe from below the lowest bandwidth to above the highest."""
         step = STEP ** (1 / _POINTS_PER_STEP)
         points, last = [min(bandwidths) / STEP], max(bandwidths) * STEP
         while points[-1] < last:

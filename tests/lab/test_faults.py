@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,9 +22,9 @@ from tests.commands import weights
 from tests.lab import launcher
 from tests.lab.findings import Options
 from tests.lab.hosts import Lab
-from tests.lab.machine import needs_a_lab, wait_for
+from tests.lab.machine import needs_a_lab
 from tests.lab.trials import cluster_words
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, wait_for
 
 pytestmark = [needs_a_lab, pytest.mark.lab]
 
@@ -63,15 +63,9 @@ class Training:
     def __init__(self, lab: Lab, folder: Path, words: Sequence[str]) -> None:
         self.folder = folder
         self.logs = [folder / f"host{index}.log" for index in range(lab.num_hosts)]
-        files = [path.open("w") for path in self.logs]
-        before = Path.cwd()
-        os.chdir(folder)
-        try:
-            self.agents = launcher.start(lab, 1, ["pipebench", "run", *words], files)
-        finally:
-            os.chdir(before)
-            for file in files:
-                file.close()
+        with ExitStack() as files:
+            logs = [files.enter_context(path.open("w")) for path in self.logs]
+            self.agents = launcher.start(lab, 1, ["pipebench", "run", *words], logs, cwd=folder)
 
     def __enter__(self) -> Self:
         return self

@@ -12,8 +12,9 @@ import pytest
 
 from tests.lab import cleaner
 from tests.lab.hosts import Lab, LabError, clean
-from tests.lab.machine import needs_a_lab, wait_for
+from tests.lab.machine import needs_a_lab
 from tests.lab.names import begun_ticks, namespaces
+from tests.patience import wait_for
 
 pytestmark = needs_a_lab
 
@@ -26,7 +27,7 @@ with ended_by_signals(), Lab(3) as lab:
     busy = lab.start(1, [sys.executable, "-I", "-S", "-c", "input()"], stdin=-1)
     while busy.pid not in processes_in(f"{lab.name}-host1"):
         pass
-    print(lab.name, busy.pid, lab._watcher.pid, flush=True)
+    print(lab.name, busy.pid, lab._cleaner.pid, flush=True)
     sys.stdin.read()
 """
 

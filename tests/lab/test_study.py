@@ -11,8 +11,8 @@ import pytest
 
 from pipebench.distributed.launch_child import python_module
 from tests.lab import cleaner
-from tests.lab.machine import needs_a_lab, wait_for
-from tests.patience import PATIENCE_S
+from tests.lab.machine import needs_a_lab
+from tests.patience import PATIENCE_S, wait_for
 
 pytestmark = [needs_a_lab, pytest.mark.lab]
 

@@ -1,4 +1,4 @@
-"""What is tried in a lab: plain sockets, the measuring of profiles, and training; each with its bytes and its log."""
+"""Runs processes in a lab: plain sockets that measure wires, profiling, and training with its traffic and log."""
 
 import json
 import socket
@@ -15,19 +15,19 @@ from tests.lab.cluster_file import LEVEL, cluster_text
 from tests.lab.findings import Case, Options, Passed, Wire, label
 from tests.lab.hosts import Lab
 
-_PROBED_S = 0.5  # how long a wire is tried
-_FASTEST_BYTES_PER_S = 1.25e9  # a share of what kernels copy from process to process
+_PROBED_S = 0.5  # seconds for which a wire is measured
+_FASTEST_BYTES_PER_S = 1.25e9  # assumed for sizing the transfer over wires without a limit
 _TAIL_LINES = 20
 _FAILED = 3
 
 
 class Trials:
-    """Tries things in a lab that is there.
+    """Runs processes in a lab.
 
     Args:
-        lab: the hosts.
-        options: what is asked for.
-        say: prints a line about what goes on.
+        lab: the hosts and wires.
+        options: of the command.
+        say: prints a line of progress.
 
     Attributes:
         free: the wires without a limit.
@@ -38,36 +38,36 @@ class Trials:
         self.free = self._probed(None)
 
     def limit(self, bandwidth_bytes_per_s: float) -> Wire:
-        """Limit the wires, and try one with plain sockets."""
+        """Limit the wires, and measure one with plain sockets."""
         self._lab.limit(bandwidth_bytes_per_s)
         return self._probed(bandwidth_bytes_per_s)
 
     def overrides(self, bandwidth_bytes_per_s: float) -> list[str]:
-        """Return words of a command line that put a recipe onto the lab's cluster; writes its file."""
+        """Write the lab's cluster file for a bandwidth; return the overrides that run a recipe on it."""
         return cluster_words(self._options, bandwidth_bytes_per_s, self.free.latency_s)
 
     def measure(self, module: str, folder: Path) -> None:
-        """Have processes on all hosts, as many as runs have, measure what goes into predictions.
+        """Measure, in as many processes on all hosts as runs have, what predictions need; see `measuring`.
 
         Raises:
-            WorkersFailedError: they can't; why has been said.
+            WorkersFailedError: it failed; the reason has been printed.
         """
-        # They share this machine's cores, which processes tell by the name of their host.
-        self._crew([module, str(folder)], folder / "measuring.log", socket.gethostname())
+        # With one host name, since processes of one host know that they share its cores.
+        self._run([module, str(folder)], folder / "measuring.log", socket.gethostname())
 
     def train(self, case: Case, words: Sequence[str]) -> tuple[RunResult, Passed]:
-        """Train a recipe on all hosts; return what it came to and what passed the wires meanwhile.
+        """Train a recipe on all hosts; return its result and its traffic.
 
-        `words` are overrides beside its own; the name among them is one that no other run of the lab has.
+        `words` are overrides in addition to the recipe's; among them is a `name` that no other run of the lab has.
 
         Raises:
-            WorkersFailedError: it ended without a result; why has been said.
+            WorkersFailedError: it ended without a result; the reason has been printed.
         """
         name = next(word.partition("=")[2] for word in words if word.startswith("name="))
         before = {path.name for path in RUNS.glob(f"{name}-????????")}
         counted = self._counted()
         log = self._options.folder / "logs" / f"{name}.log"
-        self._crew(["pipebench", "run", str(case.path), *case.words, *words], log)
+        self._run(["pipebench", "run", str(case.path), *case.words, *words], log)
         wire_bytes, num_pieces = (now - then for now, then in zip(self._counted(), counted, strict=True))
         made = [path for path in RUNS.glob(f"{name}-????????") if path.name not in before]
         result = RunFolder(made[0].absolute()).result() if len(made) == 1 else None
@@ -76,13 +76,16 @@ class Trials:
         return result, Passed(wire_bytes, num_pieces, self._payload_bytes(result))
 
     def _payload_bytes(self, result: RunResult) -> int:
-        """Return what a run says it sent over wires; what evaluations sent inside a host is not known apart."""
+        """Return the bytes that a run logged as sent between hosts.
+
+        With several workers per host, those of buffers and evaluations are left out: levels aren't logged for them.
+        """
         found = result.metrics
         apart = ("comm_bytes_buffers", "comm_bytes_evaluation") if self._options.workers_per_host == 1 else ()
         return int(sum(found.get(name, 0) for name in (f"comm_bytes_level_{LEVEL}", *apart)))
 
     def _counted(self) -> tuple[int, int]:
-        """Return bytes and pieces that all hosts have sent; what one sends, another is sent."""
+        """Return the bytes and packets that all hosts have sent."""
         counters = [self._lab.counters(index) for index in range(self._options.num_hosts)]
         return sum(each.sent_bytes for each in counters), sum(each.sent_packets for each in counters)
 
@@ -101,14 +104,14 @@ class Trials:
             server.communicate()
         return Wire(bandwidth_bytes_per_s, goodput_bytes_per_s, there_and_back_s / 2)
 
-    def _crew(self, words: Sequence[str], log: Path, name: str | None = None) -> None:
+    def _run(self, words: Sequence[str], log: Path, name: str | None = None) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         code = launcher.run(self._lab, self._options.workers_per_host, words, log, name)
         if code != 0:
             raise self._failure(f"`{' '.join(words[:3])}` ended with exit code {code}", log)
 
     def _failure(self, what: str, log: Path) -> PipebenchError:
-        """Say what failed, with the last of what was said; return what to raise."""
+        """Print what failed and the end of the log; return the error to raise."""
         self._say(f"{what}; the end of {log}:")
         for line in log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]:
             self._say(f"  {printable_lines(line)[0] if line else ''}")
@@ -116,7 +119,7 @@ class Trials:
 
 
 def cluster_words(options: Options, bandwidth_bytes_per_s: float, latency_s: float) -> list[str]:
-    """Return words of a command line that put a recipe onto a lab's cluster, whose file is written."""
+    """Write a lab's cluster file; return the overrides that run a recipe on it in processes."""
     path = options.folder / "clusters" / f"lab-{label(bandwidth_bytes_per_s)}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(cluster_text(bandwidth_bytes_per_s, latency_s, options.workers_per_host), encoding="utf-8")

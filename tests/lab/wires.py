@@ -1,10 +1,10 @@
-"""The commands that make a lab's hosts and wires, as data: what root would type, in order.
+"""The commands that make a lab's hosts and wires, as data.
 
-Two hosts share a cable; more hang on a switch, a bridge in a namespace of its own. Names of interfaces exist inside
-namespaces only, so they can't collide with anybody's.
+Two hosts are joined by a cable; more by a switch, which is a bridge in a namespace of its own. Interfaces exist inside
+the lab's namespaces only, so their names can't collide with others.
 
-A wire's bandwidth is that of its frames. `tc tbf` counts a frame with its Ethernet header, 1514 bytes for 1448 of
-payload where packets are full (40 bytes of IP and TCP, 12 of TCP's timestamps, 14 of Ethernet): payload gets 95.6%.
+A wire's bandwidth is that of its frames. `tc tbf` counts a full frame as 1514 bytes for 1448 of payload (20 bytes of
+IP, 20 of TCP, 12 of TCP's timestamps, 14 of Ethernet), so payload gets 95.6%.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ INTERFACE = "eth0"
 NETWORK = "10.77.0"
 PAYLOAD_BYTES, FRAME_BYTES = 1448, 1514
 EFFICIENCY = PAYLOAD_BYTES / FRAME_BYTES
-_FIRST = 101  # three digits each: addresses sort as hosts do, and torchrun numbers its nodes by them
-# A bucket of tokens lets so much pass at once after a pause: half a millisecond of the link, but three full frames.
+_FIRST = 101  # last number of host 0's address; of three digits, since torchrun orders hosts by addresses as text
+# The token bucket passes this much at once after a pause: half a millisecond of the link, and at least three frames.
 _BURST_S, _FEWEST_FRAMES = 5e-4, 3
-_MOST_SEGMENTED_BYTES = 65536  # what the kernel hands a link in one piece
-# More than all of a run's connections may have on their way (6 MB each by Linux's default): nothing is ever dropped.
+_MOST_SEGMENTED_BYTES = 65536  # largest piece that the kernel hands a link
+# More than all connections of a run may have in flight (6 MB each by Linux's default), so that nothing is dropped.
 _QUEUE_BYTES = 256 << 20
 
 Command = tuple[str, ...]
@@ -30,7 +30,7 @@ def address(index: int) -> str:
 
 
 def building(lab: str, num_hosts: int) -> list[Command]:
-    """Return the commands that make a lab of two or more hosts, whose wires are as fast as the kernel copies."""
+    """Return the commands that make a lab of two or more hosts, whose wires have no limit."""
     hosts = [f"{lab}-{host_name(index)}" for index in range(num_hosts)]
     commands: list[Command] = [("ip", "netns", "add", host) for host in hosts]
     if num_hosts == 2:
@@ -56,9 +56,9 @@ def building(lab: str, num_hosts: int) -> list[Command]:
 
 
 def limiting(lab: str, num_hosts: int, index: int, bandwidth_bytes_per_s: float) -> list[Command]:
-    """Return the commands that give a host's wire a bandwidth, both ways; `replace` serves the first time too."""
+    """Return the commands that set or change the bandwidth of a host's wire, in each direction."""
     burst_bytes = round(max(_BURST_S * bandwidth_bytes_per_s, _FEWEST_FRAMES * FRAME_BYTES))
-    # A piece that is more than the bucket once it is frames would be cut up there: let the kernel make none.
+    # `tc tbf` would split pieces whose frames exceed the bucket, which takes CPU time: the kernel shall make none.
     piece_bytes = min(_MOST_SEGMENTED_BYTES, round(burst_bytes * EFFICIENCY) - FRAME_BYTES // 2)
     commands: list[Command] = []
     for namespace, interface in ends(lab, num_hosts, index):
@@ -71,7 +71,7 @@ def limiting(lab: str, num_hosts: int, index: int, bandwidth_bytes_per_s: float)
 
 
 def unlimiting(lab: str, num_hosts: int, index: int) -> list[Command]:
-    """Return the commands that take a limited wire's limit away."""
+    """Return the commands that remove the limit of a host's wire."""
     return [
         ("tc", "-n", namespace, "qdisc", "delete", "dev", interface, "root")
         for namespace, interface in ends(lab, num_hosts, index)
@@ -79,12 +79,12 @@ def unlimiting(lab: str, num_hosts: int, index: int) -> list[Command]:
 
 
 def switching(lab: str, index: int, state: str) -> list[Command]:
-    """Return the command that pulls a host's plug (`down`), so that nothing passes either way, or puts it back."""
+    """Return the command that disconnects a host's wire (`state` is `down`) or connects it again (`up`)."""
     return [("ip", "-n", f"{lab}-{host_name(index)}", "link", "set", INTERFACE, state)]
 
 
 def ends(lab: str, num_hosts: int, index: int) -> Sequence[tuple[str, str]]:
-    """Return namespace and interface of the two ends of a host's wire: what the host sends, what it is sent."""
+    """Return namespace and interface of both ends of a host's wire, the host's own first."""
     host = f"{lab}-{host_name(index)}"
     if num_hosts > 2:
         return (host, INTERFACE), (f"{lab}-{SWITCH}", _port(index))

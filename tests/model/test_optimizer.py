@@ -8,18 +8,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipebench.checkpoint.optimizers import FreshStates
 from pipebench.checkpoint.tensors import Form
 from pipebench.errors import UserCodeError
 from pipebench.model.large_batch import LAMB, LARS
-from pipebench.model.optimizer import FUSED, make_optimizer, state_bytes_per_byte
+from pipebench.model.optimizer import FUSED, GroupRates, make_optimizer, state_bytes_per_byte
 from pipebench.recipe.named import KINDS, OPTIMIZER
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.run.trial import try_optimizer
 from tests.checkpoint.support import captured, restored
 from tests.checkpoint.test_round_trips import check_going_on
 from tests.distributed.cases import matrices, own_optimizer
+from tests.made_up_gpu import made_up_gpu
 from tests.oracles import sequential
 from tests.support import Blobs, Mlp, make_engine, make_setup, parameters_of
 
@@ -333,6 +335,29 @@ def test_groups_with_rates_of_their_own_keep_them(target: Any, shares: Sequence[
         sequential.train(model, optimizer, [[((fields["x"],), fields)]], data.loss, lambda t: float(len(t["label"])))
     found = parameters_of(engine)
     assert all(torch.equal(found[key], parameter.detach()) for key, parameter in model.named_parameters())
+
+
+class _HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the numbers that the host reads of tensors: on a GPU it waits for each."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_rate_on_a_gpu_is_set_and_looked_after_without_reading_it_back() -> None:
+    with made_up_gpu():
+        groups = [{"params": [torch.ones(2, device="cuda", requires_grad=True)]} for _ in range(2)]
+        optimizer = torch.optim.SGD(groups, lr=torch.tensor(0.1, device="cuda"))
+        rates = GroupRates(optimizer)
+        with _HostReads() as reads:  # type: ignore[no-untyped-call]
+            rates.set(0.05)
+            assert not rates.have_changed()
+        assert reads.count == 0
+        optimizer.param_groups[1]["lr"].mul_(0.5)
+        assert rates.have_changed()
 
 
 def test_one_without_a_rate_is_refused_only_where_rates_change() -> None:

@@ -1,8 +1,9 @@
-"""The optimizer published with PipeDream, said again step by step; shares no code with the planner.
+"""The planner published with PipeDream, restated step by step; shares no code with pipebench's planner.
 
-States are lists of last layers that grow into one another; a state costs its predecessors; what it sends are the
-outputs of its augmented antichain. Splits are found by dynamic programming over states and machines, level by level,
-with activations sent as they are (compression ratio 1). Infinity stands for what it has no value for.
+A state is an antichain: the last layers of a prefix of the graph. It costs as much as its members and all their
+predecessors, and sends the outputs of its augmented antichain. Stages are found by dynamic programming over states and
+machines, level by level, with uncompressed activations (compression ratio 1). Infinity marks pairs of states between
+which there is no stage.
 """
 
 import math
@@ -13,22 +14,22 @@ from typing import NamedTuple
 from pipebench.profile.model import LayerProfile
 
 Antichain = tuple[int, ...]
-# By the first state that isn't before it, the last in it, and machines: seconds, and machines per stage.
+# Seconds and machines per stage of the best pipeline, by the indices of the first and last state in it, and machines.
 _Answers = dict[tuple[int, int, int], tuple[float, tuple[int, ...]]]
 
 
 class Machines(NamedTuple):
-    """A level, innermost first: how many (`size`) share links of so many bytes per second."""
+    """A level of the cluster."""
 
-    size: int
-    bandwidth: float
+    size: int  # machines, or components of the level below, that the links join
+    bandwidth: float  # of the links, bytes per second
 
 
 class Found(NamedTuple):
-    """The optimizer's answer: seconds per minibatch, and machines per stage of the outermost level."""
+    """The optimizer's answer."""
 
-    seconds: float
-    machines: tuple[int, ...]
+    seconds: float  # per minibatch
+    machines: tuple[int, ...]  # of every stage, in components of the outermost level
 
 
 class Optimizer:
@@ -70,7 +71,7 @@ class Optimizer:
         return (*sorted(added), *antichain)
 
     def following(self, antichain: Antichain) -> list[Antichain]:
-        """Return the antichains in which a layer has given way to one of its readers."""
+        """Return the antichains in which one layer is replaced by one of its readers."""
         found = []
         augmented = self.augmented(antichain)
         for node in augmented:
@@ -83,7 +84,7 @@ class Optimizer:
 
     @cached_property
     def states(self) -> list[Antichain]:
-        """The states in the order of their positions: every one behind those it grew from."""
+        """The states in topological order: each after those that it grew from."""
         source = next(node for node in self.nodes if not self.before[node])
         grown: dict[frozenset[int], list[frozenset[int]]] = {}
         named: dict[frozenset[int], Antichain] = {frozenset((source,)): (source,)}
@@ -121,18 +122,20 @@ class Optimizer:
         return [sum(self.rows[node].output_bytes for node in self.augmented(state)) for state in self.states]
 
     def _between(self, values: Sequence[float]) -> list[list[float]]:
-        """Return [i, j]: what the layers of state j come to without those of the state before position i."""
+        """Return [i][j]: the value of state j less that of state i - 1, infinity if j < i."""
         rows = [list(values)]
         for i in range(1, len(values) + 1):
             rows.append([values[j] - values[i - 1] if j > i - 1 else math.inf for j in range(len(values))])
         return rows
 
     def best(self, levels: Sequence[Machines], *, fewer: bool, literal: bool = False) -> Found:
-        """Return the optimizer's answer on levels of machines, innermost first.
+        """Return the optimizer's answer.
 
-        `fewer`: whether machines may be left over, as with `--use_fewer_machines`. `literal`: to the letter: the
-        optimizer doesn't ask of the stages inside a component that they lie inside each other, as those of a plan do;
-        and what holds the layers of a single state leaves no machine over.
+        Args:
+            levels: of the cluster, innermost first.
+            fewer: whether machines may stay unused, as with `--use_fewer_machines`.
+            literal: whether to reproduce two faults of the published code: inside a component it combines states of
+                which one doesn't contain the other, and a stage of a single state leaves no machine unused.
         """
         last = len(self.layers) - 1
         rows = [[self.rows[node] for node in state] for state in self.layers]
@@ -165,7 +168,7 @@ class Optimizer:
         machines_below: int,
         starts: range,
     ) -> _Answers:
-        """Return what all layers between two states come to as one stage, on any number of a level's machines."""
+        """Return the seconds of the layers between any two states as one stage, on any number of a level's machines."""
         answers: _Answers = {}
         for i in starts:
             for j in range(i, len(self.layers)):
@@ -185,7 +188,7 @@ class Optimizer:
         fewer: bool,
         literal: bool,
     ) -> None:
-        """Better the answers of a level by cutting a last stage off, with fewer machines first."""
+        """Improve the answers of a level by splitting off a last stage, in order of the number of machines."""
         bandwidth, last = level.bandwidth, len(self.layers) - 1
         for i in starts:
             for m in range(2, level.size + 1):
@@ -207,7 +210,7 @@ class Optimizer:
                     answers[i, j, m] = found
 
     def plan_s(self, stages: Sequence[tuple[frozenset[int], int]], machines: Machines) -> float:
-        """Return the seconds per minibatch of a flat plan: the layers of every stage, and its machines."""
+        """Return the seconds per minibatch of a flat plan, given the layers and machines of every stage."""
         sent = {self.members(state): state for state in self.states}
         done: frozenset[int] = frozenset()
         worst, bandwidth = 0.0, machines.bandwidth

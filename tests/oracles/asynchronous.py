@@ -1,8 +1,8 @@
 """Asynchronous data parallelism as a plain loop over a given order of pushes; shares no code with the engine.
 
-Paper: ASP as in PipeDream (SOSP'19) section 2.1. Every worker has a copy of the weights. A gradient is taken at the
-copy of the worker whose minibatch it is, and applied to the server's weights and optimizer state; then that worker
-copies the server's weights. Minibatch k is worker k mod N's, and the workers begin with the same weights.
+Paper: ASP as in PipeDream (SOSP'19) section 2.1. Every worker has a copy of the weights, at first the same. Minibatch k
+is worker k mod N's. Its gradient is computed at that worker's copy and applied to the server's weights and optimizer
+state; then the worker copies the server's weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,10 +15,10 @@ from tests.oracles.staleness import Parameters, Step
 
 
 class Replayed(NamedTuple):
-    """What an order comes to: the server's weights, and of every push how many others were applied since its copy."""
+    """The result of an order of pushes."""
 
-    weights: Parameters
-    staleness: list[int]
+    weights: Parameters  # the server's
+    staleness: list[int]  # of every push: the number of other pushes since its worker copied the weights
 
 
 def train(
@@ -32,7 +32,19 @@ def train(
     lr: float,
     clip_norm: float | None = None,
 ) -> Replayed:
-    """Return what becomes of a model; after every segment all workers copy the server's weights."""
+    """Train in segments, given as orders of pushes; after each, all workers copy the server's weights.
+
+    Args:
+        model: with the initial weights.
+        loss_sum: the summed loss of (output, minibatch).
+        inputs: of a minibatch.
+        weight: of a minibatch, by which its summed loss is divided.
+        segments: minibatches in the order of their pushes, counted from each segment's first one.
+        num_workers: N.
+        step: the optimizer.
+        lr: learning rate.
+        clip_norm: largest norm of a minibatch's gradient, if any.
+    """
     server = {name: p.detach().clone() for name, p in model.named_parameters()}
     states: dict[str, Parameters] = {name: {} for name in server}
     made, first, staleness = 0, 0, list[int]()

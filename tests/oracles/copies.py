@@ -1,8 +1,8 @@
-"""Copies beside a straight pipeline's work, by recurrences: no events, no agenda, no flows.
+"""The times of swaps in a straight pipeline by recurrences, without events; shares no code with the simulator.
 
-Links cost nothing. Of one worker, a copy begins when it is asked for, when the copy before it in its direction has
-ended, and, back, when its own copy out has. A worker turns to its next instruction when the one before is done; a
-backward begins when its unit is back.
+Messages take no time. A worker executes its instructions one after another, and swaps run beside them. A swap begins
+once the worker requests it, the swap before it in the same direction has ended and, if it is a swap in, its own swap
+out has ended. A backward begins once its unit is swapped in.
 """
 
 import re
@@ -14,21 +14,21 @@ _PASSES = ("F", "B", "BI", "BW")
 
 
 class Seconds(NamedTuple):
-    """Of a stage: passes by their letters, and a copy."""
+    """Durations of a stage."""
 
-    passes: dict[str, float]
-    copy_s: float
+    passes: dict[str, float]  # seconds of passes by their letters
+    copy_s: float  # of a swap in one direction
 
 
 class Played(NamedTuple):
-    """When passes and copies began and ended, by what is printed of them, and seconds that backwards waited."""
+    """The times of a run."""
 
-    times_s: dict[str, tuple[float, float]]
-    waited_s: float
+    times_s: dict[str, tuple[float, float]]  # begin and end of passes and swaps, by their text, such as `0F3`
+    waited_s: float  # sum of the seconds that backwards waited for swaps
 
 
 def play(lists: Sequence[str], seconds: Sequence[Seconds]) -> Played:
-    """Return the times of printed lists of instructions, one for each worker."""
+    """Return the times of printed instructions, one list per worker; `seconds` are by stage."""
     todo = [[match.groups() for match in map(_TEXT.fullmatch, _bare(text)) if match] for text in lists]
     clock_s = [0.0] * len(lists)
     lanes_s: dict[tuple[int, str], float] = {}

@@ -22,7 +22,10 @@ def train(
     step: Step,
     lr: float,
 ) -> list[Parameters]:
-    """Return the parameters after 0, 1, 2, ... updates; each covers the next `per_update` minibatches."""
+    """Return the parameters after 0, 1, 2, ... updates, each of the next `per_update` minibatches.
+
+    For the other arguments see `tests.oracles.staleness.train`.
+    """
     versions = [{name: p.detach().clone() for name, p in model.named_parameters()}]
     states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in versions[0]}
     for first in range(0, num_minibatches, per_update):

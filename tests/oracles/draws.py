@@ -1,7 +1,7 @@
-"""What a run draws at random, restated: which samples a minibatch has, and what random layers are seeded with.
+"""A run's random numbers, restated: the samples of minibatches, and the seeds of random layers.
 
-Everything derives from splitmix64's finaliser, chained over integers, and BLAKE2b of names; an epoch's order is torch's
-permutation under the seed of ("epoch", number of the epoch).
+All seeds derive from splitmix64's finaliser, chained over integers, and BLAKE2b hashes of names. The order of an epoch
+is torch's permutation, seeded by ("epoch", number of the epoch).
 """
 
 import hashlib
@@ -15,7 +15,7 @@ _BITS = 2**64
 
 
 def mixed(*numbers: int) -> int:
-    """Return 63 bits of some integers."""
+    """Return a 63-bit hash of integers."""
     state = 0
     for number in numbers:
         state = (state + 0x9E3779B97F4A7C15 + number) % _BITS
@@ -26,21 +26,25 @@ def mixed(*numbers: int) -> int:
 
 
 def of_name(name: str) -> int:
+    """Return a 63-bit hash of a name."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") // 2
 
 
 def layer_seed(seed: int, minibatch: int, microbatch: int, layer: str) -> int:
-    """Return what a random layer is seeded with before it draws."""
+    """Return the seed of a random layer for a microbatch."""
     return mixed(mixed(seed, of_name(layer)), minibatch, microbatch)
 
 
 def augmentation(seed: int, minibatch: int) -> int:
-    """Return the draw that a data set gets for a minibatch."""
+    """Return the number by which a data set draws its augmentation of a minibatch."""
     return mixed(seed, of_name("augmentation"), minibatch)
 
 
 def epoch_order(num_samples: int, size: int, seed: int, epoch: int, buckets: Sequence[int] | None) -> list[int]:
-    """Return an epoch's samples: a permutation; or minibatches of one bucket each, permuted, and what is left over."""
+    """Return an epoch's samples in order.
+
+    A permutation; with buckets, permuted minibatches of (mostly) one bucket each, then the samples that are left over.
+    """
     generator = torch.Generator().manual_seed(mixed(seed, of_name("epoch"), epoch))
     order: list[int] = torch.randperm(num_samples, generator=generator).tolist()
     if buckets is None:
@@ -52,7 +56,7 @@ def epoch_order(num_samples: int, size: int, seed: int, epoch: int, buckets: Seq
 
 
 class Order:
-    """The samples of minibatch k, k counted over all epochs; the last minibatch of an epoch may be short."""
+    """The samples of minibatches, which are counted over all epochs; the last one of an epoch may be short."""
 
     def __init__(self, num_samples: int, size: int, seed: int, buckets: Sequence[int] | None = None) -> None:
         self.num_samples, self.size, self._seed, self._buckets = num_samples, size, seed, buckets
@@ -71,7 +75,7 @@ class Order:
 
 
 def parts(samples: Sequence[int], count: int) -> list[Sequence[int]]:
-    """Return the microbatches of a minibatch: as even as can be, the longer ones first; some may be empty."""
+    """Return the microbatches of a minibatch, whose sizes differ by at most 1, larger ones first; some may be empty."""
     ends = [0]
     for index in range(count):
         ends.append(ends[-1] + len(samples) // count + (index < len(samples) % count))

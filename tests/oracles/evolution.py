@@ -1,38 +1,23 @@
-"""Evolution, told again as the papers write it down: a loop, plain lists, its own random numbers.
+"""Evolutionary architecture search as the papers describe it: a loop over plain lists; shares no code with pipebench.
 
-Real et al. (AAAI'19), algorithm 1, with removal of the oldest; So et al. (ICML'19) with that of the worst of a
-tournament, and section 3.2's hurdles. Shares no code with pipebench.
+Real et al. (AAAI'19), algorithm 1, which removes the oldest individual; So et al. (ICML'19), which removes the worst of
+a tournament, with the hurdles of section 3.2.
 """
 
-import hashlib
+import itertools
 from collections.abc import Callable
 
-_M = 2**64 - 1
-
-
-def _splitmix(*words: int) -> int:
-    state = 0
-    for word in words:
-        state = (state + 0x9E3779B97F4A7C15 + word) % 2**64
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            state = (state ^ state >> shift) * factor & _M
-        state ^= state >> 31
-    return state >> 1
+from tests.oracles.draws import mixed, of_name
 
 
 def _stream(seed: int, name: str, number: int) -> Callable[[list[int]], int]:
-    key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
-    calls = [0]
-
-    def choose(among: list[int]) -> int:
-        calls[0] += 1
-        return among[_splitmix(seed, key, number, calls[0]) % len(among)]
-
-    return choose
+    """Return a function that draws one of some numbers, from a stream of random numbers of its own."""
+    calls = itertools.count(1)
+    return lambda among: among[mixed(seed, of_name(name), number, next(calls)) % len(among)]
 
 
 def _grow(choose: Callable[[list[int]], int], num_cells: int, fewest: int) -> set[int]:
-    """Return cells by tossing a coin for each, and more until there are enough."""
+    """Return each cell with probability 1/2, and others until there are `fewest`."""
     cells = {cell for cell in range(num_cells) if choose([0, 1]) == 1}
     while len(cells) < fewest:
         cells.add(choose([c for c in range(num_cells) if c not in cells]))
@@ -42,7 +27,7 @@ def _grow(choose: Callable[[list[int]], int], num_cells: int, fewest: int) -> se
 def _mutate(
     parent: frozenset[int], choose: Callable[[list[int]], int], num_cells: int, num_mutations: int, fewest: int
 ) -> set[int]:
-    """Return a parent's cells with so many of them, or of the others, the other way round."""
+    """Return a parent's cells after `num_mutations`, each of which adds or removes one cell that hasn't changed yet."""
     cells, touched = set(parent), set()
     for _ in range(num_mutations):
         allowed = [c for c in range(num_cells) if c not in touched and (c not in cells or len(cells) > fewest)]
@@ -67,9 +52,20 @@ def evolve(
     seed: int,
     num_periods: int,
 ) -> list[tuple[frozenset[int], int | None, list[float]]]:
-    """Return architecture, parent and scores of everybody trained in so many periods; larger scores are better.
+    """Return architecture, parent and scores of every individual that is trained; larger scores are better.
 
-    `fitness(number, cells, period)` is what the score of an individual is after its period of that number, from 1.
+    Args:
+        fitness: the score of (individual's number, its cells, number of its training period from 1).
+        num_cells: cells that architectures may have.
+        first: cells of the first individual.
+        population_size: number of living individuals.
+        sample_size: of tournaments.
+        num_mutations: per child.
+        fewest: cells of an architecture.
+        remove_oldest: whether the oldest dies, else the worst of a tournament.
+        max_hurdles: most hurdles that are set; an individual that clears one trains for another period.
+        seed: of the random numbers.
+        num_periods: training periods of all individuals together.
     """
     history: list[tuple[frozenset[int], int | None, list[float]]] = []
     alive: list[int] = []

@@ -1,7 +1,8 @@
 """LARS and LAMB, tensor by tensor in NumPy, written from the papers' algorithms; shares no code with the package.
 
-LARS: You, Gitman and Ginsburg (2017), Algorithm 1 with equation 6's trust coefficient. LAMB: You et al. (2020),
-Algorithm 2, phi(z) = z. A layer is a tensor; what has at most one dimension may be left out of adaptation and decay.
+LARS: You, Gitman and Ginsburg (2017), Algorithm 1 with the trust coefficient of equation 6. LAMB: You et al. (2020),
+Algorithm 2 with phi(z) = z. A layer is a tensor. `exclude_vectors` leaves tensors of at most one dimension out of
+adaptation and weight decay.
 """
 
 import math
@@ -17,7 +18,7 @@ Rule = Callable[[Array, Array, State, float, int], tuple[Array, State]]
 
 
 def lars(momentum: float = 0.9, decay: float = 0.0, eta: float = 0.001, *, exclude_vectors: bool = True) -> Rule:
-    """Return the step from (weights, gradient, state, rate, number of the step from 1 on) to weights and state."""
+    """Return LARS's step, a function of (weights, gradient, state, learning rate, number of the step from 1)."""
 
     def step(w: Array, g: Array, state: State, lr: float, t: int) -> tuple[Array, State]:
         ratio, penalty = 1.0, decay
@@ -52,7 +53,7 @@ def length(a: Array) -> float:
 
 
 def of_tensors(rule: Rule) -> Callable[..., Any]:
-    """Return a rule as one of tensors, as `oracles.staleness` takes it."""
+    """Return a rule for NumPy's arrays as one for tensors, a `Step` of `tests.oracles.staleness`."""
 
     def step(w: torch.Tensor, g: torch.Tensor, state: dict[str, torch.Tensor], lr: float, t: int) -> Any:
         arrays = {key: value.numpy() for key, value in state.items()}

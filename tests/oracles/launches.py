@@ -1,4 +1,4 @@
-"""Kernels of one forward and backward, counted by torch's own tracer of ATen operations, and by no rule of ours."""
+"""Kernels of one forward and backward, counted by torch's tracer of ATen operators; shares no code with profiles."""
 
 import torch
 from torch import nn
@@ -6,7 +6,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from pipebench.zoo.registry import Dataset
 
-# What only allocates or looks at a tensor otherwise, by its name in ATen.
+# ATen operators that launch no kernel: they allocate memory or return a view.
 _NO_KERNEL = frozenset(
     (
         *("empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "detach", "alias", "lift_fresh"),
@@ -17,9 +17,9 @@ _NO_KERNEL = frozenset(
 
 
 def launches(model: nn.Module, dataset: Dataset, num_samples: int) -> tuple[int, int]:
-    """Return the kernels of the forward, loss included, and of the backward, of a model without dropout.
+    """Return the numbers of kernels of the forward, loss included, and of the backward, of a model without dropout.
 
-    The gradients of a convolution's input and weight are a kernel each.
+    The gradients of a convolution's input and weight count as a kernel each.
     """
     example = {name: torch.ones(like.shape, dtype=like.dtype) for name, like in dataset.example(num_samples).items()}
     parameters = dict(model.named_parameters())

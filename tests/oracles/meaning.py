@@ -1,4 +1,4 @@
-"""What a recipe means once all in it is resolved: the arguments of training as `per_minibatch` runs it."""
+"""The arguments of the plain loop of `tests.oracles.per_minibatch`: a recipe with everything in it resolved."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,42 +13,43 @@ from tests.oracles.rates import Rates
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a recipe means, once everything in it is resolved."""
+    """A run, described completely."""
 
     seed: int  # the run's
-    order: Order  # which samples a minibatch has
+    order: Order  # the samples of minibatches
     total: int  # minibatches of the run
     periods: tuple[int, int]  # minibatches between evaluations, and between checkpoints: the pipeline drains at both
     stage_of: Mapping[str, int]  # stage of every parameter and buffer
-    starts: Sequence[int]  # first step of every stage but the first, where that is said; needed to compute stages again
+    starts: Sequence[int]  # first step of every stage but the first; only needed for recomputation
     replicas: Sequence[int]  # of every stage
     depth: int  # minibatches in flight per replica of the input stage
-    flushes: bool  # whether every update empties the pipeline
-    policy: str  # which weights a minibatch uses, as `parallelism.weights` names it
-    microbatches: int  # parts of a minibatch
+    flushes: bool  # whether every update flushes the pipeline
+    policy: str  # weight policy, as in `parallelism.weights`
+    microbatches: int  # per minibatch
     accumulate: int  # minibatches of every replica per update
     asynchronous: bool  # whether every minibatch is an update of its own, made when it is pushed
-    recompute: bool  # whether backwards compute their stage again
-    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]  # makes a stage's
+    recompute: bool  # whether backwards recompute their stage
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]  # makes the optimizer of a stage
     rates: Rates  # learning rates
-    scaling: str  # `lr_scaling`
-    clip_norm: float | None = None  # largest norm, if any
+    scaling: str  # as in `lr_scaling`
+    clip_norm: float | None = None  # largest norm of gradients, if any
     decay: float = 0.135  # PipeMare's D
     pushes: Sequence[Sequence[int]] = ()  # of every segment, minibatches in the order of their pushes
-    tied: frozenset[str] = frozenset()  # parameters of several stages, which are clipped alone where stages are
+    tied: frozenset[str] = frozenset()  # parameters of several stages, which are clipped alone if stages are
 
     @property
     def block(self) -> int:
-        """Minibatches that give every replica of every stage equally many."""
+        """The smallest number of minibatches of which all replicas of a stage have equally many."""
         return math.lcm(*self.replicas)
 
     def round_size(self, stage: int) -> int:
+        """Return the minibatches per update of a stage."""
         return 1 if self.asynchronous else (self.block if self.flushes else self.replicas[stage]) * self.accumulate
 
     def units(self, count: int) -> Iterator[tuple[int, int]]:
-        """Yield minibatch and microbatch in the order of their forwards: a block's first microbatches, then the next.
+        """Yield minibatch and microbatch in the order of their forwards, which running statistics depend on.
 
-        Running statistics follow that order.
+        In a block of minibatches, all first microbatches come before all second ones.
         """
         for start in range(0, count, self.block):
             for part in range(self.microbatches):

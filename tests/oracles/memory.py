@@ -1,8 +1,8 @@
-"""What a worker keeps after every instruction, read off its printed list by hand; shares no code with the simulator.
+"""A worker's memory after every instruction, from its printed instructions; shares no code with the simulator.
 
-A unit's activations are there from its F to its B (or to its BI, and then a rest to its BW). A version of the weights
-is there while a unit between its F and its B has it, or if an F after the last U reads it or an older one. Gradients
-are there from the first B after a U to the next U, the optimizer's state from the first U on.
+The activations of a unit are kept from its F to its B, or to its BI and a rest of them to its BW. A version of the
+weights is kept while a unit between its F and its B uses it, and while an F after the last U reads it or an older one.
+Gradients are kept from the first B after a U to the next U, the optimizer's state from the first U on.
 """
 
 import re
@@ -14,17 +14,17 @@ _WORD = re.compile(r"(\d+)([A-Z]+)(\d+)(?:[<>]\d+)?(?:\+\d+)?(?:@(\d+))?((?:~-?\
 
 
 class Sizes(NamedTuple):
-    """Bytes of one stage: a version, a unit, what is left of one after a BI, the state, gradients that a BI makes."""
+    """Bytes of one stage."""
 
-    weights: int
-    unit: Callable[[int], int]
-    rest: Callable[[int], int]
-    state: int
-    early: int
-    stashes: bool = True  # else there is one version, overwritten
-    copies: int = 0  # of the weights beside the versions
+    weights: int  # of one version
+    unit: Callable[[int], int]  # activations of a unit
+    rest: Callable[[int], int]  # activations of a unit after its BI
+    state: int  # of the optimizer
+    early: int  # gradients that a BI makes
+    stashes: bool = True  # whether there are several versions; else one is overwritten
+    copies: int = 0  # number of copies of the weights beside the versions
     untrained: int = 0  # parameters that aren't trained
-    shares: bool = False  # whether one more lasts from a U to the last F that reads what the F before the U read
+    shares: bool = False  # whether weights that the F before a U read are kept until the last F that reads the same
 
 
 class _Step(NamedTuple):
@@ -36,7 +36,7 @@ class _Step(NamedTuple):
 
 
 def replay(text: str, sizes: Mapping[int, Sizes]) -> list[dict[int, dict[str, int]]]:
-    """Return what is kept after every instruction of a worker's list, by stage and kind."""
+    """Return the bytes that are kept after every instruction of a worker, by stage and kind."""
     steps = [_step(word) for word in text.split()]
     moments: list[dict[int, dict[str, int]]] = []
     for end in range(1, len(steps) + 1):
@@ -74,7 +74,7 @@ def _kept(past: list[_Step], future: list[_Step], own: Sizes) -> dict[str, int]:
 
 
 def _is_shared(past: list[_Step], future: list[_Step], own: Sizes) -> bool:
-    """Whether weights outlive an update: one that stands between two Fs that read the same, the last F here too."""
+    """Return whether weights outlive an update between two Fs that read the same weights as the last F."""
     steps = [*past, *future]
     forwards = [i for i, step in enumerate(steps) if step.letters == "F"]
     last = max((i for i in forwards if i < len(past)), default=None)

@@ -1,8 +1,8 @@
-"""Training while layers move between stages, layer by layer and minibatch by minibatch; shares no code with the engine.
+"""Training while layers move between stages, as a loop over minibatches and layers; shares no code with the engine.
 
-vPipe (TPDS'21) eq. 4, the staleness of a pipeline without a flush whose layers move: the forward and the backward of
-minibatch k use, at a layer, version max(0, k - d_s + 1), where s is the stage that runs the layer's forward of k and
-d_s = (number of stages) - s. Every version a layer ever had is kept in a list.
+Paper: vPipe (TPDS'21) equation 4, for a pipeline without a flush. The forward and the backward of minibatch k use, at a
+layer, version max(0, k - d_s + 1), where s is the stage that runs the layer's forward of k, and d_s = (number of
+stages) - s. All versions of a layer are kept in a list.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +23,15 @@ def train(
     make_optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer],
     num_minibatches: int,
 ) -> list[Tensors]:
-    """Return the newest parameters and the buffers after every minibatch's updates, of a copy of the model.
+    """Return the newest parameters and the buffers after the updates of every minibatch.
 
-    `layer_of` is by parameter, `cuts_of` by minibatch: those under which it runs forward. `loss_of` gives the mean loss
-    of (the model with some weights, minibatch); `make_optimizer` makes the optimizer of one layer.
+    Args:
+        model: with the initial weights, which stay as they are.
+        layer_of: the layer of every parameter.
+        cuts_of: the cuts under which a minibatch runs forward.
+        loss_of: the mean loss of (the model with some weights, minibatch).
+        make_optimizer: makes the optimizer of one layer.
+        num_minibatches: to train on.
     """
     newest = {name: p.detach().clone() for name, p in model.named_parameters()}
     buffers = {name: b.detach().clone() for name, b in model.named_buffers()}

@@ -1,7 +1,7 @@
-"""A model in mixed precision, written down in plain torch; shares no code with the engine.
+"""A model in mixed precision in plain torch; shares no code with the engine.
 
-Micikevicius et al. (2018): fp32 masters, rounded to 16 bits where they are used. Gradients come back through the cast,
-so that any loop over this module's parameters steps on the masters with the 16-bit gradients.
+Micikevicius et al. (2018): fp32 master weights, rounded to 16 bits when they are used. Gradients flow back through the
+cast, so that a plain training loop updates the masters with 16-bit gradients.
 """
 
 from collections.abc import Collection
@@ -12,9 +12,9 @@ from torch.func import functional_call
 
 
 class Mixed(nn.Module):
-    """A model whose arithmetic is in a 16-bit type; it takes and gives fp32.
+    """A model that computes in a 16-bit type and has inputs and outputs in fp32.
 
-    The parameters of `inner`, in fp32, are the masters; those named in `kept` aren't rounded.
+    The fp32 parameters of `inner` are the masters; those named in `kept` aren't rounded.
     """
 
     def __init__(self, inner: nn.Module, low_type: torch.dtype, kept: Collection[str] = ()) -> None:

@@ -4,16 +4,16 @@ SpecTrain (Chen et al. 2018), momentum SGD, worker `rank` of N, one minibatch pe
 w - s lr u, with s = floor(rank / 2) + N - rank - 1 in the forward and s = floor(rank / 2) in the backward.
 
 XPipe (Guan et al. 2019), the same for minibatches of T microbatches and Adam, w - s lr m_hat / (sqrt(v_hat) + eps): in
-the backward s = floor((T + floor(rank / 2) - 1) / T). A minibatch's first microbatch, the bellwether, predicts; the
-others use its weights.
+the backward s = floor((T + floor(rank / 2) - 1) / T). The first microbatch of a minibatch, the bellwether, predicts;
+the others use its weights.
 
 PipeMare (Yang et al., MLSys'21): forwards use weights that are tau updates old when their gradient is applied,
 backwards w(t) - tau delta(t) with delta(t + 1) = gamma delta(t) + (1 - gamma) (w(t + 1) - w(t)), gamma = D^(1 / tau).
 
-While the pipeline fills, a forward's version is not N - rank - 1 updates old yet, but as many as there have been.
+While the pipeline fills, a forward's version is fewer than N - rank - 1 updates old: as many as there have been.
 
-A layer's gradient then comes from two sets of weights, which autograd knows nothing of; so this is a network of linear
-layers and tanh, differentiated by hand.
+Forward and backward of a layer then use different weights, which autograd doesn't support; so this is a network of
+linear layers and tanh with hand-written derivatives.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,11 +28,11 @@ Rate = Callable[[int, int], float]  # stage, first minibatch of the update
 
 
 class Rules(NamedTuple):
-    """What is done about staleness."""
+    """How staleness is compensated."""
 
-    decay: float | None = None  # PipeMare's D; None predicts instead
+    decay: float | None = None  # PipeMare's D; None: weights are predicted
     microbatches: int = 1  # T
-    recompute: bool = False  # whether a backward computes its stage's forward again, with its own weights
+    recompute: bool = False  # whether a backward recomputes its stage's forward, with the backward's weights
 
 
 def momentum_direction(state: Parameters, t: int) -> torch.Tensor:
@@ -46,7 +46,7 @@ def adam_direction(state: Parameters, t: int) -> torch.Tensor:
 
 
 class _Stage:
-    """One stage: its versions, what the optimizer kept after each, and PipeMare's delta after each."""
+    """One stage: its weight versions, and the optimizer's state and PipeMare's delta of each."""
 
     def __init__(self, modules: Sequence[int], body: nn.Sequential) -> None:
         self.modules = list(modules)
@@ -88,10 +88,18 @@ def train(
     lr: Rate,
     rules: Rules,
 ) -> list[list[Parameters]]:
-    """Return, per stage, its parameters after 0, 1, 2, ... updates.
+    """Return, per stage, its parameters after 0, 1, 2, ... updates. The loss is an update's mean cross-entropy.
 
-    `modules` says which of the body's linear layers and tanh each stage has. The loss is the mean cross-entropy of an
-    update's samples; `direction` is what the optimizer says of its next step, `rules` what is done about staleness.
+    Args:
+        body: linear layers and tanh.
+        modules: indices of the layers of every stage.
+        replicas: of every stage.
+        batch: inputs and labels of a minibatch.
+        num_minibatches: to train on.
+        step: the optimizer.
+        direction: the next step's direction by (optimizer's state, number of updates).
+        lr: learning rate by (stage, first minibatch of the update).
+        rules: how staleness is compensated.
     """
     stages, d, t = [_Stage(own, body) for own in modules], depths(replicas), rules.microbatches
     samples = [0] * len(stages)
@@ -119,7 +127,7 @@ def train(
 
 
 def _version_read(j: int, d: int, t: int) -> int:
-    """Return the updates made when a round's first unit runs forward: its replica has had d - 1 fewer back by then."""
+    """Return the version that the first unit of round j reads: its replica has run d - 1 fewer backwards by then."""
     return max(0, j * t - (d - 1)) // t
 
 
@@ -164,7 +172,7 @@ def _backward_weights(
 def _predicted(
     stage: _Stage, v: int, length: float, direction: Callable[[Parameters, int], torch.Tensor]
 ) -> Parameters:
-    if v == 0:  # no update has said anything of a direction
+    if v == 0:  # before the first update there is no direction
         return stage.versions[0]
     return {name: w - length * direction(stage.states[v][name], v) for name, w in stage.versions[v].items()}
 

@@ -1,8 +1,8 @@
-"""Training in any mode as one loop over minibatches in plain torch, from what a recipe means; no code of the package.
+"""Training in any mode as one loop over minibatches in plain torch; shares no code with the package.
 
-There are no workers, no schedule and no clock here. A stage is a set of parameters with a list of versions; minibatch
-after minibatch runs through the whole model at the versions that the formulas of DESIGN name, and a stage steps when
-the last minibatch of its round is through. Numbers of versions begin anew at every drain.
+There are no workers, no schedule and no clock. A stage is a set of parameters with a list of versions. Minibatches run
+through the whole model one after another, each at the versions that the weight policy's formula names, and a stage is
+updated after the last minibatch of its round. Versions are numbered from 0 at every drain.
 """
 
 import math
@@ -23,29 +23,29 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Outcome(NamedTuple):
-    """What a run ends with."""
+    """The result of a run."""
 
     tensors: Tensors  # parameters and running statistics
     points: list[tuple[int, dict[str, float]]]  # samples seen and metrics of every evaluation
-    samples: dict[int, list[int]]  # by the draw of every minibatch, its samples
+    samples: dict[int, list[int]]  # of every minibatch, by its draw
 
 
 @dataclass
 class _Stage:
-    """A stage: its versions since the drain, what goes with each, and the gradients of the round at hand."""
+    """A stage."""
 
-    parameters: dict[str, nn.Parameter]
-    optimizer: torch.optim.Optimizer | None
-    depth: int
-    predicts: bool
-    change: Tensors
-    versions: list[Tensors] = field(default_factory=list)
-    directions: list[Tensors] = field(default_factory=list)
-    pending: dict[str, torch.Tensor] = field(default_factory=dict)
+    parameters: dict[str, nn.Parameter]  # the newest
+    optimizer: torch.optim.Optimizer | None  # None without parameters
+    depth: int  # units in flight per replica
+    predicts: bool  # whether the weight policy predicts weights
+    change: Tensors  # PipeMare's delta, the moving average of the updates
+    versions: list[Tensors] = field(default_factory=list)  # since the last drain
+    directions: list[Tensors] = field(default_factory=list)  # of the optimizer's next step, after every version
+    pending: dict[str, torch.Tensor] = field(default_factory=dict)  # gradients of the round so far
     round_read: tuple[int, int] = (-1, 0)  # a round, and the version that its first forward read
 
-    def take_note(self) -> None:
-        """Keep the newest version, and where the optimizer would go from it."""
+    def append_version(self) -> None:
+        """Append the newest parameters to the versions, with the direction of the optimizer's next step."""
         self.versions.append({name: p.detach().clone() for name, p in self.parameters.items()})
         if self.predicts and self.optimizer is not None:
             states, settings = self.optimizer.state, self.optimizer.defaults
@@ -53,17 +53,24 @@ class _Stage:
             self.directions.append({name: each for name, each in found.items() if each is not None})
 
     def drained(self) -> None:
+        """Begin to number versions from 0."""
         self.versions, self.directions, self.round_read = [], [], (-1, 0)
-        self.take_note()
+        self.append_version()
 
 
 class Loop:
-    """Trains a model, a net of steps with its initial weights."""
+    """Trains a model in any mode.
+
+    Args:
+        model: a `tests.random_recipes.nets.Net` with its initial weights.
+        dataset: of its samples.
+        meaning: everything else about the run.
+    """
 
     def __init__(self, model: Any, dataset: Any, meaning: Meaning) -> None:
         self.model, self.dataset, self.meaning = model, dataset, meaning
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.live = dict(trained)  # what passes compute with
+        self.live = dict(trained)  # the parameters that passes compute with, by name
         d = depths(meaning.replicas, meaning.depth)
         self.stages = []
         for s in range(len(meaning.replicas)):
@@ -74,7 +81,7 @@ class Loop:
                     own, optimizer, d[s], meaning.policy == "predict", {n: torch.zeros_like(p) for n, p in own.items()}
                 )
             )
-        self.buffers = [  # of every stage, of every replica
+        self.buffers = [  # of every replica of every stage
             [{n: b.clone() for n, b in model.named_buffers() if meaning.stage_of[n] == s} for _ in range(r)]
             for s, r in enumerate(meaning.replicas)
         ]
@@ -120,7 +127,10 @@ class Loop:
             self._update(ended, first, count, rounds)
 
     def _unit(self, first: int, k: int, part: int, forward: Sequence[Tensors], divisor: float | None) -> None:
-        """Run a microbatch forward and backward, and add its gradients to those of the rounds."""
+        """Run a microbatch forward and backward, and add its gradients to those of the stages' rounds.
+
+        `forward` are the weights of every stage's forward; the loss is divided by `divisor`, if given.
+        """
         samples = parts(self.meaning.order.samples(first + k), self.meaning.microbatches)[part]
         if not samples:
             return
@@ -139,7 +149,7 @@ class Loop:
                 pending[name] = pending[name] + gradient if name in pending else gradient
 
     def _update(self, ended: Sequence[int], first: int, count: int, rounds: Sequence[int]) -> None:
-        """Step the stages whose rounds are through."""
+        """Clip gradients and update the stages `ended`, whose rounds have ended."""
         meaning = self.meaning
         if not meaning.flushes:
             for s in ended:
@@ -183,12 +193,12 @@ class Loop:
                 for name, p in stage.parameters.items():
                     stage.change[name] = gamma * stage.change[name] + (1 - gamma) * (p.detach() - before[name])
         stage.pending = {}
-        stage.take_note()
+        stage.append_version()
 
     # Which weights.
 
     def _version_read(self, s: int, k: int, part: int) -> int:
-        """Return the version that a forward reads."""
+        """Return the version that the forward of a microbatch reads, by the weight policy's formula."""
         meaning, r = self.meaning, self.meaning.replicas[s]
         if meaning.flushes:
             return k // meaning.round_size(s)
@@ -201,7 +211,7 @@ class Loop:
         return max(0, before - self.stages[s].depth + 1) // (meaning.microbatches * meaning.accumulate)
 
     def _ahead(self, s: int) -> int:
-        """Return how far ahead of its round's weights a backward predicts."""
+        """Return the number of updates by which a backward's prediction is ahead of its round's weights."""
         meaning = self.meaning
         units, r = meaning.microbatches * meaning.accumulate, meaning.replicas
         in_flight_besides = (self.stages[0].depth - 1) * r[0] // r[s]
@@ -240,11 +250,11 @@ class Loop:
         }
 
     def _load(self, weights: Sequence[Tensors]) -> None:
-        """Let passes compute with these, graphs that are there already too: autograd isn't told."""
+        """Set the parameters that passes compute with, hidden from autograd: also for backwards of existing graphs."""
         for name, tensor in ((n, t) for own in weights for n, t in own.items()):
             self.live[name].data.copy_(tensor)
 
-    # What passes read and leave behind.
+    # Losses and buffers.
 
     def _loss(self, split: str, samples: Sequence[int], draw: tuple[int, int]) -> torch.Tensor:
         fields = [*self.dataset.inputs, *self.dataset.targets]
@@ -256,7 +266,7 @@ class Loop:
         return self.dataset.loss(self.model(*arguments), given)
 
     def _staged(self, arguments: Sequence[torch.Tensor], targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the loss of a net of steps whose stages are computed again when a backward needs them."""
+        """Return the loss of a net of steps whose stages are recomputed in the backward."""
         x, *rest = arguments
         names = [name for name, kind in (("second", "second"), ("embed", "embed")) if name in self._kinds]
         others = dict(zip(names, rest, strict=True))
@@ -281,7 +291,7 @@ class Loop:
         return {step[0] for step in self.model.steps}
 
     def _take_buffers(self, k: int) -> Tensors:
-        """Load the running statistics of the replicas that run a minibatch."""
+        """Load the buffers of the replicas that run a minibatch; return the model's buffers."""
         mine = dict(self.model.named_buffers())
         for s, own in enumerate(self.buffers):
             for name, buffer in own[k % self.meaning.replicas[s]].items():
@@ -336,7 +346,7 @@ class Loop:
     # Asynchronous data parallelism.
 
     def _push(self, first: int, order: Sequence[int]) -> None:
-        """Apply gradients in the order of their pushes, each taken at its worker's copy of the weights."""
+        """Apply gradients in the order of their pushes, each computed at its worker's copy of the weights."""
         (stage,), (workers,) = self.stages, self.meaning.replicas
         copies, samples = [stage.versions[0]] * workers, self.meaning.order.before(first)
         for k in order:
@@ -349,12 +359,12 @@ class Loop:
 
 
 def _lengths(size: int, count: int, microbatches: int) -> list[int]:
-    """Return the units of every round of a segment; the last may be short."""
+    """Return the number of microbatches of every round of a segment; the last may be short."""
     return [min(size, count - start) * microbatches for start in range(0, count, size)]
 
 
 def _clip(groups: Sequence[dict[str, torch.Tensor]], largest: float | None) -> None:
-    """Scale gradients down to a norm that they have all together, as torch.nn.utils.clip_grad_norm_ does."""
+    """Scale gradients so that their common norm is at most `largest`, as torch.nn.utils.clip_grad_norm_ does."""
     found = [gradient for group in groups for gradient in group.values()]
     if largest is None or not found:
         return
@@ -366,7 +376,7 @@ def _clip(groups: Sequence[dict[str, torch.Tensor]], largest: float | None) -> N
 
 
 def _direction(state: Mapping[str, Any], settings: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return where an optimizer says the next step goes: SGD's momentum, Adam's corrected averages."""
+    """Return the direction of an optimizer's next step: SGD's momentum, Adam's corrected averages; None if unknown."""
     if "exp_avg" not in state:
         momentum: torch.Tensor | None = state.get("momentum_buffer")
         return None if momentum is None else momentum.clone()

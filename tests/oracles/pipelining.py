@@ -1,8 +1,7 @@
-"""PipeDream's steady state and memory on links that take no time, by hand; shares no code with planner and simulator.
+"""PipeDream's steady state and memory on links that take no time; shares no code with planner and simulator.
 
 A layer is (forward seconds, backward seconds, bytes of parameters, bytes saved); a stage is (first layer, layer after
-its last, replicas). Ways: whether replicas share out optimizer state, whether layers run again. `spare` are minibatches
-in flight per replica of the first stage beyond NOAM.
+its last, replicas). `spare` are the minibatches in flight, per replica of the first stage, beyond NOAM.
 """
 
 import itertools
@@ -10,22 +9,24 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from tests.oracles.staleness import depths
+
 Layer = tuple[float, float, int, int]
 Stage = tuple[int, int, int]
 
 
 class Way(NamedTuple):
-    """What a plan does to need less memory."""
+    """How a plan saves memory."""
 
-    shards: bool
-    recomputes: bool
+    shards: bool  # whether the replicas of a stage shard optimizer state
+    recomputes: bool  # whether layers are recomputed in the backward
 
 
 WAYS = tuple(Way(shards, again) for again in (False, True) for shards in (False, True))
 
 
 def every_plan(num_layers: int, workers: int) -> Iterator[list[Stage]]:
-    """Yield all stages and numbers of replicas on at most so many workers."""
+    """Yield all cuts with all numbers of replicas on at most `workers`."""
     for inner in range(num_layers):
         for cuts in itertools.combinations(range(1, num_layers), inner):
             bounds = [0, *cuts, num_layers]
@@ -35,7 +36,10 @@ def every_plan(num_layers: int, workers: int) -> Iterator[list[Stage]]:
 
 
 def num_bytes(layers: Sequence[Layer], plan: Sequence[Stage], way: Way, spare: int, *, state: int, sent: int) -> float:
-    """Return what the fullest worker holds: `state` bytes per byte of parameters, `sent` bytes at every cut."""
+    """Return the bytes of the fullest worker.
+
+    `state` are bytes of optimizer state per byte of parameters, `sent` the bytes that cross every cut.
+    """
     fullest = 0.0
     for index, (start, stop, replicas) in enumerate(plan):
         behind = sum(stage[2] for stage in plan[index + 1 :])
@@ -51,7 +55,7 @@ def num_bytes(layers: Sequence[Layer], plan: Sequence[Stage], way: Way, spare: i
 def minibatch_s(
     layers: Sequence[Layer], plan: Sequence[Stage], way: Way, spare: int, update_s_per_byte: float
 ) -> float:
-    """Return the seconds per minibatch of 1F1B-RR, read off late in a long run."""
+    """Return the seconds per minibatch of 1F1B-RR in the second half of a long run."""
     half = math.lcm(*(stage[2] for stage in plan)) * 8
     lists = [(stage, _passes(plan, stage, replica, spare, 2 * half)) for stage, replica in _replicas(plan)]
     ends: dict[tuple[int, str, int], float] = {}
@@ -76,18 +80,13 @@ def _replicas(plan: Sequence[Stage]) -> Iterator[tuple[int, int]]:
 
 
 def _depths(plan: Sequence[Stage], spare: int) -> list[int]:
-    """Return every stage's forwards before its first backward."""
+    """Return the number of forwards before the first backward of every stage; one stage has no spare minibatches."""
     replicas = [stage[2] for stage in plan]
-    found: list[int] = []
-    for index, own in enumerate(replicas):
-        more = spare * replicas[0] * (index < len(plan) - 1)
-        behind = math.ceil((sum(replicas[index:]) + more) / own)
-        found.append(min([behind, *(1 + (d - 1) * r // own for d, r in zip(found, replicas, strict=False))]))
-    return found
+    return depths(replicas, math.ceil(sum(replicas) / replicas[0]) + spare * (len(plan) > 1))
 
 
 def _passes(plan: Sequence[Stage], stage: int, replica: int, spare: int, count: int) -> list[tuple[str, int]]:
-    """Return a replica's list: forwards, then a backward, an update and a forward in turn."""
+    """Return a replica's instructions: forwards, then a backward, an update and a forward in turn."""
     own, depth = range(replica, count, plan[stage][2]), _depths(plan, spare)[stage]
     found = [("F", minibatch) for minibatch in own[:depth]]
     for index, minibatch in enumerate(own):
@@ -97,7 +96,7 @@ def _passes(plan: Sequence[Stage], stage: int, replica: int, spare: int, count: 
 
 
 def _needed(plan: Sequence[Stage], stage: int, op: str, minibatch: int, count: int) -> set[tuple[int, str, int]]:
-    """Return what has to end before a pass begins; an update waits for the backwards of all replicas of its round."""
+    """Return the passes that have to end before one begins; an update waits for the backwards of its whole round."""
     if op == "U":
         replicas = plan[stage][2]
         first = minibatch // replicas * replicas

@@ -1,7 +1,7 @@
-"""Planning by brute force, written from the papers' formulas over sets of layers; shares no code with the planner.
+"""Planning by brute force, written from the papers' formulas; shares no code with the planner.
 
-A state is a frozenset of layers, a stage lies between two states, and every plan there is gets its time and its bytes
-one layer at a time in plain Python numbers. Only small models can be planned like this.
+A state is a set of layers, and a stage has the layers between two states. The time and the bytes of every plan are
+added up layer by layer in plain Python numbers. Only small models can be planned like this.
 """
 
 import math
@@ -19,41 +19,38 @@ EMPTY: State = frozenset()
 
 
 class Link(NamedTuple):
-    """Links that join `size` components: bytes per second of payload, of the wire, and seconds per message."""
+    """The links of one level."""
 
-    size: int
-    goodput: float
-    bandwidth: float
-    latency_s: float
+    size: int  # components that they join
+    goodput: float  # payload, bytes per second
+    bandwidth: float  # of the wire, bytes per second
+    latency_s: float  # per message
 
 
 class Inner(NamedTuple):
-    """A component of the level below: its seconds per minibatch, and how many components it is made of."""
+    """A pipeline inside a component of the level below."""
 
-    seconds: float
-    size: int
+    seconds: float  # per minibatch
+    size: int  # components that the component consists of
 
 
 class Memory(NamedTuple):
-    """What fits, and how a mode fills it; `in_flight` None is 1F1B's 1 + ceil(R / m).
+    """A device's memory, and how a mode uses it."""
 
-    Layers in `again`, by position, are computed again for the backward.
-    """
-
-    limit_bytes: float
-    versions: int | None
-    again: frozenset[int]
-    state_bytes_per_byte: int
-    in_flight: int | None
-    depth_at_most: int | None = None
-    shard: str = "none"  # what m replicas, of which there are several, have a part each of: ZeRO's stages 1 to 3
+    limit_bytes: float  # of a device
+    versions: int | None  # weight versions; None for one per minibatch in flight
+    again: frozenset[int]  # indices of the layers that are recomputed
+    state_bytes_per_byte: int  # optimizer's state per byte of parameters
+    in_flight: int | None  # minibatches; None for 1F1B's 1 + ceil(R / m)
+    depth_at_most: int | None = None  # limit of the minibatches in flight
+    shard: str = "none"  # what several replicas of a stage shard, as in `parallelism.shard`
 
 
-# What can be cut.
+# States.
 
 
 def working(rows: Rows) -> list[int]:
-    """Return the layers: not the loss, not model inputs, no `__getitem__` that nobody reads."""
+    """Return the layers without the loss, the model's inputs and instances of `__getitem__` that no layer reads."""
     read = {index for row in rows for index in row.reads}
     return [
         index
@@ -63,16 +60,16 @@ def working(rows: Rows) -> list[int]:
 
 
 def in_order(rows: Rows, *, ties: bool = False) -> set[State]:
-    """Return the prefixes of the order of execution; unless `ties`, that keep tied parameters together."""
+    """Return the prefixes of the order of execution; unless `ties`, only those that don't cut tied parameters."""
     order = working(rows)
     found = {frozenset(order[:count]) for count in range(len(order) + 1)}
     return found if ties else _together(rows, found)
 
 
 def grown(rows: Rows, *, ties: bool = False) -> set[State]:
-    """Return the artifact's states: from the first source on, by the closure of whatever reads a member.
+    """Return the artifact's states: those that grow from the first source by a reader of a member, with its closure.
 
-    Unless `ties`, those that keep tied parameters together.
+    Unless `ties`, only those that don't cut tied parameters.
     """
     order = working(rows)
     found: set[State] = set()
@@ -108,7 +105,7 @@ def _together(rows: Rows, states: set[State]) -> set[State]:
 
 
 def crossing(rows: Rows, state: State) -> list[int]:
-    """Return the layers of a state whose value somebody outside reads, the loss included; none where nothing is cut."""
+    """Return the layers of a state whose value is read outside, by the loss too; [] if the state cuts nothing."""
     whole = frozenset(working(rows))
     if state in (EMPTY, whole):
         return []
@@ -117,9 +114,9 @@ def crossing(rows: Rows, state: State) -> list[int]:
 
 
 def augmented(rows: Rows, state: State) -> list[int]:
-    """Return what the artifact sends where a state ends; nothing where nothing is cut.
+    """Return the layers whose values the artifact sends after a state; [] if the state cuts nothing.
 
-    The layers that nobody inside reads, and all that one of them depends on with a reader it doesn't depend on.
+    These are the state's last layers, and their predecessors with a reader that isn't a predecessor.
     """
     if state in (EMPTY, frozenset(working(rows))):
         return []
@@ -134,18 +131,18 @@ def augmented(rows: Rows, state: State) -> list[int]:
     return sorted(last | added)
 
 
-# What a stage costs.
+# Costs of stages.
 
 
 @dataclass(frozen=True)
 class Given:
-    """A model to plan under a cost model; seconds of updates and of loading as in the planner's Work."""
+    """A model to plan under a cost model."""
 
-    rows: tuple[LayerProfile, ...]
-    model: str
-    update_s_per_byte: float = 0.0
-    update_floor_s: float = 0.0
-    load_s: float = 0.0
+    rows: tuple[LayerProfile, ...]  # of the profile
+    model: str  # name of the cost model
+    update_s_per_byte: float = 0.0  # seconds of an update per byte of parameters
+    update_floor_s: float = 0.0  # seconds of an update beside those
+    load_s: float = 0.0  # seconds of loading a minibatch
 
     @cached_property
     def whole(self) -> State:
@@ -177,10 +174,15 @@ class Given:
         return sum(self.rows[index].gradient_bytes for index in crossing(self.rows, state))
 
     def stage_s(self, before: State, after: State, m: int, link: Link, *, first: bool, inner: Inner | None) -> float:
-        """Return the seconds per minibatch of a stage between states, on m replicas, or components that each hold it.
+        """Return the seconds per minibatch of a stage.
 
-        `link` joins the replicas, and the stages; `first`: whether it is the first stage of its (inner) pipeline.
-        `inner` is a component that holds the stage; None if that is one worker.
+        Args:
+            before: the layers before the stage.
+            after: the layers up to its end.
+            m: number of its replicas, which are workers or components.
+            link: between the replicas, and between stages.
+            first: whether it is the first stage of its pipeline, which may be inside a component.
+            inner: the pipeline inside each replica; None if replicas are workers.
         """
         inner_s = inner.seconds if inner else None
         layers = self.layers(before, after)
@@ -222,12 +224,12 @@ class Given:
         return max(round_s, max(forward_s, port_s) + ring_s + hops_s, loads) / m
 
     def _next_bytes(self, before: State) -> int:
-        """Return the parameter bytes of the first layer beyond a cut that has any: the last to have its gradient."""
+        """Return the parameter bytes of a stage's first layer that has any, which gets its gradient last."""
         own = [self.rows[index].parameter_bytes for index in sorted(self.whole - before)]
         return next((num_bytes for num_bytes in own if num_bytes), 0)
 
     def num_bytes(self, before: State, after: State, in_flight: int, memory: Memory, m: int = 1) -> Fraction:
-        """Return what one of m replicas keeps: versions, gradient, state, units in flight, transfers, the untrained."""
+        """Return the bytes of one of m replicas: weight versions, gradients, optimizer state, activations, buffers."""
         w, last = self.weight_bytes(before, after), len(self.rows) - 1
         again = memory.again | ({last} if last - 1 in memory.again else frozenset())
         own = sorted(after - before) + ([last] if after == self.whole else [])
@@ -235,7 +237,7 @@ class Given:
         repeated = sum(self.rows[index].saved_bytes for index in own if index in again)
         saved = sum(self.rows[index].saved_bytes for index in own if index not in again)
         for index in own:
-            run = index  # where the layers begin that are computed again with this one
+            run = index  # the first of the layers that are recomputed together with this one
             while index in again and run - 1 in again:
                 run -= 1
             earlier = {read for other in range(run, index) for read in self.rows[other].reads}
@@ -247,9 +249,9 @@ class Given:
                 if index in again:
                     continue
                 if holder in again:
-                    saved += num_bytes * (index in own)  # nobody else keeps it
+                    saved += num_bytes * (index in own)  # the holder doesn't keep it
                 elif holder in before and index not in before:
-                    saved += num_bytes  # in every stage that it passes
+                    saved += num_bytes  # every stage between the holder and this layer keeps it
         received, sent = self.sent_bytes(before), self.sent_bytes(after)
         versions = in_flight if memory.versions is None else memory.versions
         parted = received if first in again and (first == 0 or first - 1 in again) else 0
@@ -260,7 +262,7 @@ class Given:
         return self.untrained_bytes(before, after) + states + kept + 2 * received + 2 * sent
 
     def fits(self, before: State, after: State, m: int, waiting: Fraction, memory: Memory | None) -> bool:
-        """Return whether a replica of m fits, with so many workers behind the stage."""
+        """Return whether one of m replicas fits in memory, with `waiting` workers behind the stage."""
         if memory is None:
             return True
         in_flight = 1 + math.ceil(waiting / m)
@@ -271,19 +273,19 @@ class Given:
         return self.num_bytes(before, after, in_flight, memory, m) <= memory.limit_bytes
 
 
-# Every plan.
+# Search.
 
 
 @dataclass(frozen=True)
 class Search:
-    """Tries every plan of a model over the given states."""
+    """Tries every plan of a model with cuts at the given states."""
 
     given: Given
     states: frozenset[State]
     memory: Memory | None = None
 
     def flat(self, link: Link, width: int | None = None) -> list[float]:
-        """Return the smallest bottleneck with exactly so many workers, from 0 to all; infinite where nothing fits."""
+        """Return the smallest bottleneck with exactly n workers, for n from 0 to all; infinite if nothing fits."""
         best = [math.inf] * (link.size + 1)
         for bottleneck_s, workers in self._plans(link, EMPTY, self.given.whole, width):
             best[workers] = min(best[workers], bottleneck_s)
@@ -310,12 +312,12 @@ class Search:
         return extended(after, 0.0, 0)
 
     def hierarchical(self, links: Sequence[Link]) -> float:
-        """Return the smallest bottleneck of the paper's recurrence, innermost link first; infinite if nothing fits."""
+        """Return the smallest bottleneck by the paper's recurrence; infinite if nothing fits. Innermost link first."""
         sizes = [math.prod(link.size for link in links[:level]) for level in range(len(links))]
 
         @cache
         def pipeline_s(level: int, before: State, after: State, waiting: Fraction) -> float:
-            """Try every pipeline on one component, `waiting` workers behind it per component that shares its work."""
+            """Try every pipeline inside one component; `waiting` are the workers behind it, per replica."""
 
             def extended(stop: State, behind: int) -> float:
                 if stop == before:
@@ -346,22 +348,22 @@ class Search:
         return {upper: [state for state in self.states if state < upper] for upper in self.states}
 
     def _inside(self, lower: State, upper: State) -> list[State]:
-        """Return the states a last stage up to `upper` may start from, not below `lower`."""
+        """Return the states that contain `lower` and at which a last stage up to `upper` may start."""
         return [state for state in self._parts[upper] if lower <= state]
 
 
 class Placed(NamedTuple):
-    """A stage on workers, replica by replica."""
+    """A stage with its placement."""
 
-    before: State
-    after: State
-    workers: tuple[int, ...]
+    before: State  # layers before it
+    after: State  # layers up to its end
+    workers: tuple[int, ...]  # of its replicas, in order
 
 
 def placed_s(search: Search, links: Sequence[Link], stages: Sequence[Placed], waiting: Fraction = Fraction(0)) -> float:
-    """Return the bottleneck of a placed plan by the recurrence, infinite if it doesn't fit.
+    """Return the bottleneck of a placed plan by the recurrence; infinite if it doesn't fit in memory.
 
-    Minibatch k runs on replica k mod r: it has to stay in one component as long as its stages share components.
+    Minibatch k runs on replica k mod r of each stage, and has to stay in one component while stages share components.
     """
     *inner_links, link = links
     size = math.prod(each.size for each in inner_links)
@@ -392,7 +394,7 @@ def placed_s(search: Search, links: Sequence[Link], stages: Sequence[Placed], wa
 
 
 def _within(group: Sequence[Placed], m: int, size: int) -> list[Placed]:
-    """Return the stages inside one component; all components look alike, and replica q is in component q mod m."""
+    """Return the stages inside one of m equal components; replica q has to be in component q mod m."""
     order = [worker // size for worker in group[0].workers[:m]]
     inner = []
     for stage in group:

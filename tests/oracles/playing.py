@@ -1,25 +1,26 @@
-"""Plays 1F1B without a flush from its rule alone, without time: who waits for whom, and what is kept meanwhile.
+"""Executes 1F1B without a flush by its rule, without time; shares no code with the schedule.
 
-Shares no code with the schedule: a replica of stage s runs d_s forwards, then a backward and a forward in turn; the
-replicas of a stage wait for each other after the last backward of every round.
+A replica of stage s runs d_s forwards, then backwards and forwards in turn; the replicas of a stage wait for each other
+after the last backward of every round.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-Step = tuple[str, int]  # F or B of a minibatch, or U of a round
+Step = tuple[str, int]  # F or B and a minibatch, or U and a round
 
 
 @dataclass(frozen=True)
 class Played:
-    """What playing came to."""
+    """The result of an execution."""
 
-    ended: bool  # whether every worker came to the end of its list; else they wait for each other
-    in_flight: list[int]  # per stage, the most minibatches that a replica had run forward and not yet backward
+    ended: bool  # whether every worker executed all of its steps; else there was a deadlock
+    in_flight: list[int]  # per stage, the most minibatches of a replica between their forward and backward
     versions: list[int]  # per stage, the most versions that minibatches in flight and the next one used at once
 
 
 def steps_of(stage: int, replica: int, replicas: Sequence[int], depth: int, num_minibatches: int) -> list[Step]:
+    """Return the steps of one replica."""
     r = replicas[stage]
     own = list(range(replica, num_minibatches, r))
     steps = [("F", k) for k in own[:depth]]
@@ -30,7 +31,7 @@ def steps_of(stage: int, replica: int, replicas: Sequence[int], depth: int, num_
 
 
 def play(replicas: Sequence[int], depths: Sequence[int], num_minibatches: int) -> Played:
-    """Return what happens when every worker goes through its list as far as it can, again and again."""
+    """Execute the steps of all workers, each as soon as what it depends on is done, until none can continue."""
     last = len(replicas) - 1
     workers = [(s, i) for s, r in enumerate(replicas) for i in range(r)]
     lists = [steps_of(s, i, replicas, depths[s], num_minibatches) for s, i in workers]

@@ -1,6 +1,6 @@
-"""The learning rate of an update, written from docs/optimizers.md and PipeMare's section 3.1; no code of the package.
+"""Learning rates, written from docs/optimizers.md and PipeMare's section 3.1; shares no code with the package.
 
-A rate is a function of samples: those seen before the update and, in the warm-up, its own.
+The rate of an update is a function of the samples seen before it and, during warm-up, of its own samples.
 """
 
 import math
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True)
 class Rates:
-    """How rates change."""
+    """A schedule of learning rates."""
 
     lr: float  # of the input stage
     name: str  # `constant`, `step`, `cosine`, `polynomial` or a class of torch.optim.lr_scheduler
@@ -24,11 +24,18 @@ class Rates:
     total: int  # samples of the whole run
     num_train: int  # samples of an epoch
     size: int  # samples of a minibatch
-    annealing: float = 0.0  # PipeMare's K, in samples; 0: rates aren't rescheduled
-    _played: list[float] = field(default_factory=list)
+    annealing: float = 0.0  # PipeMare's K, in samples; 0 for no rescheduling
+    _played: list[float] = field(default_factory=list)  # rates of a class of torch, by number of steps
 
     def rate(self, scale: float, tau: float, before: int, own: int) -> float:
-        """Return the rate of an update of `own` samples after `before` others, of gradients tau updates late."""
+        """Return the rate of an update.
+
+        Args:
+            scale: factor of the stage, see `scale_of`.
+            tau: updates by which its gradients are late.
+            before: samples seen before it.
+            own: samples of the update.
+        """
         if self.annealing > 0:
             scale *= max(1.0, tau) ** -max(0.0, 1 - before / self.annealing)
         if before < self.warmup:
@@ -52,7 +59,7 @@ class Rates:
         return self._stepped(done // self.step_every)
 
     def _stepped(self, times: int) -> float:
-        """Return the rate of a class of torch's after so many steps."""
+        """Return the rate of a scheduler class of torch after `times` steps."""
         if len(self._played) <= times:
             optimizer = torch.optim.SGD([torch.zeros(1)], self.lr)
             scheduler = getattr(torch.optim.lr_scheduler, self.name)(optimizer, **self.arguments)
@@ -65,5 +72,5 @@ class Rates:
 
 
 def scale_of(scaling: str, own: int, first: int) -> float:
-    """Return what a stage's rate is scaled by, from the minibatches of its updates and of the input stage's."""
+    """Return the factor of a stage's rate, given the minibatches of its updates and of the input stage's (`first`)."""
     return {"replicas": own / first, "none": 1.0, "linear": float(own), "sqrt": math.sqrt(own)}[scaling]

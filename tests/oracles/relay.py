@@ -1,12 +1,15 @@
-"""What relayed values come to, from who reads what: each crosses all cuts from its own stage to its last reader's."""
+"""Relayed values: each crosses all cuts between its own stage and its last reader's; no code of the package."""
 
 from collections.abc import Mapping, Sequence
 
 
 def crossed(stage_of: Sequence[int], reads: Mapping[int, Sequence[int]], loss_reads: Sequence[int]) -> list[int]:
-    """Return how many cuts each layer's output crosses.
+    """Return the number of cuts that each layer's output crosses.
 
-    `reads` are the layers whose output a layer reads, `loss_reads` those that the loss, in the last stage, reads.
+    Args:
+        stage_of: the stage of every layer.
+        reads: the layers whose outputs a layer reads.
+        loss_reads: the layers whose outputs the loss reads, in the last stage.
     """
     furthest = [*stage_of]
     for reader, sources in reads.items():

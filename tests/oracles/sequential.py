@@ -1,4 +1,4 @@
-"""Plain training loops: what every mode without staleness has to equal. They share no code with the engine."""
+"""A plain training loop, which every mode without staleness has to equal; shares no code with the engine."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,7 +15,15 @@ def train(
     weight: Callable[[Any], float],
     clip_norm: float | None = None,
 ) -> list[float]:
-    """Train a module the way anyone writes it; every update is a list of minibatches whose mean gradient it takes.
+    """Train a module in place.
+
+    Args:
+        model: the module.
+        optimizer: of its parameters.
+        updates: inputs and targets of the minibatches of every update, whose mean gradient it uses.
+        loss_sum: the summed loss of (output, targets).
+        weight: of targets; the summed loss of an update is divided by the sum of its weights.
+        clip_norm: largest norm of the gradient, if any.
 
     Returns:
         The mean loss of every update.

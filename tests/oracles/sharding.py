@@ -1,4 +1,4 @@
-"""Sharded data parallelism stated without the engine: a plain loop, and the formulas of ZeRO (SC'20)."""
+"""Sharded data parallelism: a plain loop, and the formulas of ZeRO (SC'20); shares no code with the engine."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
@@ -15,9 +15,13 @@ def trained(
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     updates: Iterable[Sequence[Sequence[Batch]]],
 ) -> dict[str, torch.Tensor]:
-    """Train on updates, each a list of minibatches per replica; gradients are added in the order of replicas.
+    """Train a model in place and return its parameters; gradients are added in the order of replicas.
 
-    `loss` sums over samples; an update's gradient is divided by the number of its samples.
+    Args:
+        model: the model.
+        make_optimizer: makes the optimizer.
+        loss: summed over samples; an update's gradient is divided by the number of its samples.
+        updates: of every update, the minibatches of every replica.
     """
     parameters = list(model.parameters())
     optimizer = make_optimizer(parameters)
@@ -37,7 +41,10 @@ def trained(
 
 
 def sent_bytes(shard: str, parameter_bytes: int, replicas: int) -> int:
-    """Return what all replicas send per step: 2 Psi, 2 Psi, 3 Psi less 1/N, of each replica (section 7)."""
+    """Return the bytes that all replicas send per step (section 7).
+
+    Each sends (1 - 1/N) times 2 Psi with sharded optimizer state or gradients, 3 Psi with sharded parameters.
+    """
     volume = {"optimizer": 2, "gradients": 2, "parameters": 3}[shard]
     found = replicas * volume * parameter_bytes * (1 - Fraction(1, replicas))
     assert found.denominator == 1

@@ -1,4 +1,4 @@
-"""Max-min fair sharing by brute force: time in tiny steps, and in each of them rates raised grain by grain."""
+"""Max-min fair sharing by brute force: small time steps, and rates that are raised in small increments."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Given:
-    """A flow: when it starts, how much it has to do, what it takes of which resource per unit of rate, and its cap."""
+    """A flow."""
 
-    start_s: float
-    work: float
-    weights: Mapping[int, float]
-    cap: float
+    start_s: float  # when it starts
+    work: float  # to be done
+    weights: Mapping[int, float]  # what it takes of each resource per unit of rate
+    cap: float  # largest rate
 
 
 def rates(flows: Sequence[Given], capacities: Sequence[float], grain: float) -> list[float]:
-    """Return the flows' rates: everybody in turn gets a grain more, as long as cap and capacities have room for it."""
+    """Return the flows' rates: each is raised by `grain` in turn until its cap or a resource's capacity is reached."""
     found = [0.0] * len(flows)
     free = [*capacities]
     rising = [*range(len(flows))]
@@ -33,6 +33,7 @@ def rates(flows: Sequence[Given], capacities: Sequence[float], grain: float) -> 
 
 
 def ends(flows: Sequence[Given], capacities: Sequence[float], step_s: float, grain: float) -> list[float]:
+    """Return when each flow ends, to `step_s`."""
     left = [flow.work for flow in flows]
     found = [0.0] * len(flows)
     known: dict[tuple[int, ...], list[float]] = {}

@@ -16,9 +16,9 @@ Step = Callable[[torch.Tensor, torch.Tensor, Parameters, float, int], tuple[torc
 
 
 def depths(replicas: Sequence[int], depth: int | None = None) -> list[int]:
-    """Return d_s for every stage: room for one minibatch per worker from s on.
+    """Return d_s, the minibatches in flight per replica, of every stage: one minibatch per worker from s on.
 
-    A depth beyond NOAM is that of a row of workers to which (depth - NOAM) r_0 are added, just before the last stage.
+    A `depth` beyond NOAM is treated as (depth - NOAM) r_0 additional workers just before the last stage.
     """
     usual = math.ceil(sum(replicas) / replicas[0])
     d = [depth or usual]
@@ -69,8 +69,21 @@ def train(
 ) -> list[list[Parameters]]:
     """Return, per stage, its parameters after 0, 1, 2, ... updates.
 
-    The gradient of minibatch k is taken at the mixture of stale versions the formula names; everything else acts on
-    the newest version.
+    The gradient of minibatch k is computed at the stale versions that the formula names; updates change the newest
+    version.
+
+    Args:
+        model: with the initial weights, which stay as they are.
+        stage_of: the stage of a parameter.
+        replicas: of every stage.
+        loss_sum: the summed loss of (output, minibatch).
+        inputs: of a minibatch.
+        weight: of a minibatch; an update's gradient is divided by the sum of its minibatches' weights.
+        num_minibatches: to train on.
+        step: the optimizer.
+        lr: learning rate.
+        depth: minibatches in flight per replica of the input stage; NOAM by default.
+        vertical_sync: whether all stages use the input stage's version of a minibatch.
     """
     d = depths(replicas, depth)
     num_stages = len(replicas)

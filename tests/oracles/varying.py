@@ -1,4 +1,4 @@
-"""Minibatches of unequal length, from the rules alone: what a segment takes where links take no time."""
+"""Durations of segments whose minibatches differ in length, on links that take no time; no code of the simulator."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from tests.oracles.playing import steps_of
 
 
 def straight_s(forward_s: Sequence[Sequence[float]], backward_s: Sequence[Sequence[float]]) -> float:
-    """Return the seconds of a straight 1F1B pipeline without a flush; times are by minibatch, then by stage."""
+    """Return the seconds of a straight 1F1B pipeline without a flush; times are [minibatch][stage]."""
     num_stages, last = len(forward_s[0]), len(forward_s[0]) - 1
     lists = [steps_of(s, 0, [1] * num_stages, num_stages - s, len(forward_s)) for s in range(num_stages)]
     ended_s: dict[tuple[str, int, int], float] = {}

@@ -28,7 +28,7 @@ EFFICIENCIES = st.sampled_from([1.0, 0.83, 0.5])
 def graphs(draw: Any, max_layers: int = 7) -> tuple[LayerProfile, ...]:
     """Draw a model: skips, several sources, stand-ins for inputs, unread items, tied and missing parameters.
 
-    Half of them are busy: every layer takes time and memory, so that plans have many stages and limits bite.
+    In half of them every layer takes time and memory, so that plans have many stages and limits have an effect.
     """
     busy = draw(st.booleans())
     num_inputs = draw(st.integers(0, 2))
@@ -96,7 +96,7 @@ class Case:
 
 @st.composite
 def cases(draw: Any, model: str, max_layers: int = 7, *, shards: bool = True) -> Case:
-    """Draw a model, where to cut it, and a limit on memory or none; `shards`: replicas may share out what they keep."""
+    """Draw a model, its places to cut, and a memory limit or none; `shards`: whether modes may be sharded."""
     rows = draw(graphs(max_layers))
     kind, ties = draw(st.booleans()), draw(st.booleans())
     states = (antichains if kind else prefixes)(rows, ties=ties)
@@ -117,7 +117,7 @@ def cases(draw: Any, model: str, max_layers: int = 7, *, shards: bool = True) ->
 
 @st.composite
 def memories(draw: Any, given: planning.Given, *, shards: bool) -> planning.Memory | None:
-    """Draw no limit, a loose one, or one near what the whole model keeps on one worker."""
+    """Draw no limit, a loose one, or one near the bytes of the whole model on one worker."""
     share = draw(st.sampled_from([None, None, Fraction(100), *(Fraction(n, 8) for n in range(2, 14))]))
     if share is None:
         return None

@@ -1,4 +1,4 @@
-"""What stages keep whose layers keep, recompute and swap, and the plans chosen for it, against all there are."""
+"""Activation bytes of stages whose layers have policies, and the plans chosen by them, against brute force."""
 
 import itertools
 import random
@@ -29,7 +29,7 @@ WORKERS, LAYERS = 4, 6
 
 
 def with_storages(seed: int, num_layers: int) -> tuple[LayerProfile, ...]:
-    """Return layers that keep, put out and take some of few storages."""
+    """Return layers that save, return and read a few storages."""
     draw = random.Random(seed)
     sizes = {number: draw.randrange(1, 50) for number in range(15)}
 
@@ -50,7 +50,7 @@ def with_storages(seed: int, num_layers: int) -> tuple[LayerProfile, ...]:
 @pytest.mark.parametrize("make", [rows, with_storages])
 @pytest.mark.parametrize("seed", range(30))
 def test_every_stage_keeps_what_its_tensors_are(make: type, seed: int) -> None:
-    """Whether or not a profile tells storages apart: to the byte what is told of each stage alone."""
+    """Exactly `kept_bytes` of each stage, whether or not a profile identifies storages."""
     draw = random.Random(seed)
     count = draw.randrange(1, 8)
     made = make(seed, count)
@@ -64,7 +64,7 @@ def test_every_stage_keeps_what_its_tensors_are(make: type, seed: int) -> None:
 
 
 def test_what_is_told_of_a_stage_by_hand() -> None:
-    """A layer keeps 8 and swaps 10, the next one reads its 4 and runs again; copies take 10 s, a forward 2 s."""
+    """A layer keeps 8 and swaps 10; the next reads its 4 and is recomputed; copies take 10 s, a forward 2 s."""
     made = [
         LayerProfile("a", "Linear", 1.0, 1.0, 6, 6, saved_bytes=8),
         LayerProfile("b", "Linear", 1.0, 3.0, 4, 4, (0,), saved_bytes=10),
@@ -83,9 +83,9 @@ def test_what_is_told_of_a_stage_by_hand() -> None:
 def in_flight_bytes(
     made: Sequence[LayerProfile], stage: StagePlan, pcie: float | None, versions: int
 ) -> Callable[[int], float]:
-    """Return what says how much a stage keeps with so many units in flight: of d that swap min(d, 3 + (d - 1) l).
+    """Return a stage's bytes by units in flight: of d that swap, min(d, 3 + (d - 1) l) are on the device.
 
-    l is the part of a copy that a forward doesn't hide.
+    l is the fraction of a copy that a forward doesn't hide.
     """
     own = [*range(stage.start, stage.stop), *([len(made) - 1] if stage.stop == len(made) - 1 else [])]
     policies = dict(zip(own, (*stage.memory, stage.memory[-1]), strict=False))
@@ -119,7 +119,7 @@ def test_the_fewest_replicas_with_which_swapping_stages_fit_are_the_fewest(seed:
 
 
 def request(seed: int, cost_model: str, limit_bytes: int | None) -> Request:
-    """Return a chain of random layers, of which some swap and some are computed again, for four workers."""
+    """Return a request for four workers and a chain of random layers, some swapped and some recomputed."""
     draw = random.Random(seed)
     made = [replace(row, output_bytes=row.output_bytes // 50, gradient_bytes=0) for row in chain(LAYERS, seed)]
     profile = Profile("chain", "drawn", "file", "drawn", {1: tuple(made)}, 0.0, 0.0, {}, {})
@@ -143,7 +143,7 @@ def every_plan(of: Planner) -> list[PlanEstimate]:
 
 
 def peak(of: Planner, plan: PlanEstimate) -> int:
-    """Return what the simulator says that the fullest worker keeps."""
+    """Return the simulated peak of the fullest worker."""
     peaks = of.simulated_peaks(plan)
     assert peaks is not None
     return max(peaks)
@@ -153,7 +153,7 @@ def peak(of: Planner, plan: PlanEstimate) -> int:
 @pytest.mark.parametrize("cost_model", ["sosp19", "artifact"])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_best_plan_of_all_that_fit_in_the_simulator_is_chosen(seed: int, cost_model: str) -> None:
-    """The formula's room for messages is 3 % more or less than these take: plans so near the limit are left open."""
+    """The formula's buffers for messages differ from simulated ones by 3%: plans so near the limit may fit or not."""
     free = Planner(request(seed, cost_model, None), "pipedream")
     plans = [(peak(free, each), each) for each in every_plan(free)]
     most = max(num_bytes for num_bytes, _ in plans)
@@ -172,7 +172,7 @@ def test_the_best_plan_of_all_that_fit_in_the_simulator_is_chosen(seed: int, cos
 
 
 def straight(made: Sequence[LayerProfile], num_workers: int, limit_bytes: int | None, pcie: float) -> Request:
-    """Return what asks for a straight plan."""
+    """Return a request for a straight plan."""
     profile = Profile("chain", "drawn", "file", "drawn", {1: tuple(made)}, 0.0, 0.0, {}, {})
     cluster = Cluster("drawn", "drawn", limit_bytes, (Level("server", num_workers, 1e11, 0.0),), pcie_bytes_per_s=pcie)
     row = replace(MODES["pipedream"], shape="straight")
@@ -180,7 +180,7 @@ def straight(made: Sequence[LayerProfile], num_workers: int, limit_bytes: int | 
 
 
 def equal_layers(saved: Sequence[int]) -> list[LayerProfile]:
-    """Return layers that take 2 s and save so many bytes, and a loss."""
+    """Return layers that take 2 s and save `num_bytes` each, and a loss."""
     made = [
         LayerProfile(f"layer{index}", "Linear", 1.0, 1.0, 1, 1, (index - 1,) if index else (), saved_bytes=num_bytes)
         for index, num_bytes in enumerate(saved)
@@ -200,7 +200,7 @@ def test_a_plan_that_keeping_refuses_is_found_for_layers_that_swap() -> None:
 
 
 def test_copies_at_a_rate_that_keeps_units_on_the_device_help_nobody() -> None:
-    """A copy takes 1000 s: six units are there of the first stage, as if it kept them."""
+    """A copy takes 1000 s, so six units of the first stage are on the device, as if it kept them."""
     late = straight(equal_layers([100] * 6), 6, 350, 0.1)
     with pytest.raises(PlanError, match="no plan of mode pipedream fits"):
         Planner(replace(late, memory=(SWAP,) * 6), "pipedream").best()

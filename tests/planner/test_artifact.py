@@ -1,4 +1,4 @@
-"""The `artifact` cost model against the optimizer it is named after, said again in `tests/oracles/artifact.py`."""
+"""The `artifact` cost model against the published optimizer, which `tests/oracles/artifact.py` implements again."""
 
 import itertools
 import random
@@ -23,7 +23,7 @@ ARTIFACT = COST_MODELS["artifact"]
 
 
 def graph(reads: Sequence[Sequence[int]], seed: int, *, kinds: dict[int, str] | None = None) -> Rows:
-    """Return layers that read each other so, of random costs, and a loss that reads what nobody else does."""
+    """Return layers with these reads and random costs, and a loss that reads the values without another reader."""
     numbers = random.Random(seed)
     rows = [
         LayerProfile(
@@ -175,7 +175,7 @@ def test_stand_ins_for_inputs_and_unread_items_cost_nothing() -> None:
 
 @st.composite
 def random_reads(draw: Any) -> list[list[int]]:
-    """Draw who reads whom: a layer reads up to three before it, most of them the last one."""
+    """Draw edges: a layer reads up to three layers before it, most often the last one."""
     reads: list[list[int]] = [[]]
     for index in range(1, draw(st.integers(2, 9))):
         own = set(draw(st.lists(st.integers(0, index - 1), max_size=3)))

@@ -1,4 +1,4 @@
-"""What a depth beyond NOAM costs and brings by the planner: what the recurrence says, and PipeDream's Figure 18."""
+"""Costs and gains of a depth beyond NOAM in the planner, against the recurrence and PipeDream's Figure 18."""
 
 from dataclasses import replace
 

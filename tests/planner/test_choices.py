@@ -42,7 +42,7 @@ def request_of(layers: list[Layer], workers: int, limit: int | None, mode: str =
 
 
 def drawn(seed: int) -> tuple[list[Layer], int, int]:
-    """Return random layers, a number of workers, and a limit on memory that few plans keep to."""
+    """Return random layers, a number of workers, and a memory limit in which few plans fit."""
     numbers = random.Random(seed)
     layers = [
         (numbers.uniform(0.5, 2), numbers.uniform(1, 4), 4 * numbers.randint(1, 2000), 4 * numbers.randint(1, 2000))

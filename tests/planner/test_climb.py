@@ -1,4 +1,4 @@
-"""Climbing finds the best plan of small instances, by brute force, and keeps to what was asked."""
+"""The local search finds the best plan of small instances, against brute force, and respects the request."""
 
 import math
 from dataclasses import replace
@@ -16,7 +16,7 @@ from pipebench.planner.placement_costs import Sketch
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import PlanEstimate, Request
 from pipebench.planner.predict import PlannedWorkload, predict
-from pipebench.planner.states import Known
+from pipebench.planner.states import PlanningCache
 from pipebench.schedule.pipeline import noam
 from reports.studies import planner_regret
 from reports.studies.planner_regret import MODE, best_plan, every_plan, instance
@@ -143,15 +143,15 @@ def test_a_plan_that_several_searches_find_is_simulated_once(mode: str, monkeypa
 
 
 def test_bounds_are_made_once_for_modes_that_differ_in_their_weights_only() -> None:
-    asked, known = instance("random", 6).request, Known()
-    alone, shared = (Planner(asked, "pipemare", known=each).best() for each in (None, known))
-    (floors,) = known.floors.values()
+    asked, cache = instance("random", 6).request, PlanningCache()
+    alone, shared = (Planner(asked, "pipemare", cache=each).best() for each in (None, cache))
+    (floors,) = cache.floors.values()
     num_stages = floors.alone_s.cache_info().misses
-    assert Planner(asked, "spectrain", known=known).best().tried_all
-    assert (alone, [*known.floors.values()]) == (shared, [floors])
+    assert Planner(asked, "spectrain", cache=cache).best().tried_all
+    assert (alone, [*cache.floors.values()]) == (shared, [floors])
     assert floors.alone_s.cache_info().misses == num_stages
-    assert len(Planner(replace(asked, relay=not asked.relay), "pipemare", known=known).best().stages) > 0
-    assert len(known.floors) == 2
+    assert len(Planner(replace(asked, relay=not asked.relay), "pipemare", cache=cache).best().stages) > 0
+    assert len(cache.floors) == 2
 
 
 def limited(asked: Request, **shares: Any) -> Request:
@@ -263,7 +263,7 @@ def test_the_same_plan_every_time_and_the_searches_own_without_a_budget(monkeypa
 
 
 def test_the_budget_bounds_how_much_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However large the model and the cluster: what is weighed costs budget, and nothing is weighed without."""
+    """However large the model and the cluster: bounds and simulations are charged, and stop with the budget."""
     weighed: list[Sketch] = []
     whole = Floors.floor_s
 
@@ -292,7 +292,7 @@ def test_a_floor_costs_a_third_of_an_instruction_per_part_of_it() -> None:
 
 
 def test_what_is_chosen_is_predicted_like_every_plan_not_glimpsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However wrong glimpses are: plans that only look fast are dropped, and what is said of the chosen one holds."""
+    """However wrong estimates are: plans that only seem fast are dropped, and the chosen plan has a real prediction."""
     made = Planner(instance("random", 6).request, MODE)
     proposed_s = min(each.minibatch_s for each in made.proposed())
     monkeypatch.setattr(Planner, "estimate_rate", lambda *_: (1e-9, 100))

@@ -1,4 +1,4 @@
-"""Searches of very many places to cut: how good what they find is, and whether their bounds hold."""
+"""Searches over very many places to cut: how good their plans are, and whether their bounds hold."""
 
 import random
 import time
@@ -30,7 +30,7 @@ NEAR = 1.03  # times the smallest bottleneck; 1.01 was the worst seen
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thin already beyond 100 states, to a fifth of the usual."""
+    """Coarsen beyond 100 states already, to a fifth of the usual number."""
     numbers = {"MOST_EXACT": 100, "_MOST_EXACT_BRANCHES": 50, "NUM_GROUPS": 200}
     for name, value in {**numbers, "_COARSE": 100, "_BACKDROP": 50, "_FINE": 80}.items():
         monkeypatch.setattr(coarsening, name, value)
@@ -189,7 +189,7 @@ def test_10_000_layers_on_two_levels_are_planned_without_crawling() -> None:
     request = Request(profile, Cluster("two", "random", None, SERVERS), COST_MODELS["artifact"], 1)
     told: list[str] = []
     began_s = time.process_time()
-    found = compare(request, tell=told.append)
+    found = compare(request, on_search=told.append)
     assert time.process_time() - began_s < 90.0  # no benchmark (nox -s bench is): only that it doesn't crawl
     assert found.best.plan.stages[-1].stop == 10_000
     assert found.num_states == 10_001

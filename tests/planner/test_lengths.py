@@ -1,4 +1,4 @@
-"""How many stages: modes of equally wide stages try every number, since bottlenecks don't say which is best."""
+"""The number of stages: modes with equally wide stages try every number, since bottlenecks don't decide it."""
 
 import math
 from dataclasses import replace

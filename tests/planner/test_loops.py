@@ -1,4 +1,4 @@
-"""What minibatches in flight allow: on plans whose loops are easy to follow, the bound is what the simulator does."""
+"""Round trips: on plans with simple ones, the bound of minibatches in flight equals the simulator's time."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -10,7 +10,7 @@ from pipebench.planner.neighbours import Outlines
 
 
 def every(last: int, num_workers: int) -> list[tuple[SearchStage, ...]]:
-    """Return all stages and replicas there are."""
+    """Return all outlines, by brute force."""
     found = []
     for count in range(1, min(last, num_workers) + 1):
         for cuts in itertools.combinations(range(1, last), count - 1):

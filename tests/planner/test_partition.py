@@ -1,4 +1,4 @@
-"""Kernighan-Lin and Algorithm 3 against all there is to choose from, on graphs small enough to look at all of it."""
+"""Algorithm 3 against brute force on small graphs."""
 
 import itertools
 import random
@@ -34,7 +34,7 @@ def graph(seed: int, num_layers: int) -> TimedGraph:
 
 
 def crossing(given: TimedGraph, left: Sequence[int]) -> int:
-    """Return the bytes of edges with one end among some layers, told once more."""
+    """Return the bytes of edges with one end among some layers."""
     inside = {*left}
     return sum(num_bytes for a, b, num_bytes in given.edges if (a in inside) != (b in inside))
 

@@ -57,7 +57,7 @@ def running(
 
 
 def better_cuts(rows: Sequence[LayerProfile], starts: Sequence[int], stage_s: Sequence[float]) -> Any:
-    """Return the cuts that are best, or None."""
+    """Return the best cuts, or None."""
     stages = running(rows, starts, stage_s)
     best = stages.best() if stages.is_needed else None
     return best and best.layout.starts

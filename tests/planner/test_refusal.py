@@ -1,4 +1,4 @@
-"""What is said where no plan fits: by how much, and only advice that can help."""
+"""The error if no plan fits: it says by how much, and only advice that helps."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from tests.bench.planning import chain, flat
 
 
 def request(parameter_bytes: int, saved_bytes: int, limit_bytes: int | None, num_layers: int = 4) -> Request:
-    """Return four equal layers, which a minibatch of 8 passes, on two workers."""
+    """Return a request for four equal layers, a minibatch of 8 and two workers."""
     made = [
         LayerProfile(
             *(f"layer{i}", "Linear", 1e-3, 2e-3, 100, 100, (i - 1,) if i else ()),

@@ -133,5 +133,5 @@ def test_microbatches_in_flight_where_workers_have_several_stages() -> None:
 
 
 def test_modes_that_ask_for_a_shape_are_in_the_table() -> None:
-    assert (MODES["pipedream-2bw"].shape, MODES["pipedream-2bw"].weights_kept) == ("equal", 2)
+    assert (MODES["pipedream-2bw"].shape, MODES["pipedream-2bw"].weight_sets) == ("equal", 2)
     assert MODES["interleaved"].chunks > 1

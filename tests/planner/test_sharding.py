@@ -85,7 +85,7 @@ def test_the_bytes_of_a_plan_are_the_paper_s(mode: str) -> None:
 def test_modes_are_counted_with_those_that_were_planned_before() -> None:
     """`mode 13 of 15` stood above a table of seventeen."""
     told: list[str] = []
-    found = compare(request_of(None), tell=told.append)
+    found = compare(request_of(None), on_search=told.append)
     total = 1 + len(found.others) + len(found.refused)
     counts = [tuple(map(int, re.findall(r"\d+", text)[:2])) for text in told]
     assert {counted for _, counted in counts} == {2, total}

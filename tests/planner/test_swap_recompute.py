@@ -1,4 +1,4 @@
-"""Algorithm 2 and the search for the best policies against all policies there are, and a stage's bytes told again."""
+"""Algorithm 2 and the search for the best policies against brute force, and a stage's bytes tensor by tensor."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ SEEDS = range(20)
 
 
 def rows(seed: int, num_layers: int) -> tuple[LayerProfile, ...]:
-    """Return layers with skips, of which some save what others do, and a loss."""
+    """Return layers with skips, some of which save the same tensors as others, and a loss."""
     draw = random.Random(seed)
     made: list[LayerProfile] = []
     for index in range(num_layers):
@@ -104,7 +104,7 @@ def saved(stage: StageProblem, policy: dict[int, str], out: set[str]) -> dict[st
 
 
 def savers(made: Sequence[LayerProfile], holder: int, size: int) -> list[int]:
-    """Return the layers that save the tensor that one before saves, back to the first that does."""
+    """Return the layers that save a tensor of an earlier layer, back to the first that does."""
     found = [holder]
     while made[found[-1]].saved_bytes < size:
         earlier = [before for before, n in made[found[-1]].saved_with if n >= size]

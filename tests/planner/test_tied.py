@@ -1,4 +1,4 @@
-"""Plans of models whose layers share a weight: which modes may part it, and what its copies cost."""
+"""Plans of models with tied weights: which modes may have copies of one, and what the copies cost."""
 
 import itertools
 import math

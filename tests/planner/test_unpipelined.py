@@ -1,4 +1,4 @@
-"""Plans for modes that pipeline nothing, against every plan there is."""
+"""Plans for modes without pipelining, against brute force."""
 
 import math
 from collections.abc import Iterator

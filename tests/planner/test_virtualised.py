@@ -1,4 +1,4 @@
-"""Plans whose stages choose what their layers do: they fit, cost as little as can be, and are what runs."""
+"""Plans whose stages choose their layers' policies: they fit, are the fastest, and are what is run."""
 
 import itertools
 import time
@@ -30,7 +30,7 @@ def request(memory_bytes: int | None, pcie_bytes_per_s: float = 1e10, seed: int 
 
 
 def roomy(mode: str, seed: int = 0) -> int:
-    """Return what a straight plan keeps on its fullest worker if nothing is chosen."""
+    """Return the bytes of a straight plan's fullest worker if all layers keep."""
     free = Planner(request(None, seed=seed), mode)
     peaks = free.simulated_peaks(free.best())
     assert peaks is not None

@@ -207,7 +207,7 @@ WRONG: list[tuple[tuple[Any, ...], Any, str]] = [
     (("layers", "4", 0, "forward_s"), float("nan"), "layers[4][0].forward_s: got nan"),
     (("layers", "4", 0, "forward_s"), 10**5000, "isn't JSON: number out of range"),
     (("layers", "4", 0, "forward_s"), 10**4000, "layers[4][0].forward_s: got a huge number"),
-    (("layers", "4", 0, "backward_s"), True, "layers[4][0].backward_s: got True"),
+    (("layers", "4", 0, "backward_s"), True, "layers[4][0].backward_s: got true"),
     (("layers", "4", 0, "weight_s"), 9.0, "layer 0 (a): weight_s is 9, more than backward_s, 0.2"),
     (("layers", "4", 0, "output_bytes"), 1.5, "layers[4][0].output_bytes: got 1.5, allowed is a whole number from 0"),
     (("layers", "4", 0, "output_bytes"), 1, "layer 0 (a): gradient_bytes are 8, more than output_bytes, 1"),
@@ -224,7 +224,7 @@ WRONG: list[tuple[tuple[Any, ...], Any, str]] = [
     (("load_s",), {}, "has layers at 4 samples, but no load_s"),
     (("whole_step_s",), {"4": 0}, "has whole_step_s 0 for 4 samples"),
     (("whole_step_s",), {"5": 1}, "has whole_step_s 1 for 5 samples"),
-    (("state_bytes_per_byte",), None, "state_bytes_per_byte: got None"),
+    (("state_bytes_per_byte",), None, "state_bytes_per_byte: got null"),
 ]
 
 

@@ -158,7 +158,7 @@ def test_model_and_random_state_are_left_as_found() -> None:
 
 
 def test_progress_names_layers_and_sizes_which_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_TELL_EVERY_S", 0.0)
+    monkeypatch.setattr(measure, "_REPORT_EVERY_S", 0.0)
     told: list[str] = []
     graph = trace(nn.Linear(6, 4, dtype=torch.float64))
     measured_profile(

@@ -34,6 +34,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Blobs]] = {
     "tuples and integers": (Sequences, Tokens()),
     "a tied parameter and a value of three readers": (Fork, Blobs()),
     "frozen layers and buffers": (lambda: HalfFrozen().double(), IMAGES),
+    "values that skip pieces": (lambda: Hourglass(4).double(), Blobs(classes=8, shape=(8,))),
 }
 
 
@@ -120,6 +121,47 @@ def test_activations_that_filled_the_device_are_gone_when_it_is_tried_again(
         found = measured_profile(request, CUDA, StopRule(most=1), engine=EngineRecipe())
     assert f"in {num_pieces} pieces" in found.note or num_pieces == 1
     assert bool(found.whole_step_s) == (num_pieces == 1)
+
+
+@pytest.mark.usefixtures("little_to_step_on")
+def test_the_sum_of_a_tied_gradient_waits_on_the_host() -> None:
+    """It filled the device beside every piece between the layers that share the parameter."""
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS - 1)]
+    layers[0].weight = layers[-1].weight
+    model = nn.Sequential(nn.Tanh(), *layers)
+    dataset = Blobs(classes=WIDTH, shape=(WIDTH,), dtype=torch.float32)
+    request = ProfileRequest(trace(model), dataset, [2], OptimizerRecipe("sgd", lr=0.1), "it")
+    with made_up_gpu(3.8 * LAYER_BYTES):
+        found = measured_profile(request, CUDA, StopRule(most=1), engine=EngineRecipe())
+    assert "in 8 pieces" in found.note
+
+
+class Hourglass(nn.Module):
+    """As a U-Net: the k-th layer from the end also reads the output of the k-th."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.down, self.up = (nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(depth)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [samples, 8] to [samples, 8]."""
+        skipping = []
+        for layer in self.down:
+            x = layer(x)
+            skipping.append(x)
+        for layer in self.up:
+            x = layer(x) + skipping.pop()
+        return x
+
+
+@pytest.mark.usefixtures("little_to_step_on")
+def test_values_that_skip_pieces_wait_on_the_host() -> None:
+    """They filled the device, however many pieces there were: of eight outputs each skips to the other half."""
+    dataset, size = Blobs(num_train=512, classes=8, shape=(8,), dtype=torch.float32), 512
+    request = ProfileRequest(trace(Hourglass(8)), dataset, [size], OptimizerRecipe("sgd", lr=0.1), "it")
+    with made_up_gpu(8 * size * 8 * 4 + 20_000):
+        found = measured_profile(request, CUDA, StopRule(most=1), engine=EngineRecipe())
+    assert "in 8 pieces" in found.note
 
 
 @pytest.mark.usefixtures("little_to_step_on")

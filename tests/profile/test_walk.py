@@ -175,6 +175,26 @@ def test_values_are_let_go_of_as_in_training() -> None:
     assert [each() for each in alive] == [None] * 5
 
 
+def test_a_weight_gradient_timed_alone_is_gone_before_the_whole_backward() -> None:
+    """Beside the whole backward's it would take the bytes of the parameters once more."""
+    model = nn.Sequential(*(nn.Linear(6, 6, bias=False, dtype=torch.float64) for _ in range(2)))
+    graph, dataset = trace(model), Blobs(classes=6)
+    made: list[list[weakref.ref[torch.Tensor]]] = []
+    alive_at_start: list[int] = []
+
+    def clock(work: Callable[[], Any]) -> tuple[Any, Reading]:
+        alive_at_start.append(sum(each() is not None for each in made[-1]) if made else 0)
+        value = work()
+        gradients = value if isinstance(value, tuple) else ()
+        made.append([weakref.ref(each) for each in gradients if each is not None])
+        return value, lambda: 0.0
+
+    walk(graph, graph.root, dataset, dataset.fetch("train", range(3), ["x", "label"]), clock)
+    # Backwards: the loss, the weight part of the last layer, the whole of it, the first layer.
+    assert [len(each) for each in made[3:]] == [1, 1, 2, 1]
+    assert alive_at_start[3:] == [0, 0, 0, 0]
+
+
 def test_the_pass_leaves_no_gradients_and_reads_the_right_values() -> None:
     model, dataset = InPlace(), Blobs()
     samples = dataset.fetch("train", range(3), ["x", "label"])

@@ -1,4 +1,4 @@
-"""A recipe run by the product, beside the plain loop that computes what it means."""
+"""Runs a recipe with an engine and with the plain loop of `tests.oracles.per_minibatch`, and compares the results."""
 
 import json
 import os
@@ -18,12 +18,14 @@ from pipebench.checkpoint.state import ModelState
 from pipebench.engine.engine import OnLoss, OnUnit, TrainingEngine
 from pipebench.engine.setup import Setup
 from pipebench.errors import UserError
+from pipebench.extensions.asynchronous.pushes import FILE_NAME
 from pipebench.model.device import torch_settings
 from pipebench.planner.planner import Planner
 from pipebench.recipe.load import LoadedRecipe, load_file
 from pipebench.recipe.schema import Recipe
 from pipebench.run.deciding import prepare_job
 from pipebench.run.folder import find
+from pipebench.show.progress import Silent
 from pipebench.simulate.network import Network
 from pipebench.simulate.statistics import average_statistics
 from pipebench.simulate.steady import simulate_all, simulate_segment
@@ -33,50 +35,37 @@ from pipebench.train.loop import TrainingLoop
 from pipebench.train.metrics import byte_metrics
 from pipebench.train.periods import Periods
 from pipebench.train.request import plan_request
-from pipebench.train.result import DIVERGED, Point
+from pipebench.train.result import DIVERGED
 from tests.oracles.draws import mixed, of_name
 from tests.oracles.per_minibatch import Loop, Outcome
 from tests.random_recipes.meaning import meaning_of
-from tests.random_recipes.nets import Rows, net, rows
-from tests.random_recipes.push_orders import FILE_NAME, push_order
+from tests.random_recipes.nets import Rows, net
+from tests.random_recipes.push_orders import push_order
 
-# Relative to the largest number of a tensor. Sums are added in another order: in float64, after tens of updates, that
-# comes to 1e-12 or so, and a wrong formula to 1e-5 and more. float32 has 24 bits in place of 53.
+# Largest difference, relative to the largest number of a tensor. Engine and loop add in different orders: in float64,
+# after tens of updates, that makes about 1e-12, and a wrong formula 1e-5 and more. float32 has 24 bits instead of 53.
 TOLERANCES = {"float64": 1e-9, "float32": 2e-3}
 IN_PROCESSES = ("engine.kind=distributed", "engine.threads=1")
-_SHARING = ("tied", "twice")  # steps with another's weight
-LARGEST = 1e4  # weights: what grows beyond makes differences grow, too
+_SHARING = ("tied", "twice")  # steps that use the weight of another step
+LARGEST = 1e4  # of weights: if training diverges beyond, so do rounding errors
 
 
 class RefusedError(Exception):
-    """The product refuses a recipe, or its weights grow beyond all bounds: there is nothing to compare."""
+    """There is nothing to compare: pipebench refuses the recipe, or training diverges."""
 
 
 class Ran(NamedTuple):
-    """What the product came to."""
+    """The result of a run by an engine."""
 
     points: list[tuple[int, Mapping[str, float]]]  # samples seen and metrics of every evaluation
     pushes: list[list[int]]  # of asynchronous runs, the order of pushes of every segment
     tensors: dict[str, torch.Tensor]  # parameters and buffers at the end
-    fetched: dict[int, list[int]] | None  # samples by the draw of their minibatch; None where nobody took note of them
-    metrics: Mapping[str, float] | None = None  # the result's, on the virtual clock; None on the wall clock
-
-
-class Silent:
-    """Progress nobody sees."""
-
-    def update(self, samples: int, clock_s: float, loss: float, occupancy: float) -> None:
-        """Nothing to do."""
-
-    def evaluation(self, point: Point, epoch: float) -> None:
-        """Nothing to do."""
-
-    def note(self, text: str) -> None:
-        """Nothing to do."""
+    fetched: dict[int, list[int]] | None  # samples by the draw of their minibatch; None in processes
+    metrics: Mapping[str, float] | None = None  # of a run on the virtual clock; None on the wall clock
 
 
 def written(recipe: Mapping[str, Any], folder: Path) -> Path:
-    """Write a recipe into a folder of its own, with the order of pushes that it names."""
+    """Write a recipe into a folder, with the order of pushes that it names, and return the recipe's file."""
     folder.mkdir(parents=True, exist_ok=True)
     if "push_order" in recipe["parallelism"]:
         (folder / FILE_NAME).write_text(json.dumps(push_order(recipe)))
@@ -90,12 +79,14 @@ def text_of(recipe: Mapping[str, Any]) -> str:
 
 
 def disagreements(path: Path, *, in_processes: bool = False) -> list[str]:
-    """Run a recipe both ways and return what differs, the order of samples first.
+    """Run a recipe by an engine and by the plain loop; return the differences, those of samples first.
 
-    The distributed engine runs it if `in_processes`, else the virtual one.
+    Args:
+        path: the recipe's file.
+        in_processes: use the distributed engine instead of the virtual one.
 
     Raises:
-        RefusedError: the product has no such run.
+        RefusedError: there is nothing to compare.
     """
     loaded, job = prepared(path, IN_PROCESSES if in_processes else ())
     ran = run_in_processes(path) if in_processes else run_virtual(loaded, job)
@@ -107,33 +98,36 @@ def disagreements(path: Path, *, in_processes: bool = False) -> list[str]:
     expected = expected_of(job, ran.pushes)
     found = [*differences(ran, expected, job)]
     if found and not has_same_bits(job.recipe, job.setup.plan.replicas):
+        # Rounding errors may be amplified: allow as much as the loop amplifies those of its initial weights.
         found = [*differences(ran, expected, job, beside=expected_of(job, ran.pushes, moved=True))]
     return found if ran.metrics is None else [*found, *of_clock(ran.metrics, job), *of_plan(job)]
 
 
 def of_clock(metrics: Mapping[str, float], job: Job) -> Iterator[str]:
-    """Say where a run on the virtual clock took other seconds, or sent other bytes, than its segments simulated."""
-    setup, sent, simulated_s, done = job.setup, Counter[tuple[str, str]](), 0.0, 0
-    periods, average_s = Periods.of(job.recipe.train, setup.sampler.minibatches_per_epoch), _average_s(setup)
+    """Yield how seconds and bytes of a run on the virtual clock differ from those of its simulated segments."""
+    setup, periods = job.setup, Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch)
+    sent = Counter[tuple[str, str]]()
+    simulated_s, done, average_s = 0.0, 0, _average_s(setup)
     while done < periods.total:
         drain = periods.next_drain(done)
         totals = simulate_all(setup, drain - done, first=done)
         simulated_s, sent, done = simulated_s + totals.end_s + average_s, sent + totals.num_bytes, drain
     for name, num_bytes in byte_metrics(sent).items():
-        # The simulator cuts a ring's chunks between 4 bytes, so that levels may have a few more or less each.
+        # The simulator cuts a ring's chunks at multiples of 4 bytes, so that levels may differ by a few bytes.
         allowed = 0.02 * num_bytes if "_level_" in name else 0
         if abs(metrics[name] - num_bytes) > allowed and not (name.startswith("swap") and _keeps_otherwise(job)):
             yield f"{name}: {metrics[name]:g}, simulated {num_bytes:g}"
-    if "asynchronous" in setup.pipeline.extensions:  # an order of pushes is given, or that of ties has changed it
+    if "asynchronous" in setup.pipeline.extensions:  # with a given order of pushes, the simulated segment has another
         return
     if abs(metrics["training_time_s"] - simulated_s) > 1e-6 * simulated_s:
         yield f"training_time_s: {metrics['training_time_s']!r}, simulated {simulated_s!r}"
 
 
 def of_plan(job: Job) -> Iterator[str]:
-    """Say where the planner predicts other seconds or bytes of a recipe's own plan than simulated minibatches come to.
+    """Yield how the planner's seconds and bytes of the recipe's own plan differ from simulated minibatches.
 
-    Seconds where updates empty the pipeline: elsewhere, its prediction is from a steady state that it comes close to.
+    Seconds are compared only if updates flush the pipeline: otherwise the planner's are of a steady state that these
+    few minibatches don't reach.
     """
     setup, mode = job.setup, job.recipe.parallelism.mode
     found = Planner(plan_request(job.recipe, job.cluster, job.profile, setup.dataset), mode).estimate_of(setup.plan)
@@ -150,7 +144,7 @@ def of_plan(job: Job) -> Iterator[str]:
 
 
 def _average_s(setup: Setup) -> float:
-    """Return how long replicas take to average running statistics at a drain."""
+    """Return the seconds in which replicas average running statistics at a drain."""
     ends_s, network = [0.0], Network(setup.cluster, setup.devices)
     average_statistics(setup.pipeline, setup.costs, network, 0.0, ends_s.append)
     network.deliver(())
@@ -158,7 +152,7 @@ def _average_s(setup: Setup) -> float:
 
 
 def _keeps_otherwise(job: Job) -> bool:
-    """Return whether layers keep something else on a CPU than the profile says, which is of a GPU."""
+    """Return whether the net has layers that save other tensors on a CPU than on a GPU, which the profile is of."""
     return any(step.split()[0] in ("dropout", "lstm") for step in job.recipe.model["steps"])
 
 
@@ -166,7 +160,7 @@ def prepared(path: Path, overrides: Sequence[str] = ()) -> tuple[LoadedRecipe, J
     """Load and prepare a recipe.
 
     Raises:
-        RefusedError: the product refuses it.
+        RefusedError: pipebench refuses it.
     """
     try:
         loaded = load_file(path, overrides)
@@ -236,15 +230,17 @@ def _tensors(state: ModelState) -> dict[str, torch.Tensor]:
 
 
 def expected_of(job: Job, pushes: Sequence[Sequence[int]], *, moved: bool = False) -> Outcome:
-    """Return what the plain loop makes of a prepared recipe.
+    """Run the plain loop on a prepared recipe.
 
-    `pushes` are, of asynchronous runs, the order of pushes of every segment. `moved`: begin with weights that a few
-    rounding errors lie between.
+    Args:
+        job: the recipe, with its plan.
+        pushes: of asynchronous runs, the order of pushes of every segment.
+        moved: change the initial weights by some rounding errors.
     """
     recipe, plan, graph = job.recipe, job.setup.plan, job.setup.graph
     of_model, of_data = ({k: v for k, v in part.items() if k != "target"} for part in (recipe.model, recipe.dataset))
     torch.default_generator.manual_seed(mixed(recipe.train.seed, of_name("initial weights")))
-    model, dataset = net(**of_model), rows(**of_data)
+    model, dataset = net(**of_model), Rows(**of_data)
     if moved:
         with torch.no_grad():
             for parameter in model.parameters():
@@ -259,10 +255,10 @@ def expected_of(job: Job, pushes: Sequence[Sequence[int]], *, moved: bool = Fals
 
 
 def differences(ran: Ran, expected: Outcome, job: Job, *, beside: Outcome | None = None) -> Iterator[str]:
-    """Say what differs between product and plain loop by more than sums in another order can.
+    """Yield what differs between engine and plain loop by more than rounding.
 
-    `beside` is what the loop comes to from weights that a few rounding errors lie between: what grows there may grow
-    here. BatchNorm of two samples whose values are close makes them a million times as large.
+    `beside` is the loop's outcome from initial weights that differ by some rounding errors; twice its distance is
+    allowed. For example, BatchNorm of two samples with similar values amplifies rounding errors a million times.
     """
     if ran.fetched is not None:
         yield from _of_samples(ran.fetched, expected.samples)
@@ -296,10 +292,11 @@ def _of_samples(found: Mapping[int, list[int]], expected: Mapping[int, list[int]
 
 
 def has_same_bits(recipe: Recipe, replicas: Sequence[int]) -> bool:
-    """Return whether DESIGN promises the bits of a plain loop: whole minibatches, and nothing added in another order.
+    """Return whether a run must have the bits of the plain loop: whole minibatches, and the same order of additions.
 
-    A value that is read three times is left out, and a weight that three layers share, whose gradients a stage adds
-    before stages do. So is what the plain loop computes otherwise than torch: norms, and the optimizers of our own.
+    False for values that are read three times and weights that three layers share, since a stage adds up its own
+    gradients first. False, too, for what the plain loop computes in another way than the engine: gradient norms, and
+    the optimizers that torch lacks.
     """
     asked, optimizer, steps = recipe.parallelism, recipe.train.optimizer, [s.split() for s in recipe.model["steps"]]
     again = [(kind in _SHARING, int(given[0])) for kind, *given in steps if kind in ("add", "branch", *_SHARING)]

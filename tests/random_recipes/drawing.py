@@ -1,15 +1,16 @@
-"""Random recipes: any mode, column, optimizer, schedule, period and small net; the product refuses what doesn't fit.
+"""Draws random recipes: modes, their columns, optimizers, schedules, periods and small nets.
 
-A recipe is a pure function of a seed and a number. Weights of choices favour what changes arithmetic.
+Not all combinations are valid; pipebench refuses the others. A recipe is a pure function of a seed and a number.
+Probabilities favour what changes the arithmetic.
 """
 
 import random
 from collections.abc import Mapping
 from typing import Any
 
+from pipebench.extensions.asynchronous.pushes import FILE_NAME
 from pipebench.schedule.modes import MODES, Mode
 from tests.random_recipes.nets import first_layers
-from tests.random_recipes.push_orders import FILE_NAME
 
 TARGETS = "tests.random_recipes.nets"
 _PREDICTED = ("spectrain", "xpipe")
@@ -36,7 +37,7 @@ _STEPS = (
     "linear", "linear", "tanh", "relu", "norm", "layernorm", "conv", "lstm", "frozen", "second", "embed", "mean", "aux",
     "halves", "detach",
 )  # fmt: skip
-NORMS = {"norm", "mean"}
+NORMS = {"norm", "mean"}  # steps with BatchNorm
 
 
 def draw_recipe(seed: int, number: int) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def draw_recipe(seed: int, number: int) -> dict[str, Any]:
         "name": f"random-{seed}-{number}",
         "model": {"target": f"{TARGETS}:net", "steps": steps, "dtype": dtype},
         "dataset": {
-            "target": f"{TARGETS}:rows",
+            "target": f"{TARGETS}:Rows",
             **reads,
             **_data(draw, train["minibatch_size"], parallelism.get("microbatches", 1), steps),
         },
@@ -63,14 +64,14 @@ def draw_recipe(seed: int, number: int) -> dict[str, Any]:
 
 
 def _cluster(draw: random.Random, workers: int) -> dict[str, Any]:
-    """Return equal devices behind links that cost nothing, or slow ones, or servers of two."""
+    """Draw a cluster of `workers` devices: on links that take no time, on slow links, or in servers of two."""
     if workers % 2 == 0 and draw.random() < 0.3:
         return {"name": "vpipe-unlimited", "servers": workers // 2, "count": 2}
     return {"name": draw.choice(("free-links", "cluster-c")), "servers": workers}
 
 
 def _steps(draw: random.Random) -> list[str]:
-    """Return the steps of a net; see `nets.Net`."""
+    """Draw the steps of a net; see `nets.Net`."""
     steps = ["linear"]
     for index in range(1, draw.randint(4, 9)):
         kind = draw.choice((*_STEPS, "dropout", "add", "branch", "tied", "twice"))
@@ -86,7 +87,7 @@ def _steps(draw: random.Random) -> list[str]:
 
 def _data(draw: random.Random, size: int, parts: int, steps: list[str]) -> dict[str, Any]:
     data: dict[str, Any] = {"num_train": draw.randint(8, 60), "num_eval": draw.randint(2, 12)}
-    if NORMS & {*steps}:  # no minibatch or microbatch of one row, of which there is no variance
+    if NORMS & {*steps}:  # a minibatch or microbatch of one row has no variance
         data["num_train"] = draw.choice([n for n in range(8, 60) if n % size == 0 or n % size >= 2 * parts])
         data["num_eval"] = draw.choice([n for n in range(2, 12) if n % size != 1])
     if draw.random() < 0.3:
@@ -161,7 +162,7 @@ def _parallelism(draw: random.Random, mode: str, workers: int, steps: list[str],
     if row.sync == "asynchronous" and draw.random() < 0.5:
         made["push_order"] = FILE_NAME
     stashes = made.get("weights", row.weights) not in ("none", "predict", "correct")
-    # Else weights depend on where the planner cuts
+    # Without stashing, recomputed weights depend on the cuts, so these must not be the planner's.
     if draw.random() < 0.3 and (stashes or ("cuts" in made and "aux" not in steps)):
         made["recompute"] = draw.random() < 0.8
     elif draw.random() < 0.2 and stashes:
@@ -171,7 +172,7 @@ def _parallelism(draw: random.Random, mode: str, workers: int, steps: list[str],
 
 
 def _without_flush(draw: random.Random, row: Mode, made: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what goes with weights of which there are several versions, nearly always."""
+    """Draw settings that a pipeline without a flush accepts, nearly always."""
     policy, fitting = made.get("weights", row.weights), dict[str, Any]()
     if policy == "double-buffer":
         fitting["accumulate"] = draw.choice((3, 5, 7))
@@ -204,7 +205,7 @@ def _cuts(draw: random.Random, steps: list[str], count: int) -> list[str]:
 
 
 def _columns(draw: random.Random, mode: str) -> dict[str, Any]:
-    """Return columns of the table of modes that are changed."""
+    """Draw columns of the table of modes that the recipe changes."""
     row, made = MODES[mode], dict[str, Any]()
     if draw.random() < 0.3:
         made["weights"] = draw.choice(("stash-vertical-sync", "none", "stash", "double-buffer", "correct", "predict"))

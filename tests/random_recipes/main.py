@@ -1,15 +1,12 @@
-"""Compares random recipes with the plain loop: `nox -s oracle`, or `python -m tests.random_recipes.main FILE...`."""
+"""Compares random recipes with the plain loop: `nox -s oracle`, or `python -m tests.random_recipes.main [FILE]...`."""
 
 import argparse
-import re
 import shutil
 import sys
 import tempfile
 import time
 import warnings
-from collections import Counter
 from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +16,27 @@ from tests.random_recipes.compare import RefusedError, disagreements, text_of, w
 from tests.random_recipes.drawing import draw_recipe
 from tests.random_recipes.push_orders import num_workers
 from tests.random_recipes.shrinking import shrunk
+from tests.random_recipes.tally import Tally
 from tests.random_recipes.worlds import Worlds
 
-MOST_REFUSED = 0.5  # share of the recipes drawn: beyond, what is drawn has drifted from what the product takes
-SHRUNK = 5  # recipes that are made smaller, each by tens of runs: more of them tend to say the same
+MOST_REFUSED = 0.5  # share of the recipes drawn: if more are refused, `drawing` is out of date
+SHRUNK = 5  # recipes that are shrunk, by tens of runs each: more tend to show the same defect
 
 
-@dataclass
-class Campaign:
-    """What came of random recipes."""
+class Campaign(Tally):
+    """Compares random recipes with the plain loop; they are written to a folder."""
 
-    seed: int  # they are drawn from
-    folder: Path  # where they are written
-    agreed: Counter[str] = field(default_factory=Counter)  # by mode, recipes in which both ways agree
-    refused: Counter[str] = field(default_factory=Counter)  # by reason, recipes that the product refuses
-    failures: list[str] = field(default_factory=list)  # a report for each recipe in which they don't
+    def __init__(self, seed: int, folder: Path) -> None:
+        super().__init__(seed)
+        self.folder = folder
 
     def run(self, count: int, *, in_processes: bool = False, first: int = 0) -> None:
-        """Compare until so many recipes have been compared, the `first` of a number on, or far too many were refused.
+        """Compare recipes until there are `count`, or far too many were refused.
 
-        `in_processes`: take recipes of two workers, and run them with the distributed engine.
+        Args:
+            count: number of recipes to compare.
+            in_processes: take recipes of two workers, and run them with the distributed engine.
+            first: number of the first recipe that is drawn.
         """
         compared, number = 0, first
         while compared < count and number - first < (4 + 40 * in_processes) * count + 20:
@@ -52,14 +50,13 @@ class Campaign:
         try:
             found = self._found(recipe, in_processes)
         except RefusedError as error:
-            self.refused[re.sub(r"\S*recipe\.yaml(:\d+)?: |[\d'\[\]]+", "", str(error))[:60]] += 1
+            self.refuse(error)
             return False
         if not found:
             self.agreed[recipe["parallelism"]["mode"]] += 1
             return True
         small = recipe if in_processes or len(self.failures) >= SHRUNK else shrunk(recipe, self._fails)
-        self.failures.append(_report(recipe, small, found if small is recipe else self._found(small, in_processes)))
-        print(self.failures[-1], flush=True)
+        self.fail(_report(recipe, small, found if small is recipe else self._found(small, in_processes)))
         return True
 
     def _found(self, recipe: dict[str, Any], in_processes: bool) -> list[str]:
@@ -68,7 +65,7 @@ class Campaign:
             return disagreements(path, in_processes=in_processes)
         except RefusedError:
             raise
-        except Exception as error:  # whatever breaks is a finding, and the others are still to be compared
+        except Exception as error:  # a finding like others, after which other recipes can still be compared
             return [f"{type(error).__name__}: {error}"]
         finally:
             shutil.rmtree(path.parent)
@@ -79,26 +76,14 @@ class Campaign:
         except RefusedError:
             return False
 
-    @property
-    def refused_share(self) -> float:
-        return self.refused.total() / max(1, self.refused.total() + self.agreed.total() + len(self.failures))
-
-    @property
-    def summary(self) -> str:
-        count = f"{self.agreed.total()} recipes agree with the plain loop, {len(self.failures)} don't"
-        lines = [f"seed {self.seed}: {count}"]
-        lines += [f"  {mode}: {count}" for mode, count in sorted(self.agreed.items())]
-        lines += [f"refused: {self.refused.total()}, {self.refused_share:.0%} of those drawn; most often"]
-        return "\n".join([*lines, *(f"  {count} x {reason}" for reason, count in self.refused.most_common(5))])
-
 
 def _report(recipe: dict[str, Any], small: dict[str, Any], found: list[str]) -> str:
-    told = "\n".join(f"  {each}" for each in found[:6])
-    return f"{recipe['name']} disagrees with the plain loop:\n{told}\nA file with this shows it:\n{text_of(small)}"
+    lines = "\n".join(f"  {each}" for each in found[:6])
+    return f"{recipe['name']} disagrees with the plain loop:\n{lines}\nA file with this shows it:\n{text_of(small)}"
 
 
 def main(words: list[str] | None = None) -> int:
-    """Compare; return the exit code."""
+    """Compare as the command line says; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="*", type=Path, help="recipes to compare in place of random ones")
     parser.add_argument("--seed", type=int, default=int(time.strftime("%Y%m%d")), help="of the random recipes")
@@ -106,7 +91,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--in-processes", type=int, default=20, help="with the distributed engine, two processes each")
     parser.add_argument("--in-worlds", type=int, default=60, help="in two to four processes beside the virtual engine")
     given = parser.parse_args(words)
-    warnings.simplefilter("ignore")  # torch's, of schedules that step before their optimizer
+    warnings.simplefilter("ignore")  # torch warns of schedules that step before their optimizer
     with tempfile.TemporaryDirectory() as folder:
         campaign = Campaign(given.seed, Path(folder))
         if given.files:
@@ -116,12 +101,12 @@ def main(words: list[str] | None = None) -> int:
             print(f"seed {given.seed}", flush=True)
             campaign.run(given.recipes)
             campaign.run(given.in_processes, in_processes=True, first=10**6)
-    print(campaign.summary)
+    print(campaign.summary("with the plain loop"))
     failed = bool(campaign.failures) or (not given.files and campaign.refused_share > MOST_REFUSED)
     if given.in_worlds and not given.files:
         with closing(Worlds(given.seed)) as worlds:
             worlds.run(given.in_worlds)
-        print(worlds.summary)
+        print(worlds.summary("in processes"))
         failed = failed or bool(worlds.failures)
     return int(failed)
 

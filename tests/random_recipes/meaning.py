@@ -1,4 +1,4 @@
-"""What a recipe means to the plain loop, read off the recipe's resolved keys and the plan."""
+"""Converts a recipe with resolved keys, and its plan, to the arguments of the plain loop."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ from tests.oracles.meaning import Meaning
 from tests.oracles.rates import Rates
 from tests.random_recipes.nets import Rows, first_layers
 
-FUSED = ("sgd", "adam", "adamw")  # docs/optimizers.md: a step is one pass over the parameters
+FUSED = ("sgd", "adam", "adamw")  # optimizers with a fused implementation, as in docs/optimizers.md
 
 
 class ByRule(torch.optim.Optimizer):
-    """Steps tensor by tensor with one of the oracles' rules."""
+    """An optimizer that updates tensor by tensor with a rule of `tests.oracles.large_batch`."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], rule: Any) -> None:
         super().__init__(parameters, {"lr": 0.0})
@@ -53,10 +53,14 @@ def make_optimizer(recipe: OptimizerRecipe, parameters: list[nn.Parameter]) -> t
 def meaning_of(
     recipe: Recipe, dataset: Rows, replicas: Sequence[int], stage_of: Mapping[str, int], pushes: Sequence[Sequence[int]]
 ) -> Meaning:
-    """Return what a recipe means whose keys are all resolved.
+    """Return the arguments of the plain loop.
 
-    `replicas` of every stage and `stage_of` every parameter and buffer are as planned; `pushes` are, of asynchronous
-    runs, the order of pushes of every segment.
+    Args:
+        recipe: with all keys resolved.
+        dataset: the recipe's.
+        replicas: of every stage, as planned.
+        stage_of: the stage of every parameter and buffer, as planned.
+        pushes: of asynchronous runs, the order of pushes of every segment.
     """
     train, asked = recipe.train, recipe.parallelism
     row, order = asked.row, Order(dataset.num_train, train.minibatch_size, train.seed, dataset.buckets())

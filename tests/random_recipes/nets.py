@@ -1,6 +1,6 @@
-"""Models and data of random recipes: small graphs written out as steps, and rows whose minibatches are recorded.
+"""Models and data of random recipes: small graphs, described as steps, and rows that record the minibatches.
 
-A recipe names both as targets, so that its file alone says what is trained.
+A recipe names both as targets, so that its file describes the run completely.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ class Recurrent(nn.Module):
 
 
 class Halves(nn.Module):
-    """A linear layer that puts out a dictionary: one half of the features, and the other beside a fixed factor."""
+    """A linear layer that returns a dictionary: one half of the features, and the other half with a fixed factor."""
 
     one_layer = True
     factor: torch.Tensor
@@ -49,27 +49,30 @@ class Halves(nn.Module):
 
 
 def _norm(momentum: float | None) -> nn.Module:
-    """Return BatchNorm of a linear layer, between functions that aren't linear; None averages all minibatches.
+    """Return BatchNorm of a linear layer between two nonlinear functions; momentum None averages all minibatches.
 
-    A bias that BatchNorm takes off again would have no gradient but rounding errors, which Adam and its like blow up.
+    BatchNorm subtracts a bias of the layer again, so its gradient would be rounding errors, which Adam amplifies.
     """
     linear = nn.Linear(WIDTH, WIDTH, bias=False)
     return nn.Sequential(nn.Tanh(), linear, nn.BatchNorm1d(WIDTH, momentum=momentum), nn.ReLU())
 
 
 class Net(nn.Module):
-    """Steps, each of which reads the value before it and puts out [n, WIDTH]; a head behind the last one.
+    """A sequence of steps, each of which maps the value before it to [n, WIDTH], and a linear head.
 
-    `linear`, `frozen` (a linear layer that isn't trained), `norm` (BatchNorm and what it needs around it), `layernorm`,
-    `tanh`, `relu` (in place where nobody else reads the value), `conv`, `lstm` and `dropout P` map it. `add I` adds
-    the output of step I, `branch I` a linear map of that, `tied I` a linear map with the weight of linear step I, all
-    with I = -1 for the input; `second` adds a linear map of the second input, `embed` rows of a table. `mean` is `norm`
-    whose statistics are means of all minibatches. `twice I` calls linear step I again; `detach` adds a linear map of
-    the value without its gradient; `halves` adds halves that come as a dictionary; `aux` hands on the value, and puts
-    out scores of it besides the head's.
+    Steps that map the value: `linear`; `frozen`, a linear layer that isn't trained; `norm`, BatchNorm with a linear
+    layer and nonlinear functions; `mean`, the same with statistics that average all minibatches; `layernorm`; `tanh`;
+    `relu`, in place if no other step reads the value; `conv`; `lstm`; `dropout P`; `tied I`, a linear layer with the
+    weight of linear step I; `twice I`, linear step I again.
+
+    Steps that add to the value: `add I`, the output of step I; `branch I`, a linear map of that; `second`, a linear map
+    of the second input; `embed`, rows of a table; `detach`, a linear map of the value without its gradient; `halves`,
+    two halves from a dictionary. I = -1 is the input.
+
+    `aux` leaves the value as it is, and adds scores of it to the net's output.
 
     Args:
-        steps: the steps.
+        steps: names of steps with their arguments.
         dtype: `float64` or `float32`.
     """
 
@@ -91,7 +94,7 @@ class Net(nn.Module):
             return tied
         if kind == "relu":
             read_again = any(own[0] in ("add", "branch") and int(own[1]) == index - 1 for own in self.steps)
-            # What these compute isn't needed for their own backward, so that it may be overwritten.
+            # The backward of these steps doesn't need their output, so it may be overwritten.
             overwritable = index > 0 and self.steps[index - 1][0] in ("linear", "add", "branch", "second", "embed")
             return nn.ReLU(inplace=overwritable and not read_again)
         makers: dict[str, Callable[[], nn.Module]] = {
@@ -114,7 +117,7 @@ class Net(nn.Module):
         return makers[kind]() if kind in makers else None
 
     def run(self, x: torch.Tensor, others: Mapping[str, torch.Tensor]) -> Any:
-        """Run the steps; `others` are the second input and the ids where they are read."""
+        """Run the steps; `others` are the second input and the ids, by the name of the step that reads them."""
         values, besides = [x], []
         for index, (kind, *given) in enumerate(self.steps):
             if kind == "aux":
@@ -150,7 +153,7 @@ class Net(nn.Module):
 
 
 def first_layers(steps: Sequence[str]) -> list[str]:
-    """Return the layer that every step begins with, as torch.fx names it."""
+    """Return the name of every step's first layer, as torch.fx gives it."""
     names, taken = [], Counter[str]()
 
     def named(name: str) -> str:
@@ -194,7 +197,7 @@ class Ids(Net):
 
 
 class ThreeInputs(Net):
-    """A net that reads all there is."""
+    """A net that reads features twice and ids."""
 
     def forward(self, x: torch.Tensor, second: torch.Tensor, ids: torch.Tensor) -> Any:
         """Map [n, WIDTH], [n, SECOND] and [n] to [n, CLASSES]."""
@@ -202,22 +205,28 @@ class ThreeInputs(Net):
 
 
 def net(steps: list[str], dtype: str = "float64") -> Net:
-    """Return the net of some steps, with the inputs that they read."""
+    """Return the net of some steps: an instance of the class with the inputs that they read."""
     kinds = {step.split()[0] for step in steps}
     made = {(False, False): OneInput, (True, False): Features, (False, True): Ids, (True, True): ThreeInputs}
     return made["second" in kinds, "embed" in kinds](steps, dtype)
 
 
 class Rows(Dataset):
-    """Random rows with random labels, for the net of some steps, which say what it reads.
+    """Random rows with random labels.
 
-    `uneven`: rows have weights of their own in the loss; `noise` is how much of a minibatch's own draw is added to
-    features; training rows are dealt from so many `buckets`, 0 for none.
+    Args:
+        num_train: training rows.
+        num_eval: evaluation rows.
+        steps: of the net, which decide the inputs.
+        dtype: of features and weights.
+        uneven: whether rows have different weights in the loss.
+        noise: factor of the noise, seeded by a minibatch's draw, that is added to features in training.
+        buckets: number of buckets of training rows; 0 for none.
     """
 
     metrics: Mapping[str, str] = {"top1": "max"}
-    # What was fetched to train on: by draw, the targets' rows of one minibatch.
-    fetched: dict[int, list[int]] = {}  # noqa: RUF012 (of all runs: whoever compares them clears it)
+    # Rows whose targets were fetched in training, by the draw of their minibatch.
+    fetched: dict[int, list[int]] = {}  # noqa: RUF012 (of all runs: comparisons clear it)
 
     def __init__(
         self,
@@ -254,7 +263,7 @@ class Rows(Dataset):
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
-        """Return rows; what is asked for of the targets is recorded."""
+        """Return fields of rows; training rows whose labels are fetched are recorded."""
         if split == "train" and "label" in fields:
             self.fetched.setdefault(draw, []).extend(indices)
         rows = torch.tensor([i + (self.num_train if split == "eval" else 0) for i in indices], dtype=torch.long)
@@ -279,7 +288,3 @@ class Rows(Dataset):
 
     def buckets(self) -> Sequence[int] | None:
         return [i % self._num_buckets for i in range(self.num_train)] if self._num_buckets else None
-
-
-def rows(num_train: int, num_eval: int, steps: list[str], dtype: str = "float64", **options: Any) -> Rows:
-    return Rows(num_train, num_eval, steps, dtype, **options)

@@ -1,20 +1,18 @@
-"""A random order of pushes for an asynchronous recipe, as the artifact of another run has it."""
+"""Random orders of pushes for asynchronous recipes, in the format of a run's artifact."""
 
 import random
 from collections.abc import Mapping
 from typing import Any
 
-FILE_NAME = "push-order.json"
-
 
 def num_workers(recipe: Mapping[str, Any]) -> int:
-    """Return the devices of a recipe's cluster."""
+    """Return the number of devices of a recipe's cluster."""
     count: int = recipe["cluster"].get("count", 1)
     return count * int(recipe["cluster"]["servers"])
 
 
 def push_order(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the contents of the file: any order in which every worker pushes its own minibatches one after another."""
+    """Return the contents of the file: a random order in which every worker pushes its minibatches in their order."""
     draw, train, segments, done = random.Random(recipe["train"].get("seed", 0)), recipe["train"], [], 0
     per_epoch = -(-recipe["dataset"]["num_train"] // train["minibatch_size"])
 

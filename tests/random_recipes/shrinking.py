@@ -1,4 +1,4 @@
-"""Makes a recipe smaller for as long as something about it stays true: what is left says what it takes."""
+"""Shrinks a recipe that fails: removes keys and steps, and makes numbers smaller, as long as it still fails."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -10,7 +10,13 @@ _SMALLER = {"max_epochs": (1, 2), "num_train": (8, 12, 16, 24, 32), "num_eval": 
 
 
 def shrunk(recipe: dict[str, Any], fails: Callable[[dict[str, Any]], bool], tries: int = 150) -> dict[str, Any]:
-    """Return a recipe that `fails` of which nothing more can be left out, after looking at so many others at most."""
+    """Return a recipe for which `fails` is true and of which nothing more can be removed.
+
+    Args:
+        recipe: one that fails.
+        fails: whether a recipe fails.
+        tries: most recipes to try, after which the smallest so far is returned.
+    """
     found = True
     while found:
         found = False
@@ -25,7 +31,7 @@ def shrunk(recipe: dict[str, Any], fails: Callable[[dict[str, Any]], bool], trie
 
 
 def _smaller(recipe: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield recipes with a key less, a smaller number, a shorter net, or a simpler step."""
+    """Yield recipes with one key less, a smaller number, one step less, or a simpler step."""
     for path in [*_keys(recipe)]:
         made = copy.deepcopy(recipe)
         section = made
@@ -51,7 +57,7 @@ def _with_steps(recipe: dict[str, Any], steps: list[str]) -> dict[str, Any]:
 
 
 def _keys(section: dict[str, Any], *path: str) -> Iterator[tuple[str, ...]]:
-    """Yield the path of every key, sections before what is in them."""
+    """Yield the path of every key, that of a section before those of its keys."""
     for key, value in section.items():
         yield (*path, key)
         if isinstance(value, dict):

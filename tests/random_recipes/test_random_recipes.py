@@ -26,7 +26,7 @@ RECIPE: dict[str, Any] = {
         "dtype": "float64",
     },
     "dataset": {
-        "target": "tests.random_recipes.nets:rows",
+        "target": "tests.random_recipes.nets:Rows",
         "steps": "${model.steps}",
         "dtype": "${model.dtype}",
         "num_train": 26,
@@ -51,8 +51,8 @@ def test_random_recipes_end_with_what_a_plain_loop_computes(tmp_path: Path) -> N
     campaign = Campaign(SEED, tmp_path)
     campaign.run(DRAWN)
     assert not campaign.failures, f"PIPEBENCH_ORACLE_SEED={SEED}\n" + "\n".join(campaign.failures)
-    assert campaign.agreed.total() == DRAWN, campaign.summary
-    assert campaign.refused_share <= MOST_REFUSED, campaign.summary
+    assert campaign.agreed.total() == DRAWN, campaign.summary("with the plain loop")
+    assert campaign.refused_share <= MOST_REFUSED, campaign.summary("with the plain loop")
 
 
 @pytest.mark.parametrize(

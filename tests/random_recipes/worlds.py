@@ -1,12 +1,11 @@
-"""Recipes in processes that stay, beside the virtual engine: whole runs, and what follows one of their checkpoints.
+"""Compares random recipes in persistent processes with the virtual engine: whole runs, and runs that resume.
 
-Both engines are the product's, so more can be drawn than the plain loop knows the meaning of: what replicas share out,
-sums in order, 16 bits, layers that move or that vPipe chooses a policy for, loader processes, compiled stages.
+Both engines are pipebench's, so recipes can have features that the plain loop lacks: sharding, ordered sums, 16 bits,
+layers that move or that vPipe chooses a policy for, loader processes, compiled stages.
 """
 
 import multiprocessing
 import random
-import re
 import shutil
 import tempfile
 from collections import Counter
@@ -24,6 +23,7 @@ from pipebench.distributed.world import World
 from pipebench.engine.engine import OnLoss, OnUnit, TrainingEngine
 from pipebench.model.device import torch_settings
 from pipebench.schedule.modes import MODES
+from pipebench.show.progress import Silent
 from pipebench.train.checkpointing import CheckpointPolicy, resume_point
 from pipebench.train.engines import on_virtual_clock
 from pipebench.train.interfaces import MakeEngine
@@ -32,35 +32,36 @@ from pipebench.train.loop import TrainingLoop
 from pipebench.train.result import DIVERGED
 from tests.distributed.cases import whole
 from tests.processes import Processes
-from tests.random_recipes.compare import IN_PROCESSES, RefusedError, Silent, prepared, written
+from tests.random_recipes.compare import IN_PROCESSES, RefusedError, prepared, written
 from tests.random_recipes.drawing import draw_recipe
 from tests.random_recipes.nets import first_layers
 from tests.random_recipes.push_orders import num_workers
+from tests.random_recipes.tally import Tally
 from tests.unwatched import unwatched
 
-_SHARED_OUT = ("optimizer", "optimizer", "gradients", "parameters")
-# A ring adds more than two summands in another order, and scores of processes are sums in another order, too.
+_SHARDED = ("optimizer", "optimizer", "gradients", "parameters")  # values of `parallelism.shard`, as often as drawn
+# Tolerances: a ring adds more than two summands in another order, and scores of processes are sums in another order.
 _OF_SUMS = {"float64": 1e-7, "float32": 1e-2}
 _OF_SCORES = {"float64": 1e-9, "float32": 1e-5}
 
 
 @dataclass(frozen=True)
 class Whole:
-    """What a run came to, as far as one process knows."""
+    """The result of a run, of the workers of one process."""
 
-    tensors: dict[int, list[dict[str, torch.Tensor]]]  # of every replica of its workers, by worker
+    tensors: dict[int, list[dict[str, torch.Tensor]]]  # of every replica, by worker
     points: list[tuple[int, dict[str, float]]]  # samples seen and metrics of every evaluation
     outcome: str  # of the run
-    num_bytes: dict[tuple[str, str], int]  # sent by its workers, by kind and level
-    versions: dict[int, int]  # of weights at most, by worker
+    num_bytes: dict[tuple[str, str], int]  # sent by the workers, by kind and level
+    versions: dict[int, int]  # most weight versions at once, by worker
 
 
 def draw_more(seed: int, number: int) -> dict[str, Any]:
-    """Return a random recipe with more columns than `draw_recipe` gives it."""
+    """Return the random recipe of `draw_recipe` with more features."""
     recipe, draw = draw_recipe(seed, number), random.Random(f"more {number} of {seed}")
     made, train = recipe["parallelism"], recipe["train"]
     if draw.random() < 0.35:
-        made["shard"] = draw.choice(_SHARED_OUT)
+        made["shard"] = draw.choice(_SHARDED)
     if draw.random() < 0.5 and ("shard" in made or made["mode"] in ("zero1", "zero2", "fsdp")):
         made["chunks"] = draw.randint(1, 3)
     if draw.random() < 0.3 and "parameters" in (made.get("shard"), "parameters" if made["mode"] == "fsdp" else ""):
@@ -80,7 +81,7 @@ def draw_more(seed: int, number: int) -> dict[str, Any]:
         for key in ("recompute", "recompute_layers", "swap_layers", "backward"):
             made.pop(key, None)
         recipe["cluster"]["memory"] = draw.choice(("4 kB", "6 kB", "8 kB", "12 kB", "16 kB", "24 kB", "1 MB"))
-        # Not repartition, which goes by what workers measure
+        # Without repartition, which depends on measured times.
         made["vpipe"] = {"swap": draw.random() < 0.6, "recompute": draw.random() < 0.6, "repartition": False}
     elif 0 < count < len(names) and draw.random() < 0.25:
         at, moves = 0, []
@@ -95,11 +96,15 @@ def draw_more(seed: int, number: int) -> dict[str, Any]:
 def disagreements(processes: Processes, path: Path, draw: random.Random) -> Iterator[str]:
     """Run a recipe in processes and on the virtual clock, then both from a checkpoint on; yield what differs.
 
-    Not for asynchronous pushes, whose order is a run's own. The recipe is in a folder of its own, and has a worker for
-    every process; `draw` says how values are handed over and which checkpoint is gone on from.
+    Not for asynchronous pushes, whose order differs from run to run.
+
+    Args:
+        processes: as many as the recipe has workers.
+        path: the recipe's file, in a folder of its own.
+        draw: decides whether processes share memory, and which checkpoint is resumed.
 
     Raises:
-        RefusedError: the product has no such run for so many processes, or it diverges.
+        RefusedError: there is nothing to compare.
     """
     folders = [str(path.parent / name) for name in ("virtual", "processes")]
     job, expected = virtually(path, folders[0])
@@ -121,14 +126,14 @@ def disagreements(processes: Processes, path: Path, draw: random.Random) -> Iter
 
 
 def virtually(path: Path, folder: str, step: int | None = None) -> tuple[Job, Whole]:
-    """Run a recipe on the virtual clock, with checkpoints in a folder or from one of them on."""
+    """Run a recipe on the virtual clock: with checkpoints in a folder or, given a `step`, from the one of that step."""
     _, job = prepared(path, IN_PROCESSES)
     job = replace(job, recipe=replace(job.recipe, engine=replace(job.recipe.engine, kind="virtual")))
     return job, _run(job, on_virtual_clock(job), folder, step)
 
 
 def in_process(world: World, path: str, folder: str, step: int | None, shares_memory: bool) -> Whole:
-    """Do a process's part of a run, with checkpoints in a folder or from one of them on."""
+    """Do this process's part of a run; see `virtually`."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # it may have loaders
     world = replace(world, shares_memory=shares_memory)
     _, job = prepared(Path(path), IN_PROCESSES)
@@ -169,10 +174,10 @@ def _run(job: Job, make: MakeEngine, folder: str, step: int | None) -> Whole:
 
 
 def compared(found: Sequence[Whole], expected: Whole, job: Job, *, counts: bool = True) -> Iterator[str]:
-    """Yield what differs between processes and the virtual engine; `counts` compares bytes and versions, too."""
+    """Yield what differs between processes and the virtual engine; with `counts`, also in bytes and versions."""
     dtype, row, pipeline = job.recipe.model["dtype"], job.recipe.parallelism.row, job.setup.pipeline
     most = max(len(pipeline.members(group)) for group in range(pipeline.num_stages + len(pipeline.ties)))
-    compiles = job.recipe.engine.compile  # for which sizes depends on those that a process has seen
+    compiles = job.recipe.engine.compile  # its kernels depend on the sizes that a process has seen before
     of_buffers = 0.0 if not compiles and (most <= 2 or row.sums == "ordered") else _OF_SUMS[dtype]
     of_weights = 0.0 if not compiles and row.sync.startswith("parameter-server") else of_buffers
     for worker, theirs in expected.tensors.items():
@@ -204,67 +209,47 @@ def _is_near(found: float, wanted: float, limit: float) -> bool:
     return abs(found - wanted) <= limit * max(1.0, abs(wanted)) or (found != found and wanted != wanted)
 
 
-class Worlds:
-    """Random recipes in two to four processes, which are made when they are needed, and anew after a failure.
-
-    Args:
-        seed: recipes are drawn from.
-
-    Attributes:
-        agreed: by mode, recipes in which both engines agree.
-        refused: by reason, recipes that can't be compared.
-        failures: a report for each recipe in which they don't.
-    """
+class Worlds(Tally):
+    """Compares random recipes in two to four processes, which are started when needed and again after a failure."""
 
     def __init__(self, seed: int) -> None:
-        self.seed, self._worlds = seed, dict[int, tuple[ExitStack, Processes]]()
-        self.agreed, self.refused, self.failures = Counter[str](), Counter[str](), list[str]()
+        super().__init__(seed)
+        self._worlds: dict[int, tuple[ExitStack, Processes]] = {}  # by number of processes
 
     def run(self, count: int, sizes: Sequence[int] = (2, 3, 4), first: int = 0) -> None:
-        """Compare until so many recipes of these numbers of processes have been compared."""
+        """Compare recipes until there are `count`, or far too many were refused.
+
+        Args:
+            count: number of recipes to compare.
+            sizes: numbers of workers that recipes may have.
+            first: number of the first recipe that is drawn.
+        """
         number = first
-        while self.compared < count and number < first + 40 * count + 20:
-            recipe, number, before = draw_more(self.seed, number), number + 1, self.compared
+        while self.num_compared < count and number < first + 40 * count + 20:
+            recipe, number, before = draw_more(self.seed, number), number + 1, self.num_compared
             if num_workers(recipe) in sizes and recipe["parallelism"]["mode"] != "dp-asp":
                 self.compare(recipe, number)
-            if self.compared > before and self.compared % 10 == 0:
-                print(f"{self.compared} of {count} compared, the last drawn is number {number - 1}", flush=True)
-
-    @property
-    def compared(self) -> int:
-        return self.agreed.total() + len(self.failures)
+            if self.num_compared > before and self.num_compared % 10 == 0:
+                print(f"{self.num_compared} of {count} compared, the last drawn is number {number - 1}", flush=True)
 
     def compare(self, recipe: dict[str, Any], number: int) -> None:
-        """Compare a recipe, drawn with a number."""
+        """Compare a recipe; `number` seeds the choices of `disagreements`."""
         folder = Path(tempfile.mkdtemp(prefix="pipebench-worlds-"))
         try:
             path, size = written(recipe, folder), num_workers(recipe)
             found = list(disagreements(self._processes(size), path, random.Random(number)))
         except RefusedError as error:
-            self.refused[re.sub(r"\S*recipe\.yaml(:\d+)?: |[\d'\[\]]+", "", str(error))[:60]] += 1
+            self.refuse(error)
             return
-        except Exception as error:  # whatever breaks is a finding, and the others are still to be compared
+        except Exception as error:  # a finding like others, after which other recipes can still be compared
             found = [f"{type(error).__name__}: {error}"]
             self._end(size)
         finally:
             shutil.rmtree(folder)
         if found:
-            self.failures.append("\n".join([f"{recipe['name']}:", *found[:6], repr(recipe)]))
-            print(self.failures[-1], flush=True)
+            self.fail("\n".join([f"{recipe['name']}:", *found[:6], repr(recipe)]))
         else:
             self.agreed[recipe["parallelism"]["mode"]] += 1
-
-    @property
-    def summary(self) -> str:
-        lines = [f"seed {self.seed}: {self.agreed.total()} recipes agree in processes, {len(self.failures)} don't"]
-        lines += [f"  {mode}: {count}" for mode, count in sorted(self.agreed.items())]
-        return "\n".join(
-            [
-                *lines,
-                f"refused: {self.refused.total()}; most often",
-                *(f"  {count} x {reason}" for reason, count in self.refused.most_common(5)),
-            ]
-        )
 
     def _processes(self, size: int) -> Processes:
         if size not in self._worlds:
@@ -273,7 +258,7 @@ class Worlds:
         return self._worlds[size][1]
 
     def _end(self, size: int) -> None:
-        """Leave processes of which one failed to themselves."""
+        """Kill processes of which one has failed."""
         if size in self._worlds:
             self._worlds.pop(size)[1].kill()
 

@@ -7,9 +7,10 @@ import pytest
 
 from pipebench.cluster import PER_PAIR, Level
 from pipebench.errors import RecipeError
+from pipebench.profile.devices import device_of
 from pipebench.recipe.catalog import cluster_names, find_cluster
 from pipebench.recipe.clusters import as_text, load_cluster, sources
-from pipebench.recipe.load import load
+from pipebench.recipe.load import faults_of, load
 from tests.lined import lined
 from tests.recipe.conftest import VALID, Write
 
@@ -216,7 +217,7 @@ def test_processes_do_not_choose_how_their_groups_sum(write: Write) -> None:
         (
             "value: V100, assumed: test}",
             "value: local, assumed: test}\npause: {value: 1 us, assumed: test}",
-            "tiny.yaml: pause: what this machine takes is measured, so a cluster whose device is local can't say it",
+            "tiny.yaml: pause: is measured where the device is local, this machine's: leave it out",
         ),
         ("levels:", "all_reduce: two-level\nlevels:", "all_reduce: got 'two-level', needed is {value: ..., published"),
         (
@@ -229,6 +230,15 @@ def test_processes_do_not_choose_how_their_groups_sum(write: Write) -> None:
 def test_wrong_cluster_is_refused(write: Write, old: str, new: str, message: str) -> None:
     with pytest.raises(RecipeError, match=lined(message)):
         load_cluster(str(write(TINY.replace(old, new, 1), "tiny.yaml")), 1)
+
+
+def test_an_unknown_device_is_the_fault_of_the_file_that_names_it(write: Write) -> None:
+    write(TINY.replace("V100", "V1000"), "tiny.yaml")
+    write("extends: tiny.yaml\n", "own.yaml")
+    loaded = load(str(write(VALID.replace("{name: cluster-a}", "{name: own.yaml}").replace("2-1-1", "1-1"))))
+    told = r"^tiny.yaml:1: device.value: .*got 'V1000', allowed are V100, .*did you mean 'V100'\?$"
+    with pytest.raises(RecipeError, match=told), faults_of(loaded):
+        device_of(loaded.cluster)
 
 
 def test_a_recipe_s_own_numbers_replace_the_file_s() -> None:

@@ -26,26 +26,26 @@ parallelism: {mode: dp}
 COMPILED = [
     (
         "parallelism={mode: gpipe, plan: 2-1-1}",
-        "parallelism.recompute: got null, mode gpipe's own, with engine.compile, whose .*: allowed is false, or engine",
+        "parallelism.recompute: got null, mode gpipe's own, with engine.compile, which .*: allowed is false, or engine",
     ),
     ("parallelism.recompute=true", "parallelism.recompute: got true with engine.compile, .*: allowed is false"),
-    ("parallelism.recompute_layers=[head]", "parallelism.recompute_layers: got .* with engine.compile, whose backward"),
+    ("parallelism.recompute_layers=[head]", "parallelism.recompute_layers: got .* with engine.compile, which chooses"),
     ("parallelism.swap_layers=[head]", "parallelism.swap_layers: got .* with engine.compile, whose saved tensors"),
     (
         "parallelism={mode: pipedream, plan: straight, vpipe: {swap: false}}",
-        "parallelism.vpipe: got .* with engine.compile, whose layers can't be told apart any longer: allowed is null",
+        "parallelism.vpipe: got .* with engine.compile, which makes one piece of a stage's layers: allowed is null",
     ),
     (
         "parallelism={mode: zero-bubble, plan: straight}",
-        "parallelism.mode: got zero-bubble with engine.compile, whose backward is one piece: allowed is backward",
+        "parallelism.mode: got zero-bubble with engine.compile, which compiles a backward as one piece",
     ),
     (
         "parallelism={mode: auto, plan: auto}",
-        "parallelism.mode: got auto with engine.compile, which not every mode goes with",
+        "parallelism.mode: got auto with engine.compile, which some modes don't support",
     ),
     (
         "parallelism={mode: dp, plan: auto, tensor: 4}",
-        "parallelism.tensor: got 4 with engine.compile, and slices send each other",
+        "parallelism.tensor: got 4 with engine.compile, and slices exchange sums",
     ),
 ]
 

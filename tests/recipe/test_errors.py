@@ -52,7 +52,7 @@ OVERRIDES = [
     ("parallelism.recompute_layers=3", "parallelism.recompute_layers: got 3, allowed is a list of text or null"),
     (
         "parallelism={mode: auto, plan: auto, recompute_layers: [head]}",
-        r"parallelism.recompute_layers: got \['head'\] with mode auto, which takes rows as they are: allowed is null",
+        r"parallelism.recompute_layers: got \['head'\] with mode auto, which plans every mode as it is: allowed is",
     ),
     (
         "parallelism={mode: pipedream, plan: straight, swap_layers: [head], vpipe: {}}",
@@ -64,7 +64,7 @@ OVERRIDES = [
     ),
     (
         "parallelism={mode: auto, plan: auto, swap_layers: [head]}",
-        r"parallelism.swap_layers: got \['head'\] with mode auto, which takes rows as they are: allowed is null",
+        r"parallelism.swap_layers: got \['head'\] with mode auto, which plans every mode as it is: allowed is null",
     ),
     (
         "parallelism={mode: zero-bubble, plan: straight, swap_layers: [head]}",
@@ -119,7 +119,7 @@ OVERRIDES = [
     ),
     (
         "parallelism={mode: auto, plan: auto, vpipe: {recompute: true}}",
-        "parallelism.vpipe: got a mapping with mode auto, which takes rows as they are: allowed is null",
+        "parallelism.vpipe: got a mapping with mode auto, which plans every mode as it is: allowed is null",
     ),
     (
         "parallelism={mode: gpipe, recompute: true, vpipe: {swap: false}}",
@@ -148,6 +148,15 @@ OVERRIDES = [
     # missing
     ("train.optimizer.lr='???'", "train.optimizer.lr: is missing and has no default"),
     ("train.target={metric: top1}", None),
+    # values of another kind than a name: described, not quoted
+    ("model.name={a: 1}", "model.name: got a mapping, allowed are alexnet, "),
+    ("dataset={name: null, target: 'a:b', loss: {a: 1}}", "dataset.loss: got a mapping, allowed are cross_entropy, "),
+    ("dataset={name: null, target: 'a:b', metrics: [[1]]}", r"dataset.metrics: got \[1\], allowed are top1, "),
+    ("dataset={name: null, target: 'a:b', metrics: {x: true}}", "dataset.metrics.x: got true, allowed are top1, "),
+    ("tracking=[{a: 1}]", "tracking: got a mapping, allowed are mlflow, "),
+    ("parallelism.plan={a: 1}", "parallelism.plan: got a mapping, allowed are auto, straight, or"),
+    ("cluster.bandwidth={a: 1}", "cluster.bandwidth: got a mapping, allowed is a bandwidth"),
+    ("cluster.memory=true", "cluster.memory: got true, allowed is a size"),
     # ranges
     ("train.seed=-1", "train.seed: got -1, allowed is a whole number from 0 on"),
     ("train.minibatch_size=0", "train.minibatch_size: got 0, allowed is a whole number of at least 1"),
@@ -398,7 +407,7 @@ OVERRIDES = [
     ),
     (
         "parallelism.order=all-forwards",
-        "parallelism.order: got order all-forwards with no flush, it ends in one: .*flush: true",
+        "parallelism.order: got order all-forwards without a flush, which it ends in: .*flush: true",
     ),
     ("parallelism.order=gone.csv", "parallelism.order: gone.csv: can't be read: No such file or directory"),
     ("parallelism.backward=both", "parallelism.backward: got 'both', allowed are whole, split"),
@@ -416,7 +425,7 @@ OVERRIDES = [
     ),
     (
         "parallelism={mode: pipedream, sync: asynchronous, weights: newest-pulled}",
-        "sync: got sync asynchronous with mode pipedream, it is for data parallelism: allowed is mode dp or dp-asp",
+        "sync: got sync asynchronous with mode pipedream, which is for data parallelism only",
     ),
     (
         "parallelism={mode: dp-asp, plan: 4, sync: all-reduce}",

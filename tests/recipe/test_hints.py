@@ -65,7 +65,7 @@ def test_the_hint_is_what_was_meant(write: Write, given: str, meant: str) -> Non
     ("given", "told"),
     [
         ("parallelism.mode=tensor", "pipemare, auto; parallelism.tensor=2 slices layers"),
-        ("cp=2", "; pipebench has nothing of the kind: parallelism.tensor=2 slices layers"),
+        ("cp=2", "; pipebench has no such parallelism: parallelism.tensor=2 slices layers"),
     ],
 )
 def test_other_ways_to_split_layers_are_led_to_slices(write: Write, given: str, told: str) -> None:

@@ -322,7 +322,7 @@ class TestPreflight:
 
     def test_no_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-        with pytest.raises(RecipeError, match=r"command line: engine.device: got cuda, and torch sees no CUDA device"):
+        with pytest.raises(RecipeError, match=r"command line: engine.device: got cuda, but torch finds no CUDA device"):
             preflight(load("quickstart", ["engine.device=cuda"]))
 
     def test_target_in_the_working_directory(self, write: Write) -> None:

@@ -54,11 +54,11 @@ def test_targets_that_nothing_can_reach(write: Write) -> None:
     [
         (
             "train.optimizer.momentum=0",
-            "train.optimizer.name: got sgd without momentum, whose state doesn't say .* allowed are sgd with",
+            "train.optimizer.name: got sgd without momentum, whose state has no direction .* allowed are sgd with",
         ),
         (
             "train.optimizer={name: null, target: 'torch.optim:RMSprop', momentum: null}",
-            "train.optimizer.target: got 'torch.optim:RMSprop', whose state doesn't say where weights go",
+            "train.optimizer.target: got 'torch.optim:RMSprop', whose state has no direction of the next step",
         ),
     ],
 )
@@ -77,7 +77,7 @@ def test_weights_that_are_moved_are_not_rounded(write: Write, mode: str) -> None
     name = "adam" if mode == "xpipe" else "sgd"
     row = [f"parallelism.mode={mode}", f"train.optimizer.name={name}", "train.precision=bf16"]
     row += ["train.optimizer.momentum=0.9"] if name == "sgd" else []
-    with pytest.raises(RecipeError, match=r"train.precision: got bf16, and weights \w+ are moved by fractions of an"):
+    with pytest.raises(RecipeError, match=r"train.precision: got bf16, and weights \w+ change by fractions of an"):
         load(str(write(VALID)), row)
 
 

@@ -10,7 +10,7 @@ from pipebench.cli.main import cli
 from pipebench.errors import PipebenchError, RecipeError
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
-from pipebench.report.calibrate import Calibrated, calibrate, find_place, with_values, write_value
+from pipebench.report.calibrate import Calibrated, calibrate, find_site, with_values, write_value
 from pipebench.report.calibrating import calibration_text
 from pipebench.report.definition import Constant
 from pipebench.report.load import load_report
@@ -130,7 +130,7 @@ def test_written_are_the_numbers_and_what_they_were_fitted_on_and_nothing_else(m
     report, _ = load_report(made)
     assert report.calibration is not None
     for constant, value in zip(report.calibration.constants, (3.456789e9, 0.5e9), strict=True):
-        write_value(find_place(constant, made.parent), value, "made")
+        write_value(find_site(constant, made.parent), value, "made")
     written = (made.parent / "mine.yaml").read_text()
     before = cluster_text(6.0, 0.9).replace(
         '{value: 6 GB/s, assumed: "a guess: NCCL on PCIe"}',
@@ -148,9 +148,9 @@ def test_written_are_the_numbers_and_what_they_were_fitted_on_and_nothing_else(m
 def test_constants_of_other_clusters_change_nothing(made: Path) -> None:
     report, _ = load_report(made)
     assert report.calibration is not None
-    places = [find_place(constant, made.parent) for constant in report.calibration.constants]
+    sites = [find_site(constant, made.parent) for constant in report.calibration.constants]
     cluster = load_cluster("cluster-b", 2)
-    assert with_values(cluster, places, {"ring": 1.0, "flow": 1.0}) == cluster
+    assert with_values(cluster, sites, {"ring": 1.0, "flow": 1.0}) == cluster
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_constants_of_other_clusters_change_nothing(made: Path) -> None:
 def test_what_cannot_be_fitted_is_refused_in_a_sentence(made: Path, change: dict[str, str], message: str) -> None:
     given = {"name": "ring", "cluster": "mine.yaml", "key": "levels.server.ring", "low": "1 GB/s", "high": "9 GB/s"}
     with pytest.raises((PipebenchError, RecipeError), match=message):
-        find_place(Constant(**given | change, fitted_on=()), made.parent)
+        find_site(Constant(**given | change, fitted_on=()), made.parent)
 
 
 PAUSING = """\
@@ -206,12 +206,12 @@ def test_the_command_finds_a_pause_after_kernels_and_writes_it_if_asked(tmp_path
     assert load_cluster(str(cluster), 1).pause_s == pytest.approx(400e-6, rel=0.02)
     report, _ = load_report(tmp_path / "made.yaml")
     assert report.calibration is not None
-    write_value(find_place(report.calibration.constants[0], tmp_path), 123.4e-6, "made")
+    write_value(find_site(report.calibration.constants[0], tmp_path), 123.4e-6, "made")
     assert 'pause: {value: 123 us, calibrated: "on alexnet.epoch of made: how long"}' in cluster.read_text()
     with pytest.raises(
         PipebenchError, match="from, to: got 0 us to 1 ms, needed are two numbers above 0 around 123 us"
     ):
-        find_place(Constant("pause", "paused.yaml", "pause", "0 us", "1 ms", ()), tmp_path)
+        find_site(Constant("pause", "paused.yaml", "pause", "0 us", "1 ms", ()), tmp_path)
 
 
 def test_a_report_without_constants_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pipebench.report.catalog import find_report, report_names, reports_folder
 from pipebench.report.definition import PublishedClaim, Report
 from pipebench.report.evaluate import verdict
 from pipebench.report.evaluated import NO, YES
-from pipebench.report.expressions import Cells, Look, NoValueError, Value
+from pipebench.report.expressions import Cells, Lookup, NoValueError, Value
 from pipebench.report.load import read_report
 from pipebench.report.values import VALUES, ReportValues, read_values
 from reports.studies.coverage import entries
@@ -118,16 +118,16 @@ def _at_random(report: Report, claim: PublishedClaim) -> Iterator[str]:
 
 def _answer(claim: PublishedClaim, cells: dict[tuple[str, str], float]) -> str:
     try:
-        return verdict(claim, "", _look_in(cells)).answer
+        return verdict(claim, "", _lookup_in(cells)).answer
     except NoValueError:
         return YES  # no answer is no failure
 
 
-def _look_in(cells: dict[tuple[str, str], float]) -> Look:
-    def look(measure: str, row: str) -> Value:
+def _lookup_in(cells: dict[tuple[str, str], float]) -> Lookup:
+    def lookup(measure: str, row: str) -> Value:
         if (measure, row) in cells:
             return cells[measure, row]
         found = {name: value for (of, name), value in cells.items() if of == measure}
         return Cells({name: value for name, value in found.items() if not row or fnmatchcase(name, row)})
 
-    return look
+    return lookup

@@ -14,7 +14,7 @@ from pipebench.report.kept import kept_results
 from pipebench.report.load import read_report
 from pipebench.run.identity import made_on
 from reports.studies import kept
-from reports.studies.kept import MEASURED, WALL, difference, made_otherwise, repeat, without_seed
+from reports.studies.kept import MEASURED, WALL, difference, repeat, rounding_differences, without_seed
 
 
 def trained() -> Iterator[tuple[str, ...]]:
@@ -47,9 +47,9 @@ def test_results_that_were_trained_here_come_out_again(place: int) -> None:
     """The two quickest; to the bit where processor and versions are the same, elsewhere nobody can say."""
     known = [each for each in kept_results(reports_folder()).values() if each.made]
     assert known
-    same = [each for each in known if not made_otherwise(each)]
+    same = [each for each in known if not rounding_differences(each)]
     if not same:
-        pytest.skip(f"trained with {made_otherwise(known[0])}")
+        pytest.skip(f"trained with {rounding_differences(known[0])}")
     each = sorted(same, key=lambda each: float(each.result.metrics[WALL]))[place]
     assert repeat(each) == "", each.words
 

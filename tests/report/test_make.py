@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from pipebench.cli.main import cli
 from pipebench.recipe.catalog import find_cluster
 from pipebench.report import catalog, collect, plots
-from pipebench.report.recipes import Asked
+from pipebench.report.recipes import ReportRun
 from pipebench.show import progress
 from pipebench.tracking.results import find_runs
 from pipebench.zoo.mnist5k import Mnist5k
@@ -55,7 +55,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     run_one = collect.run_one
 
-    def noting(asked: Asked, *others: object) -> collect.RecipeOutcome:
+    def noting(asked: ReportRun, *others: object) -> collect.RecipeOutcome:
         names.append(f"{asked.row} {asked.run} {asked.column}")
         return run_one(asked, *others)  # type: ignore[arg-type]
 

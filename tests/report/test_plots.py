@@ -22,9 +22,9 @@ from pipebench.report.plot_lines import lines_figure
 from pipebench.report.plot_phases import phases_figure
 from pipebench.report.plot_scatter import scatter_figure
 from pipebench.report.plot_stages import stages_figure
-from pipebench.report.plot_style import COLOURS
 from pipebench.report.plots import draw_plots
 from pipebench.report.render import render
+from pipebench.show.pictures import CURVE_COLOURS
 from pipebench.train.result import Point, RunResult
 from tests.report.made import IDEAL, PICTURES, REPORT, SPEEDUP, cells, evaluated
 from tests.results import DP
@@ -63,7 +63,7 @@ def test_bars_are_as_long_as_the_values() -> None:
         "clusters of 2019": [SPEEDUPS[row.name, "calibrated"] for row in REPORT.rows],
     }
     fills = [to_hex(container[0].get_facecolor()) for container in axes.containers]
-    assert fills == ["#ffffff", COLOURS[0].lower(), COLOURS[1].lower()]
+    assert fills == ["#ffffff", CURVE_COLOURS[0].lower(), CURVE_COLOURS[1].lower()]
     assert [label.get_text() for label in axes.get_yticklabels()] == [row.title for row in REPORT.rows]
     middles = [bar.get_y() + bar.get_height() / 2 for container in axes.containers for bar in container]
     assert len({round(middle, 6) for middle in middles}) == 12  # no bar hides another

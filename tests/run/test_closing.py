@@ -75,7 +75,7 @@ def test_a_run_that_goes_on_is_not_closed_before(folder: RunFolder, monkeypatch:
     def stops(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Tracking, "close_left", lambda _, folders: closed.extend(folders))
+    monkeypatch.setattr(Tracking, "close_orphaned", lambda _, folders: closed.extend(folders))
     monkeypatch.setattr(runner, "_run_with_seeds", stops)
     with pytest.raises(KeyboardInterrupt):
         runner.run_all([load("quickstart")], Suite("suite", resumed=folder), seeds=None)

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from pipebench.cli.main import cli
 from pipebench.recipe.load import load, load_each
+from pipebench.run import drawings
 from pipebench.run.request import RunRequest
 from pipebench.run.suite import Suite, left
 from pipebench.show import console
@@ -38,6 +39,21 @@ def test_ctrl_c_between_the_runs_of_a_comparison_says_how_to_make_the_others(mon
     assert [Path(word).stem for word in rest[1:3]] == ["gpipe", "model"]
     monkeypatch.setattr(console, "print_position", begin)
     assert "2 of 2  quickstart-model" in CliRunner().invoke(cli, rest).output
+
+
+@pytest.mark.parametrize("options", [["train.seed=0,1"], ["--seeds", "0,1"]], ids=" ".join)
+def test_a_run_is_done_whose_pictures_are_interrupted(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its result was recorded, and the command for the others made the run again."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(drawings, "record_run", interrupted)
+    done = CliRunner().invoke(cli, ["run", "quickstart/dp", "engine.kind=simulated", *options])
+    assert done.exit_code == 130
+    (said,) = [line for line in done.stderr.splitlines() if "runs done" in line]
+    assert said.startswith("pipebench: 1 of 2 runs done; the others: pipebench run /")
+    assert said.split()[-1] in ("train.seed=1,", "1")
 
 
 def test_what_is_left_of_seeds_and_of_lists() -> None:

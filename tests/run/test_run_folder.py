@@ -60,7 +60,7 @@ def test_facts_change_and_stay() -> None:
 def test_a_run_is_found_by_all_it_is_known_by(tmp_path: Path) -> None:
     first, second = make("small", "aa000000"), make("small", "ab000000")
     other = make("small-gpipe", "cc000000")
-    RecordFolder(second.record_path).note(Sent("0123456789abcdef", 0))
+    RecordFolder(second.record_path).write_sent(Sent("0123456789abcdef", 0))
     assert find("small-aa000000") == first
     assert find("small-ab") == second
     assert find("0123456789abcdef") == second
@@ -95,7 +95,7 @@ def test_no_run_at_all() -> None:
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"run_id": 3}', '{"unknown": 1}', "\xff"])
 def test_a_damaged_description_is_named_and_hides_no_other_run(content: str) -> None:
     damaged, other = make("small", "aa000000"), make("small", "ab000000")
-    RecordFolder(other.record_path).note(Sent("m2", 0))
+    RecordFolder(other.record_path).write_sent(Sent("m2", 0))
     (damaged.path / "run.json").write_bytes(content.encode("latin-1"))
     assert find("m2") == other
     with pytest.raises(UserError, match=r"run\.json: isn't the description of a run"):

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipebench.errors import RecipeError, UserError
-from pipebench.recipe.load import load
+from pipebench.errors import UserError
 from pipebench.schedule.csv_form import CsvError, read_csv
 from pipebench.schedule.orders import as_csv, order_of
 from pipebench.schedule.pipeline import SPLIT, WHOLE, Pipeline, chain
@@ -69,7 +68,6 @@ def test_torch_s_schedules_take_as_long_as_their_cells_say(shape: tuple[str, int
     path, (_, ranks, chunks, microbatches) = dumped(*shape), shape
     schedule, n = read_csv(str(path)), ranks * chunks
     assert (len(schedule.rows), schedule.chunks, schedule.num_microbatches) == (ranks, chunks, microbatches)
-    assert schedule.overtaking is None
     in_turn = tuple(stage % ranks for stage in range(n))
     assert schedule.placement == ((*range(ranks), *reversed(range(ranks))) if shape[0] in V_SHAPED else in_turn)
     assert schedule.splits == ("Zero" in shape[0] or "Dual" in shape[0])
@@ -135,18 +133,6 @@ def test_microbatches_in_any_order_train_as_one_worker_does(loader_processes: in
     for name, parameter in parameters_of(engine).items():
         torch.testing.assert_close(parameter, expected[name], rtol=1e-11, atol=1e-12)
     engine.loaders.close()
-
-
-def test_microbatches_that_would_overtake_each_other_are_refused_in_processes(tmp_path: Path) -> None:
-    """Messages from one process to another arrive in the order in which they were sent."""
-    path = tmp_path / "any.csv"
-    path.write_text(ANY_ORDER)
-    columns = f"parallelism={{mode: zero-bubble, plan: 1-1, order: '{path}', microbatches: 4}}"
-    assert load("quickstart/pipedream", [columns])
-    with pytest.raises(RecipeError, match=r"row 2, cell 6: 1F3 where stage 0 has 0F1.* can't overtake each other"):
-        load("quickstart/pipedream", [columns, "engine.kind=distributed"])
-    path.write_text("0F1,0F0,0B0,0B1\n1F1,1F0,1B0,1B1\n")
-    assert load("quickstart/pipedream", [columns.replace("4", "2"), "engine.kind=distributed"])
 
 
 def test_rows_of_replicas_and_microbatches(dumped: Dump) -> None:

@@ -10,7 +10,6 @@ from pipebench.recipe.load import load_file
 from pipebench.show.comparison import (
     REACHED_HEADING,
     baseline,
-    epoch_speed_up,
     groups,
     headings,
     rows,
@@ -147,8 +146,8 @@ def test_speed_ups_are_of_time_to_accuracy_and_of_epochs() -> None:
     entry, base = group.entries
     assert baseline(entry, group.entries) is base
     assert speed_up(entry, base) == 3.0
-    assert epoch_speed_up(entry, base) == 1.0
-    assert speed_up(entry, None) is epoch_speed_up(entry, None) is None
+    assert speed_up(entry, base, "epoch_time_s") == 1.0
+    assert speed_up(entry, None) is None
 
 
 def test_a_missed_run_has_no_time_and_no_speed_up() -> None:

@@ -1,4 +1,4 @@
-"""Minibatches of lengths that vary: what is simulated equals rules, and what is estimated equals what is simulated."""
+"""Minibatches of varying length: simulations against closed formulas, and estimates against simulations."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""Copies to hosts and back: closed formulas, recurrences, and what messages and copies leave each other."""
+"""Copies to hosts and back: closed formulas, recurrences, and the bandwidth that messages leave copies."""
 
 import heapq
 import itertools
@@ -155,7 +155,7 @@ def test_events_come_in_an_order_in_which_they_can_be_carried_out(pipeline: Pipe
 
 
 def test_workers_that_share_cores_wait_for_their_copies_as_well() -> None:
-    """With cores for all, it is the plain simulation; a receive or an update of the same number waits for none."""
+    """With enough cores, it equals the plain simulation; a receive or an update of the unit's number doesn't wait."""
     pipeline = Pipeline((1, 1), chain(2), "1f1b", False, 2, swaps=(0, 1))
     costs = costs_of(pipeline, [stage(1.0, 2.0, 70), stage(1.0, 2.0, 40)])
     plain = times_of(simulated(pipeline, 8, costs, cluster_of(2)))
@@ -165,11 +165,24 @@ def test_workers_that_share_cores_wait_for_their_copies_as_well() -> None:
     assert found == {name: pytest.approx(times) for name, times in plain.items()}
 
 
+def test_backwards_that_have_waited_for_their_copies_share_cores() -> None:
+    """Two replicas on one core: forwards until 2 s, copies out and in until 6 s, backwards and their sum until 10 s."""
+    pipeline = Pipeline((2,), chain(1), "1f1b", True, 1, swaps=(0,))
+    costs = costs_of(pipeline, [stage(1.0, 2.0, 20, SimulatedBucket(8, 0.5))])
+    crowded = replace(costs, host=HostCosts(shared=SharedProcessors(1.0)))
+    network = Network(cluster_of(2), copies=True)
+    events = list(Crowded(pipeline, programs(pipeline, 2), crowded, network, lambda unit: 1))
+    ends = {op: [event.end_s for event in events if event.instruction.op is op] for op in Op}
+    assert ends[Op.FORWARD] == [2.0, 2.0]
+    assert ends[Op.SWAP_IN] == [6.0, 6.0]
+    assert ends[Op.BACKWARD] == ends[Op.WAIT_ALL_REDUCE] == [10.0, 10.0]
+
+
 # Messages have the lane first.
 
 
 def copy_beside(network: Network, copies: Sequence[tuple[float, int, bool]]) -> list[float]:
-    """Let worker 0 copy: when, how many bytes, whether out; return when they end."""
+    """Let worker 0 make copies (start, bytes, whether out); return when they end."""
     ends: list[float] = [0.0] * len(copies)
     for index, (start_s, num_bytes, out) in enumerate(copies):
         done = partial(ends.__setitem__, index)

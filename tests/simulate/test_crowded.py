@@ -7,7 +7,7 @@ import pytest
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import ScheduleError
 from pipebench.schedule.operations import Op
-from pipebench.schedule.pipeline import Pipeline, chain
+from pipebench.schedule.pipeline import Edge, Pipeline, chain
 from pipebench.schedule.programs import programs
 from pipebench.simulate.costs import Costs, Crossing, HostCosts, SharedProcessors, SimulatedBucket, StageCosts
 from pipebench.simulate.crowded import Crowded, simulation_of
@@ -70,6 +70,20 @@ def test_with_a_core_for_everybody_nothing_changes(shape: str) -> None:
     for worker, own in expected.items():
         assert [instruction for instruction, *_ in own] == [instruction for instruction, *_ in crowded[worker]]
         assert [end for *_, end in own] == pytest.approx([end for *_, end in crowded[worker]])
+
+
+def test_a_send_that_was_held_up_takes_its_time_with_a_core_for_everybody() -> None:
+    """Stage 0 gets no gradients, and is faster than stage 1."""
+    edges = (Edge(0, 1, has_gradient=False),)
+    pipeline = Pipeline((1, 1), edges, "1f1b", False, 2, weights="stash")
+    costs = costs_of(pipeline, HOST)
+    fast = replace(costs.stages[0], forward_s={1: 0.125}, backward_s={1: 0.125}, update_s=0.0)
+    costs = replace(costs, stages=(fast, costs.stages[1]))
+    expected = times(played(Simulation, pipeline, costs, SLOW))
+    crowded = replace(costs, host=replace(HOST, shared=SharedProcessors(4.0)))
+    found = times(played(Crowded, pipeline, crowded, SLOW))
+    for worker, own in expected.items():
+        assert [end_s for *_, end_s in found[worker]] == pytest.approx([end_s for *_, end_s in own])
 
 
 @pytest.mark.parametrize(("num_cores", "times_as_long"), [(3, 1), (2, 1.5), (1.5, 2), (1, 3)])

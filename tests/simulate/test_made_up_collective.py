@@ -68,7 +68,7 @@ def test_its_seconds_are_those_of_the_port_that_all_of_it_crosses() -> None:
 
 
 def test_an_engine_sums_by_it_and_sends_what_the_simulator_counts() -> None:
-    """Two members' sums have one order, so weights are those of any other way."""
+    """With two members there is one order of additions, so the weights equal those of any other way."""
     setup, ring = (make_setup(Mlp(), ([4], [2, 1]), sync=sync, cluster=flat_cluster(3)) for sync in (STAR, ALL_REDUCE))
     engine, other = make_engine(setup), make_engine(ring)
     for each in (engine, other):
@@ -83,7 +83,7 @@ def test_an_engine_sums_by_it_and_sends_what_the_simulator_counts() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_planner_and_simulator_say_the_same_of_a_ring(size: int) -> None:
-    """Two places say it: a change of one alone shows here."""
+    """The formula is in both: this shows a change of only one."""
     level, ends = Level("server", size, 3.0, 0.25, efficiency=0.5, ring_bytes_per_s=1.25), list[float]()
     network = Network(Cluster("flat", "unit", None, (level,)))
     network.sum_up(network.group(ALL_REDUCE, ALL_REDUCE, range(size)), "r", 4096, 0.0, ends.append)

@@ -151,7 +151,7 @@ def untrained_bytes(replica: Replica) -> int:
 
 
 def live(replica: Replica) -> dict[str, int]:
-    """Return what a replica holds, counted in its tensors."""
+    """Return the bytes of a replica's live tensors, by kind."""
     weights = replica.weights
     older = (weights.num_alive - 1) * weights.version_bytes
     return {
@@ -167,7 +167,7 @@ def live(replica: Replica) -> dict[str, int]:
 
 
 class Levels:
-    """What replicas keep, added up of what instructions change; never less than nothing."""
+    """The bytes of replicas, as sums of instructions' changes; never negative."""
 
     def __init__(self, setup: Setup) -> None:
         pipeline = self.pipeline = setup.pipeline
@@ -228,7 +228,7 @@ def compared_until_it_ends(setup: Setup) -> int:
     def observe(event: TimelineEvent) -> None:
         nonlocal compared
         it, worker = event.instruction, event.worker
-        size = engine._feed.size(it.number) if it.op in (Op.FORWARD, *BACKWARDS) else 0
+        size = engine.workers[worker].feed.size(it.number) if it.op in (Op.FORWARD, *BACKWARDS) else 0
         levels.execute(worker, it, size)
         for each in {worker, setup.pipeline.places[it.stage][0]}:
             replica = engine.workers[each].replicas[it.stage]
@@ -245,7 +245,7 @@ def compared_until_it_ends(setup: Setup) -> int:
 
 
 class Even(nn.Module):
-    """Of its three matrices two replicas share out two, in halves, and don't train the other."""
+    """Two of its three matrices are sharded in halves; the third isn't trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -417,7 +417,7 @@ def test_no_worker_ever_holds_more_than_the_planners_formula_has_room_for(
     if RECOMPUTE in policies:
         states = states.recomputing(policies)
     row = next((MODES[name] for name, (plans, own) in CASES.items() if own is columns), None)
-    versions = row.weights_kept if row is not None else 1 if pipeline.weights in ("one", "none") else None
+    versions = row.weight_sets if row is not None else 1 if pipeline.weights in ("one", "none") else None
     synced = pipeline.weights == "stash-vertical-sync"
     memories = memories_of(setup)
     found, in_flight = metered(setup, whole=True, count=24), most_in_flight(pipeline)

@@ -1,4 +1,4 @@
-"""Links: what is on its way at once shares its ports, in order on each connection."""
+"""Links: concurrent messages share ports, and those of a connection stay in order."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Occupancy over time, on made-up events and against the fractions of a whole run."""
+"""Occupancy over time, for made-up events and against the fractions of a whole run."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Memory of plans that swap: what is predicted against live tensors of the virtual engine, over time."""
+"""Memory of plans that swap: predictions against live tensors of the virtual engine, over time."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -58,7 +58,7 @@ def random_setup(seed: int) -> Setup:
 
 
 def measured_peaks(setup: Setup) -> list[int]:
-    """Train a segment; return the most that the live tensors of every worker's replicas have come to.
+    """Train a segment; return the most bytes that the live tensors of every worker's replicas took.
 
     What an instruction makes is there from its start on, what it is done with until its end: a copy in beside a
     backward has its room while that still has its own.
@@ -89,7 +89,7 @@ def measured_peaks(setup: Setup) -> list[int]:
 
 
 def predicted_peaks(setup: Setup, *besides: str, num_minibatches: int = _MINIBATCHES) -> list[int]:
-    """Return the most that the simulator says replicas keep between instructions, with other kinds besides."""
+    """Return the simulated peaks of the kinds that replicas hold between instructions."""
     memory = MemoryMeter(setup.pipeline, memories_of(setup), setup.costs)
     simulate_all(setup, num_minibatches, Meter(setup.pipeline, memory))
     rows = [KINDS.index(kind) for kind in (*HELD, *besides)]

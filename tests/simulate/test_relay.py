@@ -1,4 +1,4 @@
-"""`parallelism.relay`: what skips stages goes through all of those between, forward and back."""
+"""`parallelism.relay`: values that skip stages pass through the stages between, forward and back."""
 
 from collections import Counter
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Flows on shared resources: closed formulas, brute force, and what holds whatever is shared."""
+"""Flows on shared resources: closed formulas, brute force, and invariants."""
 
 import math
 import random
@@ -12,7 +12,7 @@ from tests.oracles.sharing import Given, ends
 
 
 def played(capacities: list[float], given: list[Given], tail_s: float = 0.0) -> list[Flow]:
-    """Play flows; they have their ends."""
+    """Run flows to their ends."""
     agenda = Agenda()
     sharing, resources = Sharing(agenda), [Resource(capacity) for capacity in capacities]
     flows = []
@@ -95,7 +95,7 @@ def test_flows_of_one_connection_follow_each_other() -> None:
 
 
 def test_who_waits_is_told_of_the_end_that_came_true() -> None:
-    """Told of 4 when it asked, the flow is met by another at 2, which takes half until 6: it ends at 6."""
+    """Its end is scheduled at 4; from 2 on another flow takes half of the rate, so it ends at 6."""
     agenda = Agenda()
     sharing, port = Sharing(agenda), Resource(1.0)
     told: list[float] = []
@@ -130,7 +130,7 @@ def test_ends_are_those_of_tiny_steps(seed: int) -> None:
 
 @in_turn(*zip(range(200), strict=True))
 def test_rates_are_fair_and_nothing_is_left_lying(seed: int) -> None:
-    """Max-min: each flow is at its cap, or crosses a full resource on which nobody is faster."""
+    """Max-min: each flow is at its cap, or uses a full resource on which no flow is faster."""
     capacities, given = drawn(seed)
     resources = [Resource(capacity) for capacity in capacities]
     flows = [Flow(g.work, tuple((resources[i], w) for i, w in g.weights.items()), 0.0, g.cap) for g in given]

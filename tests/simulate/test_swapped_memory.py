@@ -1,4 +1,4 @@
-"""What of a unit is on a device while a part of it is on the host: by hand, and over time."""
+"""The part of a unit that is on a device while the rest is on the host: by hand, and over time."""
 
 import copy
 import itertools

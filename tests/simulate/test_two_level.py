@@ -64,7 +64,7 @@ def test_inside_one_server_it_is_the_ring() -> None:
 
 @pytest.mark.parametrize("replicas", [[4, 1], [3, 2]], ids=str)
 def test_an_engine_sums_in_two_levels(replicas: list[int]) -> None:
-    """Weights are a ring's, to the order in which sums are added; bytes are the prediction's, level by level."""
+    """Weights equal a ring's up to the order of additions; bytes equal the prediction, level by level."""
     levels = (Level("server", 2, 1e6, 1e-3), Level("cluster", 3, 1e5, 1e-3))
     cluster = Cluster("nested", "unit", None, levels, TWO_LEVEL)
     engines = []

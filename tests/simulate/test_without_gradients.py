@@ -1,4 +1,4 @@
-"""Edges that no gradient comes back over: how far the sender gets ahead, by hand and in every order of work."""
+"""Edges without gradients: how far the sender runs ahead, by hand and in every order of work."""
 
 import itertools
 from collections import Counter

@@ -18,7 +18,7 @@ from pipebench.schedule.modes import MODES
 from reports.studies.campaign.cases import CASES, DISTRIBUTED, LAST, VIRTUAL, write_recipe
 from reports.studies.campaign.drawing import ENDINGS, KILLS, KINDS, SPOIL, Trial, draw, num_kills
 from reports.studies.campaign.judging import other_bits, problems_of
-from reports.studies.campaign.page import Findings, draw_picture, page
+from reports.studies.campaign.page import WHOLE, Findings, draw_picture, page
 from reports.studies.campaign.points import FOLDER, PLAN, POINTS, Moment, Watch, answered, asked
 from reports.studies.campaign.spoilt import DAMAGE, WAYS, Spoilt, damage
 from reports.studies.campaign.trial import Done, Outcome
@@ -218,3 +218,10 @@ def test_the_page_says_what_was_done_and_lost(tmp_path: Path) -> None:
     assert Outcome.of(json.loads(json.dumps(asdict(stopped)))).done == stopped.done
     draw_picture(found, tmp_path / "page.png")
     assert (tmp_path / "page.png").stat().st_size > 1000
+
+
+def test_the_page_that_is_kept_shows_its_picture() -> None:
+    """It showed that of 200 kills, long after a campaign had 280."""
+    picture = "![seconds until training goes on](campaign.png)"
+    assert picture in page(Findings(WHOLE, [outcome()], {}, 90))
+    assert picture not in page(Findings({**WHOLE, "seed": 3}, [outcome()], {}, 90))

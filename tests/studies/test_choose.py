@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reports.studies.choose import CASES, MODES, ROWS, SERVERS, WORKERS, Found, Study, kept, table
+from reports.studies.choose import CASES, MODES, ROWS, SERVERS, WORKERS, Found, Study, stored, table
 from reports.studies.choose_curves import CURVES, TITLE
 from reports.studies.choose_curves import MODES as DRAWN
 
@@ -18,7 +18,7 @@ DRAW = f"are old: remove {CURVES.name}, and `python -m reports.studies.choose_cu
 def test_the_page_s_table_is_of_the_rows_that_were_made() -> None:
     lines = PAGE.read_text().splitlines()
     first = next(index for index, line in enumerate(lines) if line.startswith("| model |"))
-    made = list(table(kept()))
+    made = table(stored()).splitlines()
     assert lines[first : first + len(made)] == made
     every = len(CASES) * len(SERVERS) * len(WORKERS)
     assert f"{len(made) - 2} of {every} rows" in PAGE.read_text()
@@ -33,7 +33,7 @@ def test_every_row_has_all_modes_and_what_is_fastest_fits() -> None:
 
 def test_a_quick_row_comes_out_again() -> None:
     """VGG-16 on two servers; rows were up to 30 % old, as no test made one."""
-    was = [Found(**each) for each in kept()["VGG-16 | cluster-a | 8"]["modes"]]
+    was = [Found(**each) for each in stored()["VGG-16 | cluster-a | 8"]["modes"]]
     (case,) = (case for case in CASES if case.title == "VGG-16")
     for one, now in zip(was, Study(case).row("cluster-a", 8), strict=True):
         of_both = [(each.samples_per_s, each.bytes_per_sample, each.memory_bytes) for each in (one, now)]
@@ -43,7 +43,7 @@ def test_a_quick_row_comes_out_again() -> None:
 
 def test_curves_go_through_the_rows() -> None:
     """They are of the same plans, and were up to 3 % too fast, on 4,096 workers 18 %."""
-    rows = kept()
+    rows = stored()
     for key, curve in json.loads(CURVES.read_text()).items():
         mode, cluster = key.split(" | ")
         for count, rate in zip(WORKERS, curve["samples_per_s"], strict=False):

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from pipebench.planner import estimates, planner
+from reports.studies import markdown
 from reports.studies.megatron import (
     GATHERED_BYTES_PER_S,
     LARGE,
@@ -18,7 +19,6 @@ from reports.studies.megatron import (
     parameters,
     planned,
     scaled,
-    table_line,
 )
 from tests.studies.again import stands
 
@@ -80,7 +80,7 @@ def test_what_zero_3_exchanges_at_the_measured_rate_lasts_less_than_its_publishe
 
 def test_a_quick_row_of_weak_scaling_comes_out_again() -> None:
     """Of the smallest model, with the fewest passes per update."""
-    stands([table_line(scaled(PUBLISHED["weak_scaling"][0], 4))], "megatron.md", "python -m reports.studies.megatron")
+    stands([markdown.row(scaled(PUBLISHED["weak_scaling"][0], 4))], "megatron.md", "python -m reports.studies.megatron")
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_a_row_of_zero_3_and_a_cell_of_slices_and_stages_come_out_again(monkeypa
     """Profiles of models as large take longer than their plans; as the script does, 384 workers are simulated."""
     for module in (estimates, planner):
         monkeypatch.setattr(module, "MOST_SIMULATED", MOST_WORKERS)
-    told = table_line(next(compared(LARGE, PUBLISHED["against_zero3"])))
+    told = markdown.row(next(compared(LARGE, PUBLISHED["against_zero3"])))
     stands([told], "megatron.md", "python -m reports.studies.megatron zero3")
     published = {key: PUBLISHED["split"][key] for key in ("heads", "hidden", "layers", "gpus")}
     rate, _ = planned({**published, "batch": 32, "tensor": 4, "pipeline": 16}, 1)

@@ -13,7 +13,7 @@ from pipebench.recipe.load import load
 from pipebench.recipe.make import make_model
 from pipebench.train.result import COMPLETED, REACHED, Point, RunResult
 from reports.studies import small_zoo
-from reports.studies.planned_models import table
+from reports.studies.markdown import table
 from reports.studies.seeds import in_range
 from reports.studies.small_zoo import MODELS, MODES, Run, keep, outcome_of, study
 

@@ -21,7 +21,8 @@ from reports.studies import (
     search_growth,
     table1_plans,
 )
-from reports.studies.planned_models import TableRow, analytic, cluster, published_rows, recipe, table
+from reports.studies.markdown import table
+from reports.studies.planned_models import TableRow, analytic, cluster, published_rows, recipe
 from tests.bench.planning import CASES, chain, seconds
 from tests.profile.judging import VGG_FILE, vgg
 from tests.studies.again import stands

@@ -112,7 +112,7 @@ def test_runs_on_this_disk_are_found_without_mlflow(
     folders = [tmp_path / name / "record" for name in ("one-12345678", "two-12345678")]
     for each in folders:
         RecordFolder(each).append(LogEntry(start=Start("run", virtual=True), result=RESULT))
-        RecordFolder(each).note(Sent("0" * 32, 1))
+        RecordFolder(each).write_sent(Sent("0" * 32, 1))
     found = find_runs(["one", "two-12345678"], folders)
     assert [(run.run_id, run.result) for run in found] == [(each.parent.name, RESULT) for each in folders]
     assert capsys.readouterr().err.endswith("not a database; only runs with a record on this disk are found\n")

@@ -8,16 +8,18 @@ import socket
 import sqlite3
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import sqlalchemy
 from mlflow.tracking import MlflowClient
 
 from pipebench.errors import UserError
 from pipebench.tracking.connection import default_uri
-from pipebench.tracking.left import close_left
+from pipebench.tracking.orphaned import close_orphaned
 from pipebench.tracking.record import LogEntry, RecordFolder, Start, read_record
 from pipebench.tracking.run_log import Tracking
 from pipebench.tracking.sender import Sender
@@ -32,7 +34,7 @@ from tests.tracking.records import RESULT, fetch, rescued
 def test_a_store_that_fails_in_mid_run_loses_nothing(
     tracking: Tracking, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tracking, "_warned", False)
+    monkeypatch.setattr(tracking, "_warned", set())
     run = tracking.start("broken", params={"a": "1"}, tags={})
     run.point(RESULT.points[0])
 
@@ -57,6 +59,25 @@ def test_a_store_that_fails_in_mid_run_loses_nothing(
     assert "(disk I/O error); everything is kept in pipebench-results/broken-1. The run goes on." in warning
 
 
+@pytest.mark.parametrize("value", ["many", None], ids=str)
+def test_a_metric_that_is_no_number_loses_no_result(
+    tracking: Tracking, folder: Path, value: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0.2.0 recorded it: the result couldn't be read back, and MLflow got neither it nor the run's end."""
+    run = tracking.start("odd", params={}, tags={}, folder=folder / f"odd-{value}")
+    run.metrics({"own": value, "width": 2})
+    odd: dict[str, Any] = {"staleness_max": value, "num_workers": np.float32(4)}
+    run.finish(replace(RESULT, metrics={**RESULT.metrics, **odd}))
+    record, stored = read_record(folder / f"odd-{value}"), fetch(run)
+    assert record is not None
+    assert record.result == replace(RESULT, metrics={**RESULT.metrics, "num_workers": 4.0})
+    assert (stored.info.status, stored.data.metrics["num_workers"], stored.data.metrics["width"]) == ("FINISHED", 4, 2)
+    assert [line.partition(" of ")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "pipebench: metric own",
+        "pipebench: metric staleness_max",
+    ]
+
+
 @pytest.mark.parametrize("recovers", [False, True])
 def test_an_artifact_that_is_refused_holds_up_nothing(
     tracking: Tracking,
@@ -66,7 +87,7 @@ def test_an_artifact_that_is_refused_holds_up_nothing(
     recovers: bool,
 ) -> None:
     """A proxy's 413 for a trace left the run running for ever, without its result."""
-    monkeypatch.setattr(tracking, "_warned_of_artifact", False)
+    monkeypatch.setattr(tracking, "_warned", set())
     run = tracking.start("refused", params={}, tags={})
     send, refuses = tracking.store.log_artifact, [True]
 
@@ -149,7 +170,7 @@ def test_a_run_that_a_killed_process_has_just_made_is_the_one_that_is_ended(trac
     run_id = store.create_run("just made", {}, begins.at_ms)
     record.release()
     assert record.path is not None
-    close_left(default_uri(), [record.path])
+    close_orphaned(default_uri(), [record.path])
     assert MlflowClient(default_uri()).get_run(run_id).info.status == "KILLED"
 
 

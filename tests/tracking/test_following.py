@@ -11,7 +11,7 @@ import pytest
 
 from pipebench.files import read_bytes
 from pipebench.tracking import system as system_metrics
-from pipebench.tracking.left import close_left
+from pipebench.tracking.orphaned import close_orphaned
 from pipebench.tracking.record import ENTRIES, LogEntry, RecordFolder, mlflow_run_id, read_record
 from pipebench.tracking.run_log import RunLog, Tracking
 from pipebench.tracking.store import Store
@@ -106,7 +106,7 @@ def test_what_a_follower_left_a_later_command_sends(tracking: Tracking, record: 
         wait_for(lambda: mlflow_run_id(record))
     run.point(RESULT.points[0])
     run._sender.record.release()  # as the system does for a process that was killed
-    close_left(tracking.store.uri, [record])
+    close_orphaned(tracking.store.uri, [record])
     assert fetch(log).info.status == "KILLED"
     assert [row.step for row in history(log, "curves/top1")] == [1000]
 
@@ -156,11 +156,11 @@ def test_an_entry_that_is_being_written_is_heard_of_when_it_is_whole(tmp_path: P
     with (tmp_path / ENTRIES).open("w", encoding="utf-8") as file:
         file.write(line + line[:9])
         file.flush()
-        assert [entry.tags for entry in record.hear()] == [{"mode": "dp"}]
+        assert [entry.tags for entry in record.new_entries()] == [{"mode": "dp"}]
         assert [entry.tags for entry in RecordFolder(tmp_path).earlier()] == [{"mode": "dp"}]
         file.write(line[9:])
-    assert [entry.tags for entry in record.hear()] == [{"mode": "dp"}]
-    assert record.hear() == []
+    assert [entry.tags for entry in record.new_entries()] == [{"mode": "dp"}]
+    assert record.new_entries() == []
 
 
 @pytest.mark.parametrize("lacks", [1, 9], ids=["all but its end", "a part"])
@@ -173,7 +173,7 @@ def test_what_a_killed_process_has_written_of_an_entry_spoils_no_other(tmp_path:
         file.write(line[:-lacks])
     record.append(LogEntry(status="FAILED"))
     record.append(LogEntry(tags={"mode": "dp"}))
-    for heard in (record.hear(), RecordFolder(tmp_path).earlier()):
+    for heard in (record.new_entries(), RecordFolder(tmp_path).earlier()):
         assert [entry.status for entry in heard] == [None, "FAILED", None]
 
 
@@ -209,12 +209,12 @@ def test_what_was_heard_of_is_not_read_again(tmp_path: Path) -> None:
     """The whole record was, for every entry: 0.1 s after ten days, with all its samples in memory."""
     record = RecordFolder(tmp_path)
     record.append(LogEntry(tags={"mode": "dp"}))
-    assert len(record.hear()) == 1
+    assert len(record.new_entries()) == 1
     heard = record.__dict__.copy()
     entries = tmp_path / ENTRIES
     entries.write_bytes(b"x" * (entries.stat().st_size - 1) + b"\n")
     record.append(LogEntry(tags={"mode": "gpipe"}))
-    assert [entry.tags for entry in record.hear()] == [{"mode": "gpipe"}]
+    assert [entry.tags for entry in record.new_entries()] == [{"mode": "gpipe"}]
     assert {name for name, value in record.__dict__.items() if value != heard[name]} == {"_num_bytes"}
 
 

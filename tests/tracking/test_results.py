@@ -136,7 +136,7 @@ def test_a_run_whose_artifacts_are_gone_is_compared_by_what_mlflow_has_of_it(
         find_runs([str(runs[2].run_id)], [])
     here = folder / "pipebench-runs" / f"gone-{clock}" / "record"
     RecordFolder(here).append(LogEntry(start=Start("gone 1", virtual=True), result=result))
-    RecordFolder(here).note(Sent(gone.run_id, 1))
+    RecordFolder(here).write_sent(Sent(gone.run_id, 1))
     (found,) = find_runs([gone.run_id], [here])
     assert (found.lacks, found.result, found.run_id) == ("", result, gone.run_id), "its record is on this disk"
 
@@ -180,7 +180,7 @@ def test_of_runs_that_mlflow_has_no_record_is_read_to_list_them(
     records = [folder / "pipebench-runs" / name / "record" for name in ("sent-12345678", "unsent-12345678")]
     for each, run_id in zip(records, (run.run_id, None), strict=True):
         RecordFolder(each).append(LogEntry(start=Start("listed", virtual=True)))
-        RecordFolder(each).note(Sent(run_id, 1))
+        RecordFolder(each).write_sent(Sent(run_id, 1))
     seen: list[Path] = []
 
     def noted(each: Path) -> RunRecord | None:

@@ -61,7 +61,7 @@ def test_a_run_that_was_killed_after_its_last_value_has_each_once(tracking: Trac
     for point in RESULT.points:
         first.point(point)
     first.finish(RESULT)
-    RecordFolder(tmp_path).note(Sent(str(first.run_id), 2))
+    RecordFolder(tmp_path).write_sent(Sent(str(first.run_id), 2))
     again = Tracking("suite").start("closing", params={}, tags={}, virtual=False, folder=tmp_path)
     for point in RESULT.points:
         again.point(point)
@@ -105,7 +105,7 @@ def test_a_summary_that_the_store_took_at_the_second_try_is_there_once(
         log(run_id, rows, *more)
 
     monkeypatch.setattr(tracking.store, "log", fail_once)
-    monkeypatch.setattr(tracking, "_warned", True)
+    monkeypatch.setattr(tracking, "_warned", {"failure"})
     run = tracking.start("tried", params={}, tags={}, folder=tmp_path)
     run.result(RESULT)
     tracking.wake()
@@ -142,7 +142,7 @@ def test_a_run_that_mlflow_lost_has_all_that_was_logged_before(
     first.text("plan.txt", "straight")
     first.point(RESULT.points[0])
     first.finish(None, status="KILLED")
-    RecordFolder(tmp_path).note(Sent("0" * 32, 4))
+    RecordFolder(tmp_path).write_sent(Sent("0" * 32, 4))
     first_ended = True
     run = tracking.start("lost", params={"lr": "0.1"}, tags={}, folder=tmp_path)
     for point in RESULT.points:
@@ -189,7 +189,7 @@ def test_what_mlflow_did_not_take_is_sent_when_the_run_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(tracking.store, "log", fail)
-        patch.setattr(tracking, "_warned", True)
+        patch.setattr(tracking, "_warned", {"failure"})
         first.text("plan.txt", "straight")
         for point in RESULT.points[:2]:
             first.point(point)
@@ -275,7 +275,7 @@ def test_a_server_that_only_adds_has_both_branches_and_a_tag(
     def keep(*_: object, after: int = -1) -> bool:
         return after < 0
 
-    monkeypatch.setattr(Store, "forget", keep)
+    monkeypatch.setattr(Store, "remove_values", keep)
     run = went_back(tracking, tmp_path)
     rows = sorted((row.step, row.value) for row in history(run, "curves/train_loss"))
     assert rows == [(1000, 2.0), (2000, 0.5), (3000, 0.25), (3000, 7.0), (4000, 0.75)]

@@ -13,11 +13,13 @@ from pipebench.recipe.load import load
 from pipebench.recipe.preflight import preflight
 from pipebench.tracking import writers
 from pipebench.tracking.identity import recipe_hash
-from pipebench.tracking.writers import Described, Writers
+from pipebench.tracking.writers import RunDescription, Writers
 from tests.recipes import uniform_recipe
 from tests.tracking.records import RESULT
 
-RUN = Described("small/gnmt8", "pipedream straight, seed 0", "pipedream 2026-11-22 15.31", {"train.seed": "0"}, True)
+RUN = RunDescription(
+    "small/gnmt8", "pipedream straight, seed 0", "pipedream 2026-11-22 15.31", {"train.seed": "0"}, True
+)
 
 
 def written(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +116,7 @@ def test_wandb_keeps_a_run_on_disk_and_sends_nothing(
 
 
 class Failing:
-    def __init__(self, run: Described) -> None:
+    def __init__(self, run: RunDescription) -> None:
         self.written = 0
 
     def values(self, values: object, samples: int) -> None:

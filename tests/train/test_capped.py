@@ -87,16 +87,16 @@ def test_a_plan_that_doesn_t_fit_trains_where_its_stages_swap(tmp_path: Path) ->
 def test_the_minibatch_that_is_advised_fits_and_a_larger_one_does_not(tmp_path: Path) -> None:
     asked = ["parallelism.plan=1-1", "parallelism.depth=1"]
 
-    def told(memory: str, minibatch_size: int) -> str:
+    def advice(memory: str, minibatch_size: int) -> str:
         job = job_of(tmp_path, memory, [*asked, f"train.minibatch_size={minibatch_size}"])
         return MemoryForecast(job).out_of_memory
 
-    found = re.search(r"what would help: train\.minibatch_size: (\d+), or more stages$", told("3 MB", 64))
+    found = re.search(r"what would help: train\.minibatch_size: (\d+), or more stages$", advice("3 MB", 64))
     assert found
     advised = int(found[1])
-    assert told("3 MB", advised) == ""
-    assert told("3 MB", advised + 1) != ""
-    assert told("1500 kB", 64).endswith("what would help: more stages")  # not the other worker
+    assert advice("3 MB", advised) == ""
+    assert advice("3 MB", advised + 1) != ""
+    assert advice("1500 kB", 64).endswith("what would help: more stages")  # not the other worker
 
 
 def test_what_the_planner_refuses_trains_where_it_recomputes(tmp_path: Path) -> None:
@@ -132,9 +132,9 @@ def test_the_order_of_sums_that_the_links_choose_is_told(tmp_path: Path, servers
     parallelism, cluster = "{mode: zero1}", f"{{name: cluster-a, servers: {servers}}}"
     written = RECIPE.replace("{mode: pipedream, depth: 4}", parallelism).replace("{name: small.yaml}", cluster)
     (tmp_path / "recipe.yaml").write_text(written)
-    told = {}
+    notes = {}
     for asked in ([], ["parallelism.sums=ring"], ["parallelism.sums=ordered"]):
         loaded = load(str(tmp_path / "recipe.yaml"), asked)
-        told["".join(asked)] = recipe_notes(prepare(loaded.recipe, loaded.cluster, trains=False, whole_only=True))
-    assert told.pop("") == {PLAN: f"sums: {chosen}, chosen for the cluster's links"}
-    assert [*told.values()] == [{}, {}]
+        notes["".join(asked)] = recipe_notes(prepare(loaded.recipe, loaded.cluster, trains=False, whole_only=True))
+    assert notes.pop("") == {PLAN: f"sums: {chosen}, chosen for the cluster's links"}
+    assert [*notes.values()] == [{}, {}]

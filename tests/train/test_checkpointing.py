@@ -112,9 +112,9 @@ def test_a_kill_while_one_is_written_leaves_the_one_before(tmp_path: Path) -> No
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert done.stdout.startswith("stage-0")
     store = Checkpoints(tmp_path / "kept")
-    found, told = store.latest()
+    found, skipped = store.latest()
     assert found is not None
-    assert (found.step, store.steps(), len(told)) == (5, [5, 10], 1)
+    assert (found.step, store.steps(), len(skipped)) == (5, [5, 10], 1)
     resumed, again = kept(checkpointed(), store, found)
     whole, engine = kept(checkpointed(), Checkpoints(tmp_path / "whole"))
     assert resumed.points == whole.points
@@ -156,7 +156,7 @@ def test_a_run_that_fails_keeps_the_checkpoint_under_way(tmp_path: Path) -> None
     given, store = checkpointed(), Checkpoints(tmp_path)
     loop = TrainingLoop(
         given,
-        lambda *told: Failing(on_virtual_clock(given)(*told)),  # type: ignore[arg-type]
+        lambda *callbacks: Failing(on_virtual_clock(given)(*callbacks)),  # type: ignore[arg-type]
         Silent(),
         lambda point: None,
         CheckpointPolicy(store),

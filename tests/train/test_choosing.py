@@ -29,10 +29,10 @@ def test_what_the_planner_refuses_trains_where_stages_choose(tmp_path: Path) -> 
 def test_a_plan_says_what_becomes_of_activations(tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text(CLUSTER.format(memory="1500 kB"))
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    told = CliRunner().invoke(cli, ["plan", str(tmp_path / "recipe.yaml"), CHOOSES]).output
-    assert "activations" in told
-    assert "recomputed: " in told
-    assert "layers kept" in told
+    output = CliRunner().invoke(cli, ["plan", str(tmp_path / "recipe.yaml"), CHOOSES]).output
+    assert "activations" in output
+    assert "recomputed: " in output
+    assert "layers kept" in output
 
 
 def test_a_cluster_that_copies_at_no_known_rate_is_refused(tmp_path: Path) -> None:

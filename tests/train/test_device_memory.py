@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -56,9 +57,9 @@ def recipe(*changes: str) -> LoadedRecipe:
     return load("deep.yaml", changes)
 
 
-def prepared(limit_bytes: int, *changes: str) -> Job:
+def prepared(limit_bytes: int, *changes: str, num_gpus: int = 4) -> Job:
     loaded = recipe(*changes)
-    with made_up_gpu(limit_bytes):
+    with made_up_gpu(limit_bytes), patch.object(torch.cuda, "device_count", lambda: num_gpus):
         return prepare(loaded.recipe, loaded.cluster, trains=False)
 
 
@@ -68,10 +69,32 @@ def test_a_plan_fits_the_gpu_that_was_measured() -> None:
     assert "pieces" not in roomy.profile.note
     assert len(tight.setup.plan.replicas) > 1
     assert "in 2 pieces" in tight.profile.note
-    with made_up_gpu(HALF):
+    with made_up_gpu(HALF), patch.object(torch.cuda, "device_count", lambda: 4):
         found = findings(recipe(), others=False)
     assert found.request.cluster.memory_bytes == HALF
     assert found.comparison.best.memory_bytes <= HALF
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "num_here", "expected"),
+    [(1, None, 10**9 // 4), (2, None, 10**9 // 2), (3, None, 10**9 // 2), (8, None, 10**9), (1, 2, 10**9 // 2)],
+)
+def test_workers_that_share_a_gpu_divide_its_memory(
+    num_gpus: int, num_here: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four workers of cluster local; `num_here` of them are on this host, as the launcher says, None: all."""
+    if num_here is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_here))
+    assert prepared(10**9, num_gpus=num_gpus).cluster.memory_bytes == expected
+
+
+def test_of_a_cluster_of_ones_own_only_a_launcher_says_how_many_workers_are_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.yaml").write_text("extends: local\n")
+    assert prepared(10**9, "cluster.name=own.yaml", num_gpus=1).cluster.memory_bytes == 10**9
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert prepared(10**9, "cluster.name=own.yaml", num_gpus=1).cluster.memory_bytes == 10**9 // 2
 
 
 @pytest.mark.parametrize("changes", [["engine.kind=virtual"], ["engine.device=cpu"]])

@@ -19,7 +19,7 @@ from tests.engine.test_streams import text_setup
 from tests.models import ConvNet
 from tests.support import Blobs, Mlp, make_engine, make_setup
 
-# Those that step on any dense parameter without being told more than that there is one.
+# Those that step on any dense parameter without further arguments.
 _OTHERS = {"LBFGS", "SparseAdam", "Muon", "Optimizer"}
 OPTIMIZERS = sorted(
     name

@@ -32,8 +32,8 @@ def kept(
     """Train with checkpoints; return the result and the engine."""
     engines: list[Any] = []
 
-    def make(*told: Any) -> Any:
-        engines.append(on_virtual_clock(given)(*told))
+    def make(*callbacks: Any) -> Any:
+        engines.append(on_virtual_clock(given)(*callbacks))
         return engines[-1]
 
     goes_on = None if found is None else resume_point(found, given)
@@ -52,12 +52,12 @@ def test_a_run_that_goes_on_ends_like_one_that_never_stopped(tmp_path: Path, ste
     whole, engine = kept(checkpointed(), Checkpoints(tmp_path / "whole", keep=99))
     assert Checkpoints(tmp_path / "whole").steps() == [5, 10, 12, 15, 20, 25, 30, 35, 36]  # 12 is best
     found = Checkpoints(tmp_path / "whole").at(step)
-    told: list[Point] = []
-    resumed, again = kept(checkpointed(), Checkpoints(tmp_path / "again"), found, told.append)
+    reported: list[Point] = []
+    resumed, again = kept(checkpointed(), Checkpoints(tmp_path / "again"), found, reported.append)
     for mine, theirs in zip(again.replicas, engine.replicas, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine.tensors().values(), theirs.tensors().values(), strict=True))
-    # All are told of, also those before the checkpoint: whoever queued them may have died before they were recorded.
-    assert resumed.points == whole.points == tuple(told)
+    # All points are reported, also those before the checkpoint: the process may have died before recording them.
+    assert resumed.points == whole.points == tuple(reported)
     assert resumed.sentence == whole.sentence
     same = {name: value for name, value in whole.metrics.items() if name not in ("wall_time_s", "start_time_s")}
     assert {name: resumed.metrics[name] for name in same} == pytest.approx(same)
@@ -147,7 +147,7 @@ class Noted(Silent):
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "reason"),
     [
         (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
         (MemoryError(), "MemoryError"),  # a process whose share never came kept the first one waiting
@@ -155,14 +155,14 @@ class Noted(Silent):
     ],
 )
 def test_a_part_that_cannot_be_written_costs_checkpoints_but_not_the_run(
-    tmp_path: Path, error: Exception, told: str
+    tmp_path: Path, error: Exception, reason: str
 ) -> None:
     progress, given = Noted(), checkpointed()
     result, _ = TrainingLoop(
         given, on_virtual_clock(given), progress, lambda point: None, CheckpointPolicy(Full(tmp_path, error))
     ).run()
     assert result.outcome == MISSED
-    assert progress.notes[0].startswith(f"no checkpoint at minibatch 12: {told}; those")
+    assert progress.notes[0].startswith(f"no checkpoint at minibatch 12: {reason}; those")
     assert Checkpoints(tmp_path).latest()[0] is not None
     assert Checkpoints(tmp_path).steps() == [5, 10]
 
@@ -195,7 +195,7 @@ def test_an_agreed_stop_ends_with_a_checkpoint_unless_the_weights_are_lost(
     given = checkpointed()
     result, _ = TrainingLoop(
         given,
-        lambda *told: cast("TrainingEngine", Stopped(on_virtual_clock(given)(*told), 8, reason)),
+        lambda *callbacks: cast("TrainingEngine", Stopped(on_virtual_clock(given)(*callbacks), 8, reason)),
         Silent(),
         lambda point: None,
         CheckpointPolicy(Checkpoints(tmp_path)),
@@ -211,7 +211,7 @@ def test_a_run_stopped_right_before_an_evaluation_goes_on_with_it(tmp_path: Path
     given, checkpoints = checkpointed(), Checkpoints(tmp_path / "stopped")
     TrainingLoop(
         given,
-        lambda *told: cast("TrainingEngine", Stopped(on_virtual_clock(given)(*told), step, "interrupted")),
+        lambda *callbacks: cast("TrainingEngine", Stopped(on_virtual_clock(given)(*callbacks), step, "interrupted")),
         Silent(),
         lambda point: None,
         CheckpointPolicy(checkpoints),

@@ -65,8 +65,8 @@ def run(
         def update(self, samples: int, clock_s: float, loss: float, busy_fraction: float) -> None:
             stop.reason = "interrupted" if samples >= stop_after else None
 
-    def keep(*told: Any) -> Any:
-        engines.append(make(*told))
+    def keep(*callbacks: Any) -> Any:
+        engines.append(make(*callbacks))
         return engines[0]
 
     result, _ = TrainingLoop(given, keep, Stopping(), lambda point: None, policy).run()

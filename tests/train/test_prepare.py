@@ -173,7 +173,7 @@ class TestModelsThatDoNotFitTheData:
     ],
 )
 def test_what_leaves_batch_norm_a_single_sample_is_said(overrides: list[str], said: str) -> None:
-    """Torch says only that it can't be; which key of the recipe makes it so nobody would guess."""
+    """Torch says only that it is impossible, and not which key of the recipe makes it so."""
     prepare_with("normed")
     with pytest.raises(ProfileError, match=f"Expected more than 1 value per channel .*; {said}"):
         prepare_with("normed", *overrides)

@@ -42,7 +42,7 @@ cluster: {name: cluster-a}
 parallelism: {mode: dp}
 engine: {kind: simulated}
 """
-# The artifact's style: inputs of their own, a list of sizes, in-place layers, an output that nobody reads.
+# The artifact's style: inputs of their own, a list of sizes, in-place layers, an output without readers.
 ARTIFACT = """node1 -- Input0 -- forward_compute_time=0.0, backward_compute_time=0.0, activation_size=4000.0, parameter_size=0.0
 node2 -- LSTM(8, 8) -- forward_compute_time=3.0, backward_compute_time=5.0, activation_size=[6400.0; 800.0; 800.0], parameter_size=2304.0
 node3 -- __getitem__(0) -- forward_compute_time=0.0, backward_compute_time=0.0, activation_size=6400.0, parameter_size=0.0
@@ -58,7 +58,7 @@ node7 -- Linear(8, 4) -- forward_compute_time=2.0, backward_compute_time=4.0, ac
 \tnode6 -- node7
 """  # noqa: E501
 
-NAMES = ["node2", "node3", "node5", "node6", "node7"]  # nobody reads node4, and node1 is an input
+NAMES = ["node2", "node3", "node5", "node6", "node7"]  # node4 has no reader, and node1 is an input
 
 
 @pytest.fixture

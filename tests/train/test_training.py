@@ -32,7 +32,7 @@ from tests.support import Blobs, Mlp, flat_cluster, make_setup
 
 
 class Silent:
-    """Progress nobody sees; may interrupt."""
+    """Progress that is not shown; may interrupt."""
 
     def __init__(self, interrupt_after: int = 10**9) -> None:
         self.updates: list[tuple[int, float, float, float]] = []
@@ -138,18 +138,30 @@ def test_a_metric_that_turns_nan_says_since_when_and_its_best_is_a_number(monkey
     assert result.metrics["best_top1"] == 0.5
 
 
-def test_an_evaluation_without_a_loss_neither_reaches_a_target_nor_is_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_held_out_sample_without_a_loss_keeps_no_target_from_being_reached() -> None:
+    """0.2.0 counted no score of such an evaluation, so that one bad sample of thousands made every run miss."""
+    given = prepared(recipe(target=TargetRecipe("top1", 0.6)))
+    data = cast(Blobs, given.setup.dataset)
+    data._x[data.num_train] = math.nan
+    data._label.fill_(1)
+    result, _, points = train(given)
+    assert result.outcome == REACHED
+    assert math.isnan(points[-1].metrics["eval_loss"])
+    assert points[-1].metrics["top1"] == 0.6, "the other two minibatches, 6 of 10 samples"
+
+
+def test_an_evaluation_of_outputs_that_are_not_numbers_is_never_the_best() -> None:
     """The largest of outputs that are all NaN is the first, so 0.2.0 scored the share of the first class."""
-    scores = iter([(1.0, 0.5), (math.nan, 0.9), (math.nan, 0.9)])
-    values = ({"eval_loss": loss, "top1": top1} for loss, top1 in scores)
-    monkeypatch.setattr(TrainingEngine, "evaluate", lambda engine: next(values))
-    result, _, _ = train(prepared(recipe(target=TargetRecipe("top1", 0.9))))
-    since = "eval_loss is not a number from the evaluation after 2 epochs on; without a loss no score counts"
-    assert result.sentence == f"missed top1 0.9: the best in 3 epochs was top1 0.5; {since}"
-    assert result.metrics["best_top1"] == 0.5
+    given = prepared(recipe(target=TargetRecipe("top1", 0.9)))
+    data = cast(Blobs, given.setup.dataset)
+    data._x[data.num_train :] = math.nan
+    data._label.fill_(0)
+    result, _, _ = train(given)
+    since = "eval_loss is not a number from the evaluation after 1 epoch on; where outputs aren't numbers"
+    assert result.sentence == f"missed top1 0.9: the best in 3 epochs was top1 0; {since}, samples count as wrong"
 
 
-def test_a_best_value_that_was_nearly_the_target_is_told_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_best_value_that_was_nearly_the_target_is_given_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     evaluate = TrainingEngine.evaluate
     monkeypatch.setattr(TrainingEngine, "evaluate", lambda engine: evaluate(engine) | {"top1": 0.94996})
     result, _, _ = train(prepared(recipe(target=TargetRecipe("top1", 0.95), max_epochs=1)))
@@ -161,7 +173,7 @@ def test_a_point_without_a_number_is_not_the_best() -> None:
     for samples, top1 in enumerate((math.nan, 0.25, 0.5, 0.25)):
         curves.add(Point(samples, 0.0, {"top1": top1}), 0.0, 0.0)
     assert curves.best_point == curves.points[2]
-    assert not [*curves.no_numbers()], "the last evaluation gave a number"
+    assert not [*curves.nan_metrics()], "the last evaluation gave a number"
 
 
 def test_a_reached_target_stops_the_run_with_its_time() -> None:

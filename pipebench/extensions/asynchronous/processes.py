@@ -33,7 +33,7 @@ class ProcessServer(Server):
         self._serving: Serving | None = None
         if self._own == 0:
             self.here = ParameterServer(setup, self._weights)
-            self._serving = Serving(self.here, links, collectives.worker.note_memory)
+            self._serving = Serving(self.here, links, collectives.worker.measure_memory)
         else:
             (self._link,) = links
 

@@ -3,13 +3,12 @@
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from pipebench.errors import PlanError, RecipeError
+from pipebench.errors import PlanError, RecipeError, shown
 from pipebench.extensions.asynchronous.pushes import Pushes, PushOrder
 from pipebench.recipe.draft import Problems
 from pipebench.recipe.engines import ENGINES
 from pipebench.recipe.plan_file import is_plan_file
 from pipebench.recipe.schema import Recipe
-from pipebench.recipe.typecheck import shown
 from pipebench.schedule.modes import MODES
 from pipebench.schedule.notation import parse_plan
 from pipebench.schedule.pipeline import Pipeline

@@ -150,7 +150,7 @@ class PushAndPull(WorkerExtension):
         worker.updates.clip(replica.gradients)
         self.server.push(worker.replica_index[it.stage], it.number, worker.held_version, replica.gradients)
         replica.gradients = [None] * len(replica.gradients)
-        worker.note_memory()
+        worker.measure_memory()
 
     def _pull(self, it: Instruction, _: Transport, __: Collectives) -> None:
         number, parameters = self.server.pull(self._worker.replica_index[it.stage], it.version)
@@ -195,7 +195,7 @@ class InProcessServer(Server):
         if replica > 0:
             self._collectives.count(self._kind, replica, 0, self._num_bytes)
             workers = self._collectives.workers
-            workers[0].note_beside(workers[replica].busy_until_s)
+            workers[0].measure_memory_beside(workers[replica].busy_until_s)
 
     def pull(self, replica: int, at_least: int) -> Pulled:
         """Return the weights after the replica's last push or, if `at_least` >= 0, after all pushes."""

@@ -78,7 +78,7 @@ class MigratingReplica:
         make_replica: Callable[[Stage], Replica],
         note_memory: Callable[[], None],
     ) -> None:
-        self.again_bytes = 0  # see `Replica`
+        self.recomputed_bytes = 0  # see `Replica`
         self._share = share
         self._phases = phases
         self._make_replica = make_replica
@@ -130,12 +130,13 @@ class MigratingReplica:
         Returns gradients for other stages' layers, too. `on_gradient` and `move` are unused: a stage whose layers move
         isn't replicated, and stashes its versions.
         """
-        total, self.again_bytes = {layer: list(found) for layer, found in arrived.items()}, 0
+        total, self.recomputed_bytes = {layer: list(found) for layer, found in arrived.items()}, 0
         for replica in self._parts.end(unit):
             heads = {layer: total.pop(layer, []) for layer in replica.stage.returns}
             add(total, replica.backward(unit, heads))
             self._collect_gradients(replica)
-            self.again_bytes = max(self.again_bytes, replica.again_bytes)  # replicas recompute one after the other
+            # Replicas recompute one after the other.
+            self.recomputed_bytes = max(self.recomputed_bytes, replica.recomputed_bytes)
         return total
 
     def stepped(self) -> list[torch.Tensor | None]:

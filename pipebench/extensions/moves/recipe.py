@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Final
 
-from pipebench.errors import RecipeError
+from pipebench.errors import RecipeError, shown
 from pipebench.extensions.moves.settings import MoveSettings
 from pipebench.recipe.draft import Problems
 from pipebench.recipe.plan_file import is_plan_file
 from pipebench.recipe.schema import Recipe
-from pipebench.recipe.typecheck import shown
 from pipebench.schedule.csv_form import is_csv
 from pipebench.schedule.modes import AUTO, MODES
 from pipebench.schedule.pipeline import Pipeline
@@ -129,7 +128,7 @@ def _choices(recipe: Recipe) -> tuple[str, ...]:
     parallelism, asked = recipe.parallelism, recipe_moves(recipe)
     if asked:
         return tuple(sorted({policy for move in asked for policy in (move.memory or {}).values()}))
-    if parallelism.vpipe is None or is_plan_file(parallelism.plan) or not parallelism.row.chooses:
+    if parallelism.vpipe is None or is_plan_file(parallelism.plan) or not parallelism.row.chooses_memory:
         return ()
     return parallelism.vpipe.policies
 

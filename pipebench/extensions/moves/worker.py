@@ -75,7 +75,7 @@ class MovingWorker(WorkerExtension):
         self, execute: Callable[[Instruction, Transport], None], it: Instruction, transport: Transport, _: Collectives
     ) -> None:
         execute(it, transport)
-        self._worker.note_memory()
+        self._worker.measure_memory()
         self._gather(it.stage)
 
     def _gather(self, stage: int) -> None:
@@ -84,7 +84,7 @@ class MovingWorker(WorkerExtension):
         if isinstance(migrating, MigratingReplica) and (whole := migrating.whole) is not None:
             self._worker.replicas[stage] = self._worker.running[stage] = whole.replica
             self._bounds[stage] = whole.bounds
-            self._worker.note_memory()
+            self._worker.measure_memory()
 
     def _recut(self, it: Instruction, _: Transport) -> None:
         migrating = self._migrating(it.stage)
@@ -125,7 +125,7 @@ class MovingWorker(WorkerExtension):
             return running
         replica, make = worker.replicas[stage], partial(make_replica, self._cuts.setup, stage)
         made = MigratingReplica(
-            replica, self._bounds[stage], worker.shares[stage], self._cuts, make, worker.note_memory
+            replica, self._bounds[stage], worker.shares[stage], self._cuts, make, worker.measure_memory
         )
         worker.running[stage] = made
         return made
@@ -135,7 +135,7 @@ class MovingWorker(WorkerExtension):
 
         def handle(it: Instruction, transport: Transport, collectives: Collectives) -> UnitLoss | None:
             done, worker = handler(it, transport, collectives), self._worker
-            if self.monitor is not None and worker.trains:
+            if self.monitor is not None and worker.is_training:
                 self.monitor.exchange(it, transport)
             return done
 

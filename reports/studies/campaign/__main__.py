@@ -1,7 +1,7 @@
-"""The campaign: disturb runs in every mode and both engines, spoil what they leave, and see that nothing is lost.
+"""Fault injection: kills and stops runs in every mode and both engines, damages checkpoints, and checks the results.
 
-`nox -s campaign` writes `reports/campaign.md` and its picture. What has been done is kept in a file, and a campaign
-that was interrupted goes on where it was.
+`nox -s campaign` writes `reports/campaign.md` and its picture. Results are stored in a file as they come in, so that an
+interrupted campaign resumes.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from reports.studies.campaign import disks
 from reports.studies.campaign.cases import write_recipe
 from reports.studies.campaign.drawing import Trial, draw
 from reports.studies.campaign.hosts import RunOnHosts
-from reports.studies.campaign.page import Findings, draw_picture, page
+from reports.studies.campaign.page import WHOLE, Findings, draw_picture, page
 from reports.studies.campaign.reference import References
 from reports.studies.campaign.spoilt import Spoilt, spoil_drawn, table_of_tests
 from reports.studies.campaign.trial import DisturbedRun, Outcome, Place
@@ -36,19 +36,19 @@ from tests.lab.hosts import why_not as why_no_hosts
 
 ROOT = Path(pipebench.__file__).parents[1]
 KEPT, PAGE = ROOT / ".nox" / "campaign", ROOT / "reports" / "campaign.md"
-TABLE, DRAWN = "spoilt as the tests do", "spoilt by chance"
+TABLE, DRAWN = "spoilt as the tests do", "spoilt by chance"  # names of the parts that damage checkpoints
 
 Spoiling = Mapping[str, Callable[[Place], list[Spoilt]]]
 
 
 class Campaign:
-    """What is drawn, and what of it has been done.
+    """The parts of a campaign, and the results of those that are done.
 
     Args:
-        trials: all there is to do to runs.
-        spoilt: what else there is to do, by name: what spoils checkpoints.
-        asked: the seed and what else decides what is drawn.
-        anew: forget what is kept.
+        trials: runs with the faults that are injected into them.
+        spoilt: functions that damage checkpoints, by name of the part.
+        asked: the seed and the other arguments that decide what is drawn.
+        anew: discard stored results.
     """
 
     def __init__(
@@ -74,18 +74,18 @@ class Campaign:
 
     @property
     def left(self) -> list[str]:
-        """Return the names of what hasn't been done."""
+        """The names of the parts that aren't done."""
         return [name for name in (*(trial.name for trial in self.trials), *self.spoilt) if name not in self.done]
 
     def note(self, row: dict[str, Any]) -> None:
-        """Keep what came of a part."""
+        """Store the result of a part."""
         with self._lock:
             self.done[row["name"]] = row
             with self._path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
     def findings(self, not_tried: Sequence[str]) -> Findings:
-        """Return what is known so far."""
+        """Return the results so far; `not_tried` says why some parts can't be done on this machine."""
         outcomes = [Outcome.of(self.done[trial.name]) for trial in self.trials if trial.name in self.done]
         spoilt = {name: self.done[name] for name in self.spoilt if name in self.done}
         seconds = sum(row["took_s"] for row in self.done.values())
@@ -93,7 +93,7 @@ class Campaign:
 
 
 def code_hash() -> str:
-    """Return a hash of all that the results depend on: of what other code did, nothing is kept."""
+    """Return a hash of the code that the results depend on: results of other code are discarded."""
     found = hashlib.sha256()
     for folder in ("pipebench", "zoo", "reports/studies/campaign", "tests/checkpoint"):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -103,7 +103,7 @@ def code_hash() -> str:
 
 
 def perform(campaign: Campaign, place: Place, at_once: int, say: Callable[[str], None]) -> None:
-    """Do what is left, several parts at once, and keep what came of each."""
+    """Do the parts that are left, `at_once` at a time, and store the result of each; `say` prints progress."""
     by_name = {trial.name: trial for trial in campaign.trials}
     began_s, count = time.monotonic(), len(campaign.left)
     pool = ThreadPoolExecutor(at_once)
@@ -130,12 +130,12 @@ def perform(campaign: Campaign, place: Place, at_once: int, say: Callable[[str],
 
 
 def _mixed(names: Sequence[str]) -> list[str]:
-    """Return parts in an order that mixes kinds, so that a campaign that is interrupted has done some of each."""
+    """Return parts in random order, so that an interrupted campaign has done some of each kind."""
     return random.Random(0).sample(names, len(names))
 
 
 def _part(campaign: Campaign, trial: Trial | None, name: str, place: Place) -> dict[str, Any]:
-    """Do one part, and return what came of it."""
+    """Do one part and return its result; the folder of a run with problems is copied below `.nox/campaign/lost/`."""
     began_s = time.monotonic()
     if trial is None:
         try:
@@ -157,7 +157,7 @@ def _part(campaign: Campaign, trial: Trial | None, name: str, place: Place) -> d
 
 
 def prepared(room: Path) -> Place:
-    """Return what all parts share, in a folder."""
+    """Make what all parts share, in the folder `room`."""
     from mlflow.tracking import MlflowClient
 
     database = room / "empty.db"
@@ -180,7 +180,7 @@ def possible(trials: Sequence[Trial]) -> tuple[list[Trial], list[str]]:
 
 
 def spoiling(seed: int, kills: int, only: str) -> Spoiling:
-    """Return what spoils checkpoints, by name: by chance, and in a whole campaign as the tests do, too."""
+    """Return the parts that damage checkpoints: at random and, in a large campaign, as the tests' tables do."""
     found: dict[str, Callable[[Place], list[Spoilt]]] = {}
     if not only or only in DRAWN or "spoilt" in only:
         found[DRAWN] = lambda place: spoil_drawn(seed, max(5, kills // 2), "", place.folder / "drawn", place.settings)
@@ -190,13 +190,13 @@ def spoiling(seed: int, kills: int, only: str) -> Spoiling:
 
 
 def main() -> int:
-    """Do the campaign and write its page; returns 1 if something was lost or is left to do."""
+    """Do the campaign and write its page; return 1 if something was lost or is left to do, else 0."""
     parser = argparse.ArgumentParser(prog="nox -s campaign --", description=__doc__)
-    parser.add_argument("--kills", type=int, default=280, help="how many; what else is done is in proportion")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="runs whose mode, plan, engine or disturbances contain this")
+    parser.add_argument("--kills", type=int, default=WHOLE["kills"], help="number of kills; other faults in proportion")
+    parser.add_argument("--seed", type=int, default=WHOLE["seed"])
+    parser.add_argument("--only", default=WHOLE["only"], help="runs whose mode, plan, engine or faults contain this")
     parser.add_argument("--at-once", type=int, default=max(1, min(4, os.cpu_count() or 1)), help="runs at once")
-    parser.add_argument("--anew", action="store_true", help="forget what an earlier campaign has done")
+    parser.add_argument("--anew", action="store_true", help="discard the results of an earlier campaign")
     parser.add_argument("--list", action="store_true", help="print what is drawn, and do nothing")
     given = parser.parse_args()
     drawn = draw(given.seed, given.kills, given.only)
@@ -221,7 +221,7 @@ def main() -> int:
         _say(f"interrupted: {len(campaign.left)} left; the same command goes on")
     found = campaign.findings(not_tried)
     text = page(found)
-    if asked == {"seed": 0, "kills": 280, "only": ""} and not campaign.left:
+    if asked == WHOLE and not campaign.left:
         PAGE.write_text(text)
         draw_picture(found, PAGE.with_suffix(".png"))
     else:

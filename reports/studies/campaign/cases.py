@@ -1,15 +1,14 @@
-"""What the campaign trains: every mode, in one process and in two and three, with and without layers that move."""
+"""The cases that the campaign trains: every mode, in one to three processes, with and without layers that move."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipebench.schedule.modes import MODES
-
 VIRTUAL, DISTRIBUTED = "virtual", "distributed"
 LAST = 72  # minibatches of a run
-EVERY, EVALUATED = 6, 18  # minibatches between checkpoints, between evaluations
+EVERY = 6  # minibatches between checkpoints
+EVALUATED = 18  # minibatches between evaluations
 RECIPE = f"""\
 name: campaign
 model: {{target: "reports.studies.campaign.model:small"}}
@@ -27,80 +26,72 @@ engine: {{device: cpu, threads: 1, max_restarts: 9}}
 """
 _ADAM = ("train.optimizer.name=adam", "train.optimizer.lr=0.003", "train.optimizer.momentum=null")
 _HALVES = ("parallelism.microbatches=2",)
-# Segments of exactly one update, whose gradients all stages clip by one norm.
+# Segments of exactly one update, whose gradients are clipped by one norm over all stages.
 _CLIPPED = (f"parallelism.accumulate={EVERY}", "train.optimizer.clip_norm=0.3")
 _SERVER = ("parallelism.sync=parameter-server",)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and in how many processes."""
+    """A run of the recipe under some overrides."""
 
-    mode: str  # a mode's name
-    plan: str  # replicas per stage
+    mode: str  # its name
+    plan: str  # replicas of each stage
     engine: str  # `virtual` or `distributed`
-    overrides: tuple[str, ...] = ()  # what else the recipe says
-    special: str = ""  # that in a word or two
+    overrides: tuple[str, ...] = ()  # of the recipe, beside mode, plan and engine
+    special: str = ""  # the overrides in a word or two
 
     @property
     def name(self) -> str:
-        """Return what the case is called: mode, plan, engine, what is special."""
+        """Mode, plan, engine and what is special."""
         return " ".join(filter(None, (self.mode, self.plan, self.engine, self.special)))
 
     @property
     def words(self) -> list[str]:
-        """Return the recipe's overrides, but for the engine: what decides the weights."""
+        """The recipe's overrides without the engine, which doesn't change the weights."""
         return [f"parallelism.mode={self.mode}", f"parallelism.plan={self.plan}", *self.overrides]
 
     @property
-    def num_workers(self) -> int:
-        """Return how many workers there are."""
-        return sum(map(int, self.plan.split("-")))
-
-    @property
     def num_processes(self) -> int:
-        """Return how many processes train."""
-        return self.num_workers if self.in_processes else 1
+        """The number of processes that train."""
+        return sum(map(int, self.plan.split("-"))) if self.in_processes else 1
 
     @property
     def in_processes(self) -> bool:
-        """Return whether every worker is a process."""
+        """Whether every worker is a process."""
         return self.engine == DISTRIBUTED
 
     @property
-    def flushes(self) -> bool:
-        """Return whether the mode empties the pipeline at every update, so that a stop changes nothing."""
-        return MODES[self.mode].flush
-
-    @property
     def moves(self) -> bool:
-        """Return whether layers change stages."""
+        """Whether layers change stages during the run."""
         return any("vpipe" in word for word in self.overrides)
 
     @property
     def adds_in_a_ring(self) -> bool:
-        """Return whether three replicas or more sum gradients in an order that isn't the virtual engine's."""
+        """Whether three or more replicas all-reduce by a ring, whose order of sums isn't the virtual engine's."""
         return self.in_processes and max(map(int, self.plan.split("-"))) > 2 and _SERVER[0] not in self.overrides
 
     @property
     def races(self) -> bool:
-        """Return whether the clock decides the order of updates: it has to be given to processes."""
+        """Whether the clock decides the order of updates: processes have to replay a recorded one."""
         return self.mode == "dp-asp"
 
 
 def moving(*cuts: Sequence[str], live: bool, at: Sequence[int]) -> tuple[str, ...]:
-    """Return overrides under which layers move at these minibatches, between the cuts in turn."""
-    moves = [
-        {"at": {"minibatches": each}, "cuts": list(cuts[number % len(cuts)])} for number, each in enumerate(at)
-    ]  # fmt: skip
-    asked = {"swap": False, "recompute": False, "repartition": False, "live": live, "moves": moves}
-    return (f"parallelism.vpipe={json.dumps(asked)}", f"parallelism.cuts={json.dumps(list(cuts[-1]))}")
+    """Return overrides under which layers move at the minibatches `at`, to each of `cuts` in turn.
+
+    `live` moves them without a drain.
+    """
+    moves = [{"at": {"minibatches": each}, "cuts": cuts[number % len(cuts)]} for number, each in enumerate(at)]
+    vpipe = {"swap": False, "recompute": False, "repartition": False, "live": live, "moves": moves}
+    return (f"parallelism.vpipe={json.dumps(vpipe)}", f"parallelism.cuts={json.dumps(cuts[-1])}")
 
 
 _AT_DRAINS = range(2 * EVERY, LAST, 2 * EVERY)
 _TWO = (("again",), ("middle",))
 _THREE = (("norm", "middle"), ("again", "narrow"))
-# A live move takes twice the depth, counted from a drain: of three stages longer than the usual segment.
+# A live move ends at the earliest 2 x depth minibatches after a drain: with three stages, that is after the usual
+# segment, so checkpoints are rarer.
 _LIVE_OF_TWO = moving(*_TWO, live=True, at=[drain + 4 for drain in _AT_DRAINS])
 _LIVE_OF_THREE = (
     *moving(*_THREE, live=True, at=[4 * EVERY + 8, 6 * EVERY + 8, 10 * EVERY + 8]),
@@ -176,7 +167,7 @@ CASES = (
 
 
 def write_recipe(folder: Path) -> Path:
-    """Write the recipe of all cases into a folder, and return its path."""
+    """Write the recipe of all cases into a folder; return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "campaign.yaml"
     path.write_text(RECIPE)

@@ -1,6 +1,6 @@
-"""Disks of a run that fill up and take nothing: small ones in memory, in a mount namespace that ends with this process.
+"""Small disks that can be filled or made read-only: in memory, in a mount namespace that ends with this process.
 
-Linux, root.
+They need Linux and root.
 """
 
 import contextlib
@@ -16,12 +16,12 @@ _FILLER = ".filler"
 
 
 def why_not() -> str:
-    """Return why there can be no such disks here; "" if there can."""
+    """Return why this process can't make disks; "" if it can."""
     return "" if sys.platform == "linux" and os.geteuid() == 0 else "disks of their own need Linux and root"
 
 
 def own_mounts() -> None:
-    """Let this process, and those that it starts, have mounts of their own, which nobody else sees.
+    """Give this process, and those that it starts, a mount namespace of their own.
 
     Raises:
         OSError: the system refuses.
@@ -33,13 +33,13 @@ def own_mounts() -> None:
 
 
 def make(folder: Path) -> None:
-    """Make a small disk, and let a folder be on it."""
+    """Make a folder, and mount a small disk there."""
     folder.mkdir(parents=True)
     _mount("-t", "tmpfs", "-o", f"size={_SIZE}", "tmpfs", str(folder))
 
 
 def remove(folder: Path) -> None:
-    """Remove the disk of a folder, and what is on it."""
+    """Unmount the disk of a folder, which deletes its files."""
     subprocess.run(["umount", "--lazy", str(folder)], check=False, capture_output=True)
 
 
@@ -51,18 +51,18 @@ def fill(folder: Path) -> None:
 
 
 def free(folder: Path) -> None:
-    """Give back what `fill` took."""
+    """Undo `fill`."""
     (folder / _FILLER).unlink(missing_ok=True)
 
 
 def make_read_only(folder: Path) -> None:
-    """Let nothing be written to a folder any more, by whoever opens it from now on."""
+    """Make a folder read-only for files that are opened from now on."""
     _mount("--bind", str(folder), str(folder))
     _mount("-o", "remount,ro,bind", str(folder))
 
 
 def make_writable(folder: Path) -> None:
-    """End `make_read_only`."""
+    """Undo `make_read_only`."""
     remove(folder)
 
 

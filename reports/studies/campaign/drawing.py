@@ -1,4 +1,4 @@
-"""What is done to which run, and when: drawn by a seed, before anything runs."""
+"""Draws, by a seed and before anything runs, which faults are injected into which runs, and when."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -12,59 +12,61 @@ STOPS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGINT twice")
 FULL, FREE, READ_ONLY, WRITABLE = "disk full", "disk free", "read-only", "writable"
 SPOIL, TWICE, LIVING = "spoil the newest checkpoint", "resume twice at once", "resume a living run"
 HOSTS = ("kill a host's processes", "take a host away", "unplug a host for good", "unplug a host for a moment")
-# What follows another disturbance and ends it.
-ENDINGS = (FREE, WRITABLE)
+ENDINGS = (FREE, WRITABLE)  # end the fault before them
 KINDS = (*KILLS, *STOPS, FULL, READ_ONLY, SPOIL, TWICE, LIVING, *HOSTS)
-Make = Callable[[random.Random, Case, int], Sequence["Fault"]]  # what is done to a case, the how manieth of its sort
-_PER_RUN = 4  # kills of one run, each a restart: its start is paid once
-# Where training is stopped, and how often a point is drawn: checkpoints are the heart of it.
+# Draws the faults of a case, given the number of trials of the same sort before it.
+Make = Callable[[random.Random, Case, int], Sequence["Fault"]]
+_PER_RUN = 4  # kills of one run, which share its first start
+# Weights of the points in training, by name: most faults are drawn at checkpoints.
 _TRAINING = {
     "segment": 2, "instruction": 4, "part": 2, "part written": 2, "manifest": 2, "committed": 2, "pruned": 1,
     "evaluation": 1, "evaluated": 1,
 }  # fmt: skip
-_OF_RANK_0 = ("manifest", "committed", "pruned", "finish", "finished")  # others never come there
+_OF_RANK_0 = ("manifest", "committed", "pruned", "finish", "finished")  # points that only rank 0 reaches
 _ENDING = ("result", "finish", "finished")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is done to a run."""
+    """One fault that is injected into a run."""
 
-    kind: str  # one of `KINDS`, or what ends one
+    kind: str  # one of `KINDS` or `ENDINGS`
     moment: Moment  # when
     victims: tuple[int, ...] = ()  # ranks that are killed, or the host
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A run and all that is done to it, in this order."""
+    """A run and the faults that are injected into it, in this order."""
 
-    name: str  # tells it from others of a seed
-    case: Case  # what is trained
-    faults: tuple[Fault, ...]  # each comes when the one before is over
+    name: str  # unique within a campaign
+    case: Case  # the run
+    faults: tuple[Fault, ...]  # each is injected after the one before it
 
     @property
     def title(self) -> str:
-        """Return case and disturbances, for people and for `--only`."""
+        """Case and kinds of faults: what is printed, and what `--only` is compared with."""
         kinds = dict.fromkeys(fault.kind for fault in self.faults if fault.kind not in ENDINGS)
         return f"{self.case.name}: {', '.join(kinds)}"
 
     @property
     def on_hosts(self) -> bool:
-        """Return whether it runs on two emulated hosts."""
+        """Whether it runs on two emulated hosts."""
         return any(fault.kind in HOSTS for fault in self.faults)
 
     @property
     def on_small_disk(self) -> bool:
-        """Return whether its runs are on a disk of their own."""
+        """Whether its runs are on a disk of their own."""
         return any(fault.kind in (FULL, READ_ONLY) for fault in self.faults)
 
 
 def draw(seed: int, num_kills: int, only: str = "") -> list[Trial]:
-    """Return all trials of a campaign, the same of a seed.
+    """Return all trials of a campaign, a pure function of the arguments.
 
-    So many processes, or all processes of a run, are ended by SIGKILL; what else is done is in proportion. With `only`
-    all of these kills are of trials whose title contains it.
+    Args:
+        seed: of the random numbers.
+        num_kills: faults that kill processes; the numbers of other faults are in proportion.
+        only: a part of the titles of all trials, "" for any.
     """
     chance = random.Random(seed)
     kinds: tuple[tuple[str, int, Make, Callable[[Case], bool]], ...] = (
@@ -82,7 +84,7 @@ def draw(seed: int, num_kills: int, only: str = "") -> list[Trial]:
 
 
 def num_kills(trials: Sequence[Trial]) -> int:
-    """Return how many kills are drawn."""
+    """Return the number of kills among the faults of trials."""
     return sum(fault.kind in KILLS for trial in trials for fault in trial.faults)
 
 
@@ -91,7 +93,7 @@ def _share(kills: int, per: int) -> int:
 
 
 def _that_contain(trials: Iterator[Trial], text: str) -> Iterator[Trial]:
-    """Yield those whose title contains a text; gives up where none does."""
+    """Yield the trials whose title contains a text; end after many trials in a row whose title doesn't."""
     misses = 0
     for trial in trials:
         misses = 0 if text in trial.title else misses + 1
@@ -102,7 +104,7 @@ def _that_contain(trials: Iterator[Trial], text: str) -> Iterator[Trial]:
 
 
 def _dealt(chance: random.Random, cases: Sequence[Case], name: str, make: Make) -> Iterator[Trial]:
-    """Yield trials without end: every case once in some order, then in another."""
+    """Yield trials without end: every case once in random order, then again in another."""
     number = 0
     while True:
         for case in chance.sample(cases, len(cases)):
@@ -111,7 +113,7 @@ def _dealt(chance: random.Random, cases: Sequence[Case], name: str, make: Make) 
 
 
 def _killed(chance: random.Random, count: int, only: str) -> Iterator[Trial]:
-    """Yield runs that are killed, so many times in all."""
+    """Yield trials with `count` kills in all."""
     for trial in _that_contain(_dealt(chance, CASES, "kill", _kills), only):
         if count <= 0:
             return
@@ -120,14 +122,14 @@ def _killed(chance: random.Random, count: int, only: str) -> Iterator[Trial]:
 
 
 def _kills(chance: random.Random, case: Case, number: int) -> list[Fault]:
-    """Return several kills of a run, each at least one checkpoint after the one before."""
+    """Draw `_PER_RUN` kills of a run, each at least one checkpoint after the one before."""
     steps = sorted(chance.sample(range(2 * EVERY, LAST - EVERY, EVERY), _PER_RUN))
     faults: list[Fault] = []
     for step in steps:
         kind = _kill_of(chance, case, first=not faults)
         faults.append(Fault(kind, _moment(chance, case, step), _victims(chance, case, kind)))
     begins = chance.choice(("restored", "model", ""))
-    if begins and faults:  # in the start-up after another kill
+    if begins:  # the second kill comes during the start-up after the first
         moment = Moment(begins, 0, chance.randrange(case.num_processes))
         faults[1] = Fault(faults[1].kind, moment, faults[1].victims)
     if chance.random() < 0.3:
@@ -154,29 +156,28 @@ def _victims(chance: random.Random, case: Case, kind: str) -> tuple[int, ...]:
 
 
 def _moment(chance: random.Random, case: Case, step: int) -> Moment:
-    """Return a moment in training, when so many minibatches are done."""
-    moving = {} if not case.moves else {"recut": 9} if "repartitions" in case.special else {"hand over": 9}
-    points = _TRAINING | moving
-    point = chance.choices([*points], [*points.values()])[0]
+    """Draw a moment in training, after `step` minibatches."""
+    points = dict(_TRAINING)
+    if case.moves:
+        points["recut" if "repartitions" in case.special else "hand over"] = 9
+    return _moment_at(chance, case, step, chance.choices([*points], [*points.values()])[0])
+
+
+def _moment_at(chance: random.Random, case: Case, step: int, point: str) -> Moment:
     rank = 0 if point in _OF_RANK_0 else chance.randrange(case.num_processes)
     return Moment(point, step, rank, chance.randrange(30) if point == "instruction" else 0)
 
 
 def _stops(chance: random.Random, case: Case, number: int) -> list[Fault]:
-    """Return two requests to stop, at two moments of training."""
+    """Draw two requests to stop, at two moments of training."""
     steps = sorted(chance.sample(range(2 * EVERY, LAST - EVERY, EVERY), 2))
     points = ("segment", "instruction", "part written", "committed", "evaluation")
-    faults: list[Fault] = []
-    for step in steps:
-        point = chance.choice(points)
-        rank = 0 if point in _OF_RANK_0 else chance.randrange(case.num_processes)
-        nth = chance.randrange(30) if point == "instruction" else 0
-        faults.append(Fault(STOPS[(2 * number + len(faults)) % len(STOPS)], Moment(point, step, rank, nth)))
-    return faults
+    moments = [_moment_at(chance, case, step, chance.choice(points)) for step in steps]
+    return [Fault(STOPS[(2 * number + index) % len(STOPS)], moment) for index, moment in enumerate(moments)]
 
 
 def _disk(chance: random.Random, case: Case, number: int) -> list[Fault]:
-    """Return a disk that takes nothing for some time, a kill meanwhile or afterwards, and a second one."""
+    """Draw a disk that can't be written for some time; half of them with a kill meanwhile; and a kill afterwards."""
     kind, end = ((FULL, FREE), (READ_ONLY, WRITABLE))[number % 2]
     ranks = range(case.num_processes)
     begins = Moment(chance.choice(("segment", "part")), 2 * EVERY, chance.choice(ranks))
@@ -188,22 +189,22 @@ def _disk(chance: random.Random, case: Case, number: int) -> list[Fault]:
 
 
 def _spoilt(chance: random.Random, case: Case, number: int) -> list[Fault]:
-    """Return two kills, each followed by damage to the newest checkpoint."""
+    """Draw two kills, each followed by damage to the newest checkpoint."""
     steps = sorted(chance.sample(range(3 * EVERY, LAST - EVERY, EVERY), 2))
     return [Fault(SPOIL, Moment("segment", step, 0)) for step in steps]
 
 
 def _resumed(chance: random.Random, case: Case, number: int) -> list[Fault]:
-    """Return a second command on a run that is there, or two at once on one that was killed."""
+    """Draw a second command on a running run, or two commands at once that resume a killed one."""
     rank = chance.randrange(case.num_processes)
     return [Fault((LIVING, TWICE)[number % 2], Moment("segment", chance.choice((2, 4, 6)) * EVERY, rank))]
 
 
 def _ends_with_known_bits(case: Case) -> bool:
-    """Return whether it is known what a run ends with that was stopped where it has no drain of its own.
+    """Return whether the final bits are known of a run that is stopped between its own drains.
 
-    Otherwise the order of updates was that of another segment, layers have moved where it stopped, or running
-    statistics are equal to rounding, being summed in a ring once more.
+    They aren't if another segment changes the order of asynchronous updates, if the stop meets a live move of layers,
+    or if a ring sums running statistics once more, which rounds.
     """
     return not (case.races or case.adds_in_a_ring or "live" in case.special)
 
@@ -213,6 +214,6 @@ def _fits_two_hosts(case: Case) -> bool:
 
 
 def _hosts(chance: random.Random, case: Case, number: int) -> list[Fault]:
-    """Return one thing that happens to one of two hosts."""
+    """Draw a fault of one of two hosts."""
     moment = Moment(chance.choice(("segment", "instruction")), 4 * EVERY, chance.randrange(2))
     return [Fault(HOSTS[number % len(HOSTS)], moment, (chance.randrange(2),))]

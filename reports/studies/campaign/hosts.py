@@ -1,41 +1,33 @@
-"""Disturbed runs on two emulated hosts: a host is killed, taken away, or cut off for good or for a moment."""
+"""Disturbed runs on two emulated hosts: a host's processes are killed, it is removed, or its network fails."""
 
-import os
-import subprocess
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipebench.distributed.launch import worker_settings
 from reports.studies.campaign.drawing import HOSTS, Fault
 from reports.studies.campaign.points import asked
 from reports.studies.campaign.trial import DisturbedRun, last_line
-from tests.lab.hosts import Lab, environment
-from tests.lab.launcher import torchrun
+from tests.lab import launcher
+from tests.lab.hosts import Lab
 
 _NUM_HOSTS = 2
-_SILENCE_S, _UNPLUGGED_S = 10, 3.0
+_SILENCE_S = 10  # the runs' `engine.silence_limit_s`
+_UNPLUGGED_S = 3.0  # how long a network fails that comes back
 _LIMIT_S, _POLL_S = 240.0, 0.02
 _BANDWIDTH_BYTES_PER_S = 1.25e8
 
 
 class Agents:
-    """torchrun on every host, as a context manager; leaving it ends what is left."""
+    """torchrun on every host, as a context manager; leaving it kills those that still run."""
 
     def __init__(self, lab: Lab, folder: Path, words: Sequence[str], settings: dict[str, str]) -> None:
         self._logs = [folder / f"host{index}.txt" for index in range(_NUM_HOSTS)]
         self._before = [path.stat().st_size if path.exists() else 0 for path in self._logs]
-        self.processes = []
-        own = {**worker_settings(_NUM_HOSTS), **settings, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-        for index, path in enumerate(self._logs):
-            command = torchrun(_NUM_HOSTS, 1, index, ["pipebench", "run", *words])
-            with path.open("ab") as log:
-                self.processes.append(
-                    lab.start(
-                        index, command, cwd=folder, env=environment(index, own), stdin=subprocess.DEVNULL, stdout=log,
-                        stderr=log,
-                    )
-                )  # fmt: skip
+        with contextlib.ExitStack() as files:
+            logs = [files.enter_context(path.open("ab")) for path in self._logs]
+            own = {**settings, "OMP_NUM_THREADS": "1"}
+            self.processes = launcher.start(lab, 1, ["pipebench", "run", *words], logs, cwd=folder, env=own)
 
     def __enter__(self) -> "Agents":
         return self
@@ -46,30 +38,30 @@ class Agents:
             process.wait()
 
     def said(self, host: int) -> str:
-        """Return what this command has said on a host."""
+        """Return the output of this command on a host."""
         return self._logs[host].read_text(errors="replace")[self._before[host] :]
 
     def over(self, host: int) -> bool:
-        """Return whether a host's processes have ended, or its worker has said why it does.
+        """Return whether torchrun has ended on a host, or its worker has printed an error.
 
-        torchrun that has lost its store only ends when TCP gives up.
+        A torchrun that has lost its store ends only when TCP gives up, long after its worker.
         """
         return self.processes[host].poll() is not None or "pipebench: error: " in self.said(host)
 
 
 class RunOnHosts(DisturbedRun):
-    """Runs a trial on two hosts; `outcome` is what came of it."""
+    """Runs a trial on two hosts; the result is `outcome`."""
 
     def _command(self, words: Sequence[str]) -> list[str]:
         if "--resume" not in words:
             words = [*words, f"engine.silence_limit_s={_SILENCE_S}"]
         with Lab(_NUM_HOSTS) as lab:
             lab.limit(_BANDWIDTH_BYTES_PER_S)
-            with Agents(lab, self.folder, words, {**os.environ, **self.settings}) as agents:
+            with Agents(lab, self.folder, words, self.settings) as agents:
                 return self._disturb(lab, agents)
 
     def _disturb(self, lab: Lab, agents: Agents) -> list[str]:
-        """Do what was drawn, see the command end, and return the next one's words."""
+        """Inject the next fault, wait for the command's end, and return the next command's words."""
         fault = self.trial.faults[self._next] if self._next < len(self.trial.faults) else None
         if fault is not None:
             path = asked(self.questions, self._next)
@@ -99,8 +91,8 @@ class RunOnHosts(DisturbedRun):
             return []
         lost = fault is not None and fault.kind != HOSTS[3]
         (run,) = self.folder.glob("pipebench-runs/*/run.json")
-        told = [line for host in range(_NUM_HOSTS) for line in agents.said(host).splitlines() if "error: " in line]
-        if not lost or not any(line.startswith("pipebench: error: ") for line in told):
+        lines = [line for host in range(_NUM_HOSTS) for line in agents.said(host).splitlines()]
+        if not lost or not any(line.startswith("pipebench: error: ") for line in lines):
             said = [last_line(agents.said(host)) for host in range(_NUM_HOSTS)]
             self.outcome.problems.append(f"exit codes {codes}: {said}")
             return []

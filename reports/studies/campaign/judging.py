@@ -1,4 +1,4 @@
-"""Whether a disturbed run lost anything: its last checkpoint and its record beside those of an undisturbed one."""
+"""Compares the last checkpoint and the record of a disturbed run with those of an undisturbed one."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -12,14 +12,15 @@ from pipebench.checkpoint.store import Checkpoint, Checkpoints
 from reports.studies.watched_run import recorded
 
 _SECTIONS = ("parameters", "optimizer", "buffers", "counters", "carried", "mean_change", "loss_scale")
-# Losses are fp32, and processes add up their own before all of them are: the virtual engine, which trains what runs are
-# compared with, adds in another order. So do rings, where more than two replicas average running statistics.
+# Tolerance of losses, relative, and of running statistics, absolute. Both are sums of fp32 numbers that processes add
+# in another order than the virtual engine, which trains the undisturbed runs: each process adds up its own losses
+# first, and a ring of more than two replicas averages running statistics.
 _CLOSE = 1e-6
 _AVERAGED = "buffers"
 
 
 def other_bits(found: Path, expected: Path) -> Iterator[str]:
-    """Say where the newest checkpoint isn't the expected one to the bit: weights, optimizer, statistics, curves."""
+    """Yield how the newest checkpoint in a folder differs from the expected one: in weights, optimizer, curves, ..."""
     try:
         mine, theirs = _newest(found), _newest(expected)
     except CheckpointError as error:
@@ -38,17 +39,17 @@ def other_bits(found: Path, expected: Path) -> Iterator[str]:
 
 
 def record_problems(folder: Path, points: int) -> Iterator[str]:
-    """Say what is wrong with MLflow's record of the one run of commands in a folder, of so many evaluations."""
+    """Yield what is wrong with MLflow's record of the only run in a folder, of `points` evaluations."""
     try:
         record = recorded(folder)
-    except Exception as error:  # whatever MLflow and SQLite think of what is left
+    except Exception as error:  # whatever MLflow and SQLite raise for a damaged store
         yield f"MLflow's record can't be read: {type(error).__name__}"
         return
     yield from problems_of(record, points)
 
 
 def problems_of(record: Mapping[str, Any], points: int) -> Iterator[str]:
-    """Say what is wrong with a record as `recorded` returns it."""
+    """Yield what is wrong with a record as `recorded` returns it, of `points` evaluations."""
     if len(record["runs"]) != 1:
         yield f"MLflow has {len(record['runs'])} runs"
         return
@@ -86,7 +87,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _distance(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
-    """Return how far tensors of the same names are apart at most; infinity where names, shapes or types differ."""
+    """Return the largest difference between tensors of the same names; infinity if names, shapes or types differ."""
     if a.keys() != b.keys():
         return math.inf
     pairs = [(a[name], b[name]) for name in a if not _same(a[name], b[name])]

@@ -1,4 +1,4 @@
-"""The model that the campaign trains, a user's own: small, and of whatever a checkpoint has to bring back."""
+"""The model that the campaign trains, as a user's own: small, with every kind of state that a checkpoint restores."""
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ _CHANNELS, _WIDE = 4, 12
 
 
 class Small(nn.Module):
-    """Running statistics, dropout and weights, twelve layers to cut: [samples, 1, 8, 8] to [samples, 4]."""
+    """A network with running statistics and dropout, of twelve layers: [samples, 1, 8, 8] to [samples, 4]."""
 
     def __init__(self) -> None:
         super().__init__()

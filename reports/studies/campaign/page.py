@@ -1,4 +1,4 @@
-"""The campaign's page: how often what was done to which runs, what recovered, and what it cost."""
+"""The campaign's page: how often every fault was injected, whether runs recovered, and the time that it cost."""
 
 import platform
 import statistics
@@ -17,8 +17,10 @@ from reports.studies.campaign.drawing import ENDINGS, KILLS, KINDS
 from reports.studies.campaign.points import POINTS
 from reports.studies.campaign.spoilt import PASSED_OVER, REFUSED
 from reports.studies.campaign.trial import Done, Outcome
-from reports.studies.planned_models import table
+from reports.studies.markdown import table
 
+# The arguments of the campaign whose page is `reports/campaign.md`, with a picture beside it.
+WHOLE: Mapping[str, Any] = {"seed": 0, "kills": 280, "only": ""}
 HEAD = f"""# The campaign: disturbed runs and spoilt checkpoints, and what was lost
 
 `nox -s campaign` makes this page. A small network with running statistics and dropout is trained for {LAST}
@@ -45,34 +47,34 @@ seals fit again. The last rows are the tables of `tests/checkpoint/test_spoilt.p
 
 @dataclass(frozen=True)
 class Findings:
-    """What a campaign has found so far."""
+    """The results of a campaign so far."""
 
-    asked: Mapping[str, Any]  # the seed and what else decides what is drawn
+    asked: Mapping[str, Any]  # the seed and the other arguments that decide what is drawn
     outcomes: Sequence[Outcome]  # of disturbed runs
-    spoilt: Mapping[str, Mapping[str, Any]]  # by name, what came of spoilt checkpoints: `rows` and `problems`
-    seconds: float  # of all parts, one after another
-    left: int = 0  # how many parts haven't been done
-    not_tried: tuple[str, ...] = ()  # why some can't be, here
+    spoilt: Mapping[str, Mapping[str, Any]]  # `rows` and `problems` of parts that damaged checkpoints, by name
+    seconds: float  # the sum of all parts' wall times
+    left: int = 0  # number of parts that aren't done
+    not_tried: tuple[str, ...] = ()  # why some parts can't be done on this machine
 
     @property
     def problems(self) -> list[str]:
-        """Return all that isn't as it should be."""
+        """All problems of runs and of damaged checkpoints."""
         of_runs = [f"{each.name} ({each.case}): {problem}" for each in self.outcomes for problem in each.problems]
         return [*of_runs, *(problem for part in self.spoilt.values() for problem in part["problems"])]
 
     @property
     def num_kills(self) -> int:
-        """Return how many kills were done."""
+        """The number of kills that were done."""
         return sum(done.kind in KILLS for each in self.outcomes for done in each.done)
 
     @property
     def fine(self) -> bool:
-        """Return whether nothing was lost, and all was done."""
+        """Whether all parts are done and none has a problem."""
         return not self.problems and not self.left and bool(self.outcomes or self.spoilt)
 
     @property
     def verdict(self) -> str:
-        """Return it in one sentence."""
+        """The results in one sentence."""
         lost = sum(bool(each.problems) for each in self.outcomes)
         rows = [row for part in self.spoilt.values() for row in part["rows"]]
         taken = sum(row["answer"] not in (REFUSED, PASSED_OVER) for row in rows)
@@ -95,7 +97,7 @@ def page(found: Findings) -> str:
     )
     parts = [HEAD, found.verdict, made, *(f"Not tried: {why}." for why in found.not_tried)]
     parts += ["## What was done", READING, _by_kind(found.outcomes)]
-    if asked == {"seed": 0, "kills": 200, "only": ""}:
+    if asked == WHOLE:
         parts += ["![seconds until training goes on](campaign.png)"]
     parts += ["## In which mode", _by_mode(found.outcomes)]
     parts += ["## Where the kills came", _by_point(found.outcomes)]
@@ -107,7 +109,7 @@ def page(found: Findings) -> str:
 
 
 def draw_picture(found: Findings, path: Path) -> None:
-    """Draw how long training stood still, a dot per disturbance."""
+    """Draw the seconds until training continued, a dot per disturbance, and write the picture."""
     from matplotlib.figure import Figure
 
     kinds = [kind for kind in KINDS if any(done.down_s is not None for done in _of_kind(found.outcomes, kind))]

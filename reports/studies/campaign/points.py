@@ -1,9 +1,9 @@
-"""Named points of a run: where a process of it stops until the campaign has disturbed it, and then goes on.
+"""Named points of a run at which a process waits until the campaign has injected a fault.
 
-The model that the campaign trains imports this, so it is in every process that trains. There, functions of the package
-are wrapped, each at a point with a name. When a process comes to the point that the drawing has chosen, it says so in
-a file and waits for an answer: by then it, or whatever else was chosen, may have been killed. So a disturbance comes at
-the same place in a run on a machine of any load, and a seed stands for the same places every time.
+The model that the campaign trains imports this module, so every process that trains does. It wraps functions of the
+package, which then pass through named points. A process that reaches the point drawn for the next fault writes a file
+with its question and waits for the file with the answer; meanwhile it, or another process, may be killed. So a fault
+comes at the same place of a run whatever the load of the machine, and a seed always draws the same places.
 """
 
 import contextlib
@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-FOLDER = "PIPEBENCH_CAMPAIGN"  # the environment variable with the folder of questions and answers
-PLAN, BEGUN = "moments.json", "begun.jsonl"
+FOLDER = "PIPEBENCH_CAMPAIGN"  # environment variable with the folder of questions and answers
+PLAN = "moments.json"  # the moments of all faults, in order
+BEGUN = "begun.jsonl"  # a line whenever a process begins to train
 _POLL_S, _PATIENCE_S = 0.003, 600.0
-# Where a process can be stopped, by name, and what is going on there.
+# Descriptions of the points by name.
 POINTS = {
     "model": "in start-up, the model has been made",
     "restored": "a checkpoint has been taken up",
@@ -42,38 +43,38 @@ POINTS = {
 
 @dataclass(frozen=True)
 class Moment:
-    """When a process is to stop."""
+    """When a process has to wait: the first time that it reaches the point with this progress."""
 
     point: str  # a name in `POINTS`
-    step: int  # at the first time that so many minibatches are done, or more
-    rank: int = 0  # of the process; in one process 0
-    nth: int = 0  # how many instructions of that segment pass before; of other points none do
+    step: int  # fewest minibatches that are done
+    rank: int = 0  # of the process
+    nth: int = 0  # at `instruction`, fewest instructions of the segment that are done
 
 
 @dataclass(frozen=True)
 class Question:
-    """A process that waits at a moment."""
+    """The state of a process that waits at a moment."""
 
     pid: int  # its process id
-    step: int  # minibatches done, or those of the checkpoint that is written
-    at_s: float  # when it came there, seconds since the epoch
+    step: int  # minibatches that are done, or those of the checkpoint that is being written
+    at_s: float  # since when it waits, seconds since the epoch
 
 
 def asked(folder: Path, index: int) -> Path:
-    """Return where the process that comes to a moment says so."""
+    """Return the file with the question of the process that waits at moment `index`."""
     return folder / f"asked-{index}.json"
 
 
 def answered(folder: Path, index: int) -> Path:
-    """Return what lets it go on."""
+    """Return the file that lets the process at moment `index` continue."""
     return folder / f"answered-{index}"
 
 
 class Watch:
-    """What a process is to stop at.
+    """Lets this process wait at the moments that were drawn.
 
     Args:
-        folder: where questions and answers are.
+        folder: of questions and answers.
         rank: this process's.
     """
 
@@ -84,7 +85,7 @@ class Watch:
         self.step = 0  # of the checkpoint that is being written
 
     def reached(self, point: str, step: int, nth: int = 0) -> None:
-        """Stop here if the next moment is this; moments that came to other processes are over."""
+        """Wait if this is the next moment. Moments at which any process has waited already are over."""
         if not any(each.point == point for each in self._moments[self._next :]):
             return
         while self._next < len(self._moments) and asked(self.folder, self._next).exists():
@@ -102,20 +103,20 @@ class Watch:
         until_s = time.monotonic() + _PATIENCE_S
         while not answered(self.folder, index).exists():
             if time.monotonic() > until_s:
-                raise TimeoutError(f"nobody has answered at moment {index}")
+                raise TimeoutError(f"no answer at moment {index}")
             time.sleep(_POLL_S)
 
     def note_begun(self, step: int) -> None:
-        """Note that this process trains from here on."""
+        """Record that this process begins to train, after `step` minibatches."""
         with (self.folder / BEGUN).open("a") as file:
             file.write(json.dumps({"at_s": time.time(), "rank": self.rank, "step": step}) + "\n")
 
 
 def arm() -> Watch | None:
-    """Wrap what has points, in a process that trains under the campaign; return what watches it, None elsewhere."""
+    """Wrap the functions at points if this process trains in a campaign; return its watch, None elsewhere."""
     folder, rank = os.environ.get(FOLDER), os.environ.get("RANK")
     if folder is None or (rank is None and os.environ.get(f"{FOLDER}_IN_PROCESSES")):
-        return None  # nobody asked, or this is the parent of the processes
+        return None  # there is no campaign, or this is the parent of the processes that train
     watch = Watch(Path(folder), int(rank or 0))
     _wrap_loop(watch)
     _wrap_store(watch)
@@ -124,7 +125,10 @@ def arm() -> Watch | None:
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., contextlib.AbstractContextManager[object]]) -> None:
-    """Let a function run inside what `around` makes of its arguments."""
+    """Replace a function of `owner` by one that runs inside the context manager that `around` makes of its arguments.
+
+    `around` gets the positional arguments.
+    """
     inner = getattr(owner, name)
 
     @functools.wraps(inner)
@@ -138,7 +142,10 @@ def _wrap(owner: Any, name: str, around: Callable[..., contextlib.AbstractContex
 def _between(
     watch: Watch, before: str | None, after: str | None, step: Callable[[Any], int]
 ) -> Callable[..., contextlib.AbstractContextManager[object]]:
-    """Return what stops before and after a function; `step` is told its first argument."""
+    """Return an `around` for `_wrap` with a point before and one after a function.
+
+    `step` returns the step of a point from the function's first argument.
+    """
 
     @contextlib.contextmanager
     def around(first: Any, *args: Any) -> Iterator[None]:
@@ -180,7 +187,7 @@ def _wrap_store(watch: Watch) -> None:
     from pipebench import files
     from pipebench.checkpoint.store import Checkpoints
 
-    renaming: list[str] = []  # the point that a rename is, while a checkpoint is written
+    renaming: list[str] = []  # while a checkpoint is written: the point at which its file is renamed
 
     def writing(point: str, after: str) -> Callable[..., contextlib.AbstractContextManager[object]]:
         @contextlib.contextmanager
@@ -215,7 +222,7 @@ def _wrap_engines(watch: Watch) -> None:
     from pipebench.schedule.operations import Op
 
     transfers = {*MOVE_OPS, Op.GIVE_UNIT, Op.TAKE_UNIT, Op.FORWARD_AGAIN}
-    place = [0, 0]  # the segment's first minibatch, and how many instructions of it are over here
+    place = [0, 0]  # the segment's first minibatch, and the number of its instructions that are done in this process
 
     @contextlib.contextmanager
     def beginning(engine: Any, first_minibatch: int, *args: Any) -> Iterator[None]:
@@ -225,7 +232,7 @@ def _wrap_engines(watch: Watch) -> None:
     @contextlib.contextmanager
     def executing(worker: Any, instruction: Any, *args: Any) -> Iterator[None]:
         first, number = place
-        if worker._scores is None:  # in training
+        if worker._scores is None:  # in training, not in an evaluation
             watch.reached("instruction", first, number)
             place[1] += 1
             if instruction.op in transfers:

@@ -1,8 +1,8 @@
-"""Undisturbed runs, trained one after another by one process: what every disturbed run has to end with.
+"""Undisturbed runs, whose final checkpoints disturbed runs are compared with; one process trains all of them.
 
-A run without a flush that was stopped between two of its drains ends with other bits, those of a run that has one more
-drain there. So a reference is told where the disturbed run was stopped, and drains there, too, without being stopped.
-`python -m reports.studies.campaign.reference` reads a line of JSON per reference, and answers with one.
+Stopping a run between two drains adds a drain, which changes the final bits of a run without flushes. So a reference
+has additional drains where the disturbed run was stopped. `python -m reports.studies.campaign.reference` reads a line
+of JSON per reference from standard input, trains it, and prints a line.
 """
 
 import json
@@ -28,17 +28,24 @@ from pipebench.train.periods import Periods
 
 @dataclass(frozen=True)
 class MorePeriods(Periods):
-    """A run's drains, and some more."""
+    """The periods of a run with additional drains."""
 
-    stops: tuple[int, ...] = ()  # after how many minibatches these are
+    stops: tuple[int, ...] = ()  # minibatches after which the additional drains come
 
     def next_drain(self, done: int) -> int:
-        """Return after how many minibatches the next drain is."""
+        """Return the number of minibatches after which the next drain comes."""
         return min([super().next_drain(done), *(stop for stop in self.stops if stop > done)])
 
 
 def train(recipe: Path, words: Sequence[str], stops: Sequence[int], folder: Path) -> None:
-    """Train a case undisturbed in the virtual engine; its checkpoints, and what was pushed when, are in a folder."""
+    """Train a case undisturbed in the virtual engine.
+
+    Args:
+        recipe: its file.
+        words: overrides.
+        stops: minibatches after which additional drains come.
+        folder: for the checkpoints, and the order of asynchronous pushes.
+    """
     (loaded,) = load_all([str(recipe)], words)
     with torch_settings(loaded.recipe.engine):
         job = prepare_job(loaded, silent=True)
@@ -52,11 +59,12 @@ def train(recipe: Path, words: Sequence[str], stops: Sequence[int], folder: Path
 
 
 class References:
-    """Trains references, each once, in a process of its own; threads may share it.
+    """Trains references, each once, in a separate process; thread-safe.
 
     Args:
-        folder: where they and the recipe are.
-        settings: environment variables of that process.
+        folder: for the checkpoints; it must not exist.
+        recipe: the recipe's file.
+        settings: environment variables of the process.
     """
 
     def __init__(self, folder: Path, recipe: Path, settings: dict[str, str]) -> None:
@@ -77,10 +85,10 @@ class References:
         self._process.communicate()
 
     def of(self, words: Sequence[str], stops: Sequence[int] = ()) -> Path:
-        """Return the folder of checkpoints of an undisturbed run.
+        """Return the folder with the checkpoints of an undisturbed run; see `train` for the arguments.
 
         Raises:
-            RuntimeError: it can't be trained.
+            RuntimeError: training it failed.
         """
         key = json.dumps([list(words), sorted(stops)])
         with self._lock:
@@ -102,12 +110,12 @@ class References:
 
 
 def main() -> None:
-    """Answer until the standard input ends."""
+    """Train references until standard input ends."""
     for line in sys.stdin:
         asked = json.loads(line)
         try:
             train(Path(asked["recipe"]), asked["words"], asked["stops"], Path(asked["out"]))
-        except Exception as error:  # whatever it is, the other references are worth having
+        except Exception as error:  # whatever it is, other references can still be trained
             print(f"{type(error).__name__}: {error}".replace("\n", " "), flush=True)
         else:
             print("done", flush=True)

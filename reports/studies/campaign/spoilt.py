@@ -1,7 +1,8 @@
-"""Checkpoints that are damaged, swapped, foreign, or changed and signed again: refused, passed over, or taken for good.
+"""Checkpoints that are damaged, swapped, another run's, or changed and sealed again, and what resuming them does.
 
-`damage` does to the newest checkpoint what a disk or a careless hand may do. As a program, this makes runs of many
-modes in one process, spoils a copy of their folders in every way, goes on with each, and prints a line of JSON each.
+A damaged checkpoint has to be refused, or skipped for an older one. `damage` does what a disk or a mistaken user may do
+to the newest checkpoint of a run. As a program, this module trains runs of many modes in one process, damages copies of
+their folders in every way, resumes each, and prints a line of JSON per copy.
 """
 
 import json
@@ -30,19 +31,19 @@ _MISTAKE = 2
 
 @dataclass(frozen=True)
 class Spoilt:
-    """What came of going on with a spoilt run."""
+    """The result of resuming a run with a damaged checkpoint."""
 
-    way: str  # how it was spoilt
-    case: str  # what had run
-    answer: str  # `refused`, `passed over` or what was wrong, in words
+    way: str  # of damaging it
+    case: str  # name of the run's case
+    answer: str  # `refused`, `passed over` or, in words, what is wrong
 
     @property
     def fine(self) -> bool:
-        """Return whether nothing was taken for good."""
+        """Whether the damaged checkpoint wasn't used."""
         return self.answer in (REFUSED, PASSED_OVER)
 
 
-Way = Callable[[Left, Left, Random], object]  # a run, another one of another seed, chance
+Way = Callable[[Left, Left, Random], object]  # damages a run, given a run of another seed and random numbers
 
 
 def _truncate(left: Left, other: Left, chance: Random) -> None:
@@ -78,7 +79,7 @@ def _old_as_new(left: Left, other: Left, chance: Random) -> None:
 
 
 def _part_of(source: Path, left: Left, chance: Random) -> None:
-    """Put another checkpoint's part into a place, and sign it."""
+    """Replace a part by the part of another checkpoint, and seal it again."""
     index = chance.randrange(len(left.parts))
     names = json.loads((source / MANIFEST).read_text())["parts"]
     left.parts[index].write_bytes((source / names[index]["file"]).read_bytes())
@@ -91,7 +92,7 @@ def _foreign(left: Left, other: Left, chance: Random) -> None:
 
 
 def _in_part(change: Callable[[Any, Random], None]) -> Way:
-    """Return a way that changes what a part holds, and signs it again."""
+    """Return a way that changes the content of a part with parameters, and seals it again."""
 
     def way(left: Left, other: Left, chance: Random) -> None:
         for index in chance.sample(range(len(left.parts)), len(left.parts)):
@@ -146,7 +147,7 @@ def _all_truncated(left: Left, other: Left, chance: Random) -> None:
             os.truncate(part, chance.randrange(part.stat().st_size))
 
 
-# What a disk or a careless hand does: it has to be noticed, whatever it is.
+# What a disk or a mistaken user may do: it always has to be noticed.
 DAMAGE: Mapping[str, Way] = {
     "part truncated": _truncate,
     "part with a flipped bit": lambda left, other, chance: _flip(chance.choice(left.parts), chance),
@@ -159,7 +160,7 @@ DAMAGE: Mapping[str, Way] = {
     "manifest of an older step": _old_manifest,
     "older checkpoint in the newest's place": _old_as_new,
 }
-# What fits its seals all the same.
+# Changes that the seals don't show.
 SIGNED: Mapping[str, Way] = {
     "part of an older step, signed": lambda left, other, chance: _part_of(_older(left), left, chance),
     "part of another seed, signed": lambda left, other, chance: _part_of(other.last, left, chance),
@@ -175,7 +176,7 @@ WAYS: Mapping[str, Way] = {**DAMAGE, **SIGNED, "all parts of all checkpoints tru
 
 
 def damage(checkpoints: Path, chance: Random) -> str:
-    """Damage the newest whole checkpoint of a run; return how."""
+    """Damage the newest committed checkpoint of a run in a random way; return the way."""
     for folder in sorted(checkpoints.iterdir()):
         if not (folder / MANIFEST).exists():
             shutil.rmtree(folder)
@@ -190,9 +191,13 @@ def _applies(way: str, case: Case) -> bool:
 
 
 def spoil_all(seed: int, count: int, only: str, room: Path) -> None:
-    """Make runs in the folder `room`, spoil `count` copies of them, every way in turn, and print what came of each.
+    """Train runs, damage copies of them, each way in turn, and print the result of resuming each.
 
-    `seed` draws cases and what is random in a way; `only` is for ways or cases whose name contains it.
+    Args:
+        seed: draws the cases and the random numbers of the ways.
+        count: number of copies.
+        only: a part of the names of the ways or cases, "" for any.
+        room: a folder for the runs.
     """
     chance, made = Random(seed), dict[str, tuple[Left, Left]]()
     cases = [case for case in CASES if not case.in_processes]
@@ -243,24 +248,24 @@ def _answer(code: int, said: str, found: Path, expected: Path) -> str:
 
 
 def _own_lines(said: str) -> list[str]:
-    """Return the lines of standard error but those that say whose code a resumed run executes."""
+    """Return the lines of standard error without those that say which code a resumed run executes."""
     return [line for line in said.splitlines() if "model.target: executes " not in line]
 
 
 def spoil_drawn(seed: int, count: int, only: str, room: Path, settings: Mapping[str, str]) -> list[Spoilt]:
-    """Do what `spoil_all` does in a process of its own.
+    """Call `spoil_all` in a process with these environment variables; return what it prints.
 
     Raises:
-        RuntimeError: the process ends with another exit code than 0: it crashed.
+        RuntimeError: the process crashed.
     """
     return [Spoilt(**row) for row in _lines(__spec__.name, [str(seed), str(count), only, str(room)], room, settings)]
 
 
 def table_of_tests(room: Path, settings: Mapping[str, str]) -> list[Spoilt]:
-    """Spoil a run in all ways that `tests/checkpoint/test_spoilt.py` has, in a process of its own.
+    """Damage a run in all ways of `tests/checkpoint/test_spoilt.py`, in a process with these environment variables.
 
     Raises:
-        RuntimeError: the process ends with another exit code than 0: it crashed.
+        RuntimeError: the process crashed.
     """
     rows = [row for row in _lines("tests.checkpoint.spoiling", [str(room)], room, settings) if "table" in row]
     weights = {row["weights"] for row in rows if "weights" in row}
@@ -268,7 +273,7 @@ def table_of_tests(room: Path, settings: Mapping[str, str]) -> list[Spoilt]:
 
 
 def _lines(module: str, words: Sequence[str], room: Path, settings: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Run a module and return the JSON that it prints."""
+    """Run a module and return the lines of JSON that it prints."""
     room.mkdir(parents=True)
     command = [sys.executable, "-X", "faulthandler", "-m", module, *words]
     own = {"MLFLOW_TRACKING_URI": f"sqlite:///{room / 'mlflow.db'}"}

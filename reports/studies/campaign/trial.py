@@ -1,4 +1,4 @@
-"""One disturbed run: its commands, what is done to them at the moments that were drawn, and what came of it."""
+"""One disturbed run: its commands, the faults injected into them at the drawn moments, and the result."""
 
 import json
 import math
@@ -38,44 +38,44 @@ from reports.studies.campaign.reference import References
 from reports.studies.campaign.spoilt import damage
 from reports.studies.watched_run import WatchedRun
 
-_LIMIT_S, _ORPHANS_S, _POLL_S = 900.0, 60.0, 0.02  # a machine may be busy with other things
-_INTERRUPTED, _MISTAKE = 130, 2
+_LIMIT_S = 900.0  # for a command or a moment, on a machine that is busy with other programs
+_ORPHANS_S = 60.0  # for workers to end whose launcher was killed
+_POLL_S = 0.02
+_INTERRUPTED, _MISTAKE = 130, 2  # exit codes
 _RUNS = "pipebench-runs"
-_PEACE = threading.Lock()
+_PEACE = threading.Lock()  # held while an undisturbed run in processes is trained
 _SIGNALS = {name: getattr(signal, name.partition(" ")[0]) for name in STOPS}
 
 
 @dataclass
 class Done:
-    """A disturbance that was done."""
+    """A fault that was injected."""
 
-    kind: str  # what
-    point: str  # where
-    step: int  # minibatches done then
-    # Seconds until training went on; None if it never stopped, or nothing was left to train
-    down_s: float | None = None
+    kind: str  # of the fault
+    point: str  # where a process waited for it
+    step: int  # minibatches that were done then
+    down_s: float | None = None  # until training continued; None if it never stopped, or nothing was left to train
     again: int | None = None  # minibatches that were trained a second time
 
 
 @dataclass
 class Outcome:
-    """What came of a disturbed run."""
+    """The result of a disturbed run."""
 
     name: str  # of the trial
-    case: str  # what ran
-    mode: str  # its mode
-    engine: str  # its engine
-    done: list[Done] = field(default_factory=list)  # its disturbances
-    undone: int = 0  # how many came too late to be done
-    # Whatever isn't as it should be, in words; empty if nothing was lost
-    problems: list[str] = field(default_factory=list)
-    took_s: float = 0.0  # seconds of it all
-    # Seconds from a request to stop, of whatever kind, to the end of the command
+    case: str  # name of the case
+    mode: str  # of the case
+    engine: str  # of the case
+    done: list[Done] = field(default_factory=list)  # the faults that were injected
+    undone: int = 0  # number of faults whose moment never came
+    problems: list[str] = field(default_factory=list)  # whatever went wrong, in words; empty if nothing was lost
+    took_s: float = 0.0  # wall time of all commands
+    # Kinds of requests to stop, and the seconds until the command had ended.
     signal_s: list[tuple[str, float]] = field(default_factory=list)
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> "Outcome":
-        """Return what `asdict` made data of."""
+        """Return the outcome that `asdict` has converted to data."""
         return cls(**{**data, "done": [Done(**each) for each in data["done"]]})
 
 
@@ -83,18 +83,18 @@ class Outcome:
 class Place:
     """What all trials of a campaign share."""
 
-    folder: Path  # theirs; every trial has one of its own in it
-    database: Path  # an empty MLflow database: making one takes seconds
+    folder: Path  # in which every trial has a folder
+    database: Path  # an empty MLflow database, which is copied, since making one takes seconds
     settings: Mapping[str, str]  # environment variables of all commands
-    references: References  # trains undisturbed runs
+    references: References  # the undisturbed runs
 
 
 class DisturbedRun:
-    """Runs a trial on this host; `outcome` is what came of it.
+    """Runs a trial on this host; the result is `outcome`.
 
     Args:
-        trial: what is done to what.
-        place: shared with others.
+        trial: the run and its faults.
+        place: shared with other trials.
         seed: draws the damage to files.
     """
 
@@ -103,11 +103,11 @@ class DisturbedRun:
         self.folder = place.folder / trial.name
         self.outcome = Outcome(trial.name, trial.case.name, trial.case.mode, trial.case.engine)
         self._chance = Random(f"{seed} {trial.name}")
-        self._next = 0  # of the disturbances
-        self._stops: list[int] = []
-        self._ended: Fault | None = None  # what has just ended the command
-        self._damaged = 0
-        self._disk_fails = False
+        self._next = 0  # index of the next fault
+        self._stops: list[int] = []  # steps at which the run was stopped
+        self._ended: Fault | None = None  # the fault that ends the current command
+        self._damaged = 0  # number of damaged checkpoints
+        self._disk_fails = False  # whether the disk is full or read-only
         self._prepare()
 
     def _prepare(self) -> None:
@@ -124,7 +124,7 @@ class DisturbedRun:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Return the environment variables of commands that are disturbed."""
+        """The environment variables of commands into which faults are injected."""
         armed = {FOLDER: str(self.questions)}
         if self.trial.case.in_processes:
             armed[f"{FOLDER}_IN_PROCESSES"] = "1"
@@ -132,54 +132,41 @@ class DisturbedRun:
 
     @property
     def unarmed(self) -> dict[str, str]:
-        """Return those of commands that nobody disturbs."""
+        """The environment variables of other commands."""
         return {**self.place.settings, "TMPDIR": str(self._scratch)}
 
     def run(self) -> Outcome:
-        """Run it to its end, and judge it."""
+        """Run the trial to its end and return its result."""
         began_s = time.monotonic()
         try:
-            words = self.first_words()
+            words = [str(self.recipe), *case_words(self.trial.case, self.place.references)]
             while words:
                 words = self._command(words)
             if not self.outcome.problems:
                 self.outcome.problems += self._judged()
-        except Exception as error:  # the other trials' minutes are worth keeping
+        except Exception as error:  # it is a result of this trial and must not end the campaign
             traceback.print_exc()
             self.outcome.problems.append(f"{type(error).__name__}: {str(error)[-1500:]}")
         finally:
             if self.trial.on_small_disk:
                 disks.remove(self.folder / _RUNS)
         self.outcome.undone = len(self.trial.faults) - len(self.outcome.done)
-        self._note_lost()
+        _note_lost(self.outcome.done, self.questions)
         self.outcome.took_s = time.monotonic() - began_s
         return self.outcome
 
-    def first_words(self) -> list[str]:
-        """Return what follows `pipebench run`."""
-        return [str(self.recipe), *case_words(self.trial.case, self.place.references)]
-
     def _command(self, words: Sequence[str]) -> list[str]:
-        """Run a command, disturb it, and return the words of the next one; none if there is no more to do."""
+        """Run a command, inject faults, and return the arguments of the next command; [] if the run is over."""
         with WatchedRun(self.folder, words, self.settings) as run:
             since_s = self._attend(run)
             code = run.wait(_LIMIT_S)
             if since_s is not None and self._ended is not None and self._ended.kind in STOPS:
                 self.outcome.signal_s.append((self._ended.kind, time.monotonic() - since_s))
-            self._wait_for_orphans(run)
+            self.outcome.problems += _orphans(run)
             return self._after(run, code)
 
-    def _wait_for_orphans(self, run: WatchedRun) -> None:
-        """Wait until a killed parent's workers have ended; they do so by themselves."""
-        until_s = time.monotonic() + _ORPHANS_S
-        while left := run.left_over():
-            if time.monotonic() > until_s:
-                self.outcome.problems.append(f"{len(left)} workers outlive the launcher")
-                return
-            time.sleep(_POLL_S)
-
     def _attend(self, run: WatchedRun) -> float | None:
-        """Do what was drawn until the command ends; return when it was asked to stop, if it was."""
+        """Inject the drawn faults until the command ends; return the monotonic time of the last one, or None."""
         self._ended, since_s = None, None
         while self._next < len(self.trial.faults):
             index, fault = self._next, self.trial.faults[self._next]
@@ -192,17 +179,17 @@ class DisturbedRun:
         return since_s
 
     def note_done(self, fault: Fault) -> None:
-        """Note that a disturbance is being done; one of the processes waits for it."""
+        """Record that a fault is being injected; one of the processes waits for it."""
         question = Question(**json.loads(asked(self.questions, self._next).read_text()))
         self.outcome.done.append(Done(fault.kind, fault.moment.point, question.step))
 
     def answer(self) -> None:
-        """Let the process that waits go on."""
+        """Let the process that waits continue."""
         answered(self.questions, self._next).touch()
         self._next += 1
 
     def _do(self, fault: Fault, run: WatchedRun) -> None:
-        """Do one thing to a run, one of whose processes waits."""
+        """Inject a fault into a run, one of whose processes waits."""
         kind = fault.kind
         if kind in KILLS or kind in (SPOIL, TWICE):
             self._kill(fault, run)
@@ -210,7 +197,7 @@ class DisturbedRun:
             self._ended = fault
             run.signal(_SIGNALS[kind], [run.process.pid])
             if kind.endswith("twice"):
-                time.sleep(0.3)  # one signal while the other is pending would be one
+                time.sleep(0.3)  # a signal that is sent while the same one is pending is lost
                 run.signal(_SIGNALS[kind], [run.process.pid])
         elif kind == LIVING:
             self._resume_living(run)
@@ -221,12 +208,12 @@ class DisturbedRun:
         parent = run.process.pid
         workers: dict[int, int] = {}
         if fault.victims:
-            # At the end of a run its first process is the last; at any other moment all are there, or come.
+            # Rank 0 ends last, so at the end of a run other victims may be gone; at other moments all start or run.
             ends = fault.moment.point in ("result", "finish", "finished")
             wanted = {*fault.victims} & {*run.workers()} if ends else {*fault.victims}
             run.wait_until(lambda: workers.update(run.workers()) or wanted <= {*workers}, 60.0, "workers")
         else:
-            run.workers()  # those to look after
+            run.workers()  # so that `left_over` knows them
         pids = {
             "kill a worker": [workers.get(rank, 0) for rank in fault.victims],
             "kill several workers": [workers.get(rank, 0) for rank in fault.victims],
@@ -249,7 +236,7 @@ class DisturbedRun:
         change[kind]()
 
     def _resume_living(self, run: WatchedRun) -> None:
-        """Let a second command go on with a run that is running: it has to refuse."""
+        """Let a second command resume a run that is running: it has to refuse."""
         assert run.run_folder is not None
         code, said = self._resume(run.run_folder.name)
         said = "".join(line for line in said.splitlines(keepends=True) if ": executes " not in line)
@@ -263,7 +250,7 @@ class DisturbedRun:
         return done.returncode, done.stderr
 
     def _after(self, run: WatchedRun, code: int) -> list[str]:
-        """Look at how a command ended, and return the next one's words."""
+        """Check how a command ended; return the arguments of the next command."""
         ended, problems = self._ended, self.outcome.problems
         if problems:
             return []
@@ -277,7 +264,7 @@ class DisturbedRun:
             return []
         expected = [-signal.SIGKILL] if ended.kind not in STOPS else [_INTERRUPTED]
         if ended.kind == "SIGHUP" and not self.trial.case.in_processes:
-            expected = [-signal.SIGHUP]  # the virtual engine leaves it alone
+            expected = [-signal.SIGHUP]  # the virtual engine doesn't handle it
         if code not in expected or run.run_folder is None:
             problems.append(f"{ended.kind} ends it with exit code {code}: {last_line(run.output)}")
             return []
@@ -286,7 +273,7 @@ class DisturbedRun:
         return self._go_on(run.run_folder, ended)
 
     def _mend_disk(self, run: WatchedRun) -> list[str]:
-        """Let a disk take something again under a run that could not be started again without."""
+        """Inject the faults up to the one that ends the disk's failure: a command can't restart the run before that."""
         assert run.run_folder is not None
         while self._disk_fails:
             fault = self.trial.faults[self._next]
@@ -307,7 +294,7 @@ class DisturbedRun:
         return ["--resume", folder.name]
 
     def _resume_twice(self, run_id: str) -> None:
-        """Start two commands that go on with a run: one has to do it, the other has to refuse."""
+        """Start two commands that resume a run: one has to succeed, and the other has to refuse."""
         command = [sys.executable, "-m", "pipebench", "run", "--resume", run_id]
         env = {**os.environ, **self.unarmed}
         with (self.folder / "twice.txt").open("ab") as log:
@@ -324,7 +311,7 @@ class DisturbedRun:
             self.outcome.problems.append(f"resumed twice at once: exit codes {codes[0]} and {codes[1]} for 0 and 2")
 
     def _judged(self) -> list[str]:
-        """Return what was lost of a run that has come to its end."""
+        """Return the problems of a run that has ended: what was lost, and files that are left over."""
         found = sorted((self.folder / _RUNS).glob("*/run.json"))
         if len(found) != 1:
             return [f"{len(found)} run folders"]
@@ -343,28 +330,39 @@ class DisturbedRun:
         return problems
 
     def expected(self) -> Path:
-        """Return the checkpoints of the undisturbed run."""
+        """Return the folder with the checkpoints of the undisturbed run."""
         case = self.trial.case
         if case.adds_in_a_ring:
             return undisturbed_in_processes(case, self.place)
         return self.place.references.of(case.words, self._stops)
 
-    def _note_lost(self) -> None:
-        """Note, of every disturbance, how long training stood still and how much of it was done again."""
-        path = self.questions / BEGUN
-        begun = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        for index, what in enumerate(self.outcome.done):
-            at_s = json.loads(asked(self.questions, index).read_text())["at_s"]
-            later = asked(self.questions, index + 1)
-            until_s = json.loads(later.read_text())["at_s"] if later.exists() else math.inf
-            after = [each for each in begun if at_s < each["at_s"] <= until_s and each["rank"] == 0]
-            if after:
-                what.down_s = after[0]["at_s"] - at_s
-                what.again = max(0, what.step - after[0]["step"]) if what.step <= LAST else 0
+
+def _note_lost(done: Sequence[Done], questions: Path) -> None:
+    """Set the downtime and the repeated minibatches of every fault, from the files of `points`."""
+    path = questions / BEGUN
+    begun = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for index, fault in enumerate(done):
+        at_s = json.loads(asked(questions, index).read_text())["at_s"]
+        later = asked(questions, index + 1)
+        until_s = json.loads(later.read_text())["at_s"] if later.exists() else math.inf
+        after = [each for each in begun if at_s < each["at_s"] <= until_s and each["rank"] == 0]
+        if after:
+            fault.down_s = after[0]["at_s"] - at_s
+            fault.again = max(0, fault.step - after[0]["step"]) if fault.step <= LAST else 0
+
+
+def _orphans(run: WatchedRun) -> list[str]:
+    """Wait until the workers of a killed launcher have ended, which they do by themselves; return what is wrong."""
+    until_s = time.monotonic() + _ORPHANS_S
+    while left := run.left_over():
+        if time.monotonic() > until_s:
+            return [f"{len(left)} workers outlive the launcher"]
+        time.sleep(_POLL_S)
+    return []
 
 
 def case_words(case: Case, references: References) -> list[str]:
-    """Return the overrides of a case's commands."""
+    """Return the overrides of a case's commands, engine included."""
     words = [*case.words, f"engine.kind={case.engine}"]
     if case.races and case.in_processes:
         words.append(f"parallelism.push_order={references.of(case.words) / 'push-order.json'}")
@@ -372,10 +370,12 @@ def case_words(case: Case, references: References) -> list[str]:
 
 
 def undisturbed_in_processes(case: Case, place: Place) -> Path:
-    """Run a case in processes in peace, once, and return its checkpoints: a ring of three adds in an order of its own.
+    """Train a case in processes without faults, once; return the folder with its checkpoints.
+
+    It is the reference of cases whose ring adds in another order than the virtual engine.
 
     Raises:
-        RuntimeError: it doesn't end well.
+        RuntimeError: the run fails.
     """
     folder = place.folder / f"peace-{case.name.replace(' ', '-')}"
     with _PEACE:
@@ -389,7 +389,7 @@ def undisturbed_in_processes(case: Case, place: Place) -> Path:
 
 
 def last_line(text: str) -> str:
-    """Return the last error that was said, or the last line."""
+    """Return the last line with an error, or the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if "error:" in line]
     return (errors or lines or ["nothing said"])[-1][:300]

@@ -1,1 +1,1 @@
-"""The bench of several processes: pipebench's engine against torch's own, in the same processes, turn by turn."""
+"""The bench of several processes: pipebench's engine against torch's classes, in the same processes, in turn."""

@@ -1,8 +1,9 @@
-"""PipeDream's Figure 15 in miniature: predicted against measured throughput of many ways to run one model.
+"""PipeDream's Figure 15 in miniature: predicted against measured throughput of many configurations of one model.
 
-Paper: PipeDream (SOSP'19), section 5.5. Differs: two processes on one machine, or three on fewer cores; flushing modes
-too. Everything is done in rounds: each measures the machine, predicts, and only then runs, since the speed of a machine
-that others share drifts by more within minutes than a prediction may be off. A case's error is the rounds' median.
+Paper: PipeDream (SOSP'19), section 5.5. Differs: two processes on one machine, or three on fewer cores; modes with a
+flush, too. Everything is done in several rounds, each of which measures the machine, predicts and then runs: the speed
+of a shared machine drifts within minutes by more than the error that is wanted. A case's error is the median of the
+rounds.
 """
 
 import itertools
@@ -16,7 +17,7 @@ from pipebench.cluster import Cluster, Level
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import read_profile, write_profile
 from pipebench.simulate.steady import simulate_segment
-from tests.bench.processes import crew, machine
+from tests.bench.processes import machine, workers
 from tests.bench.processes.machine import Machine
 from tests.bench.processes.ours import Ours
 from tests.bench.processes.subject import Case, Subject, cut_at, make_setup
@@ -29,7 +30,7 @@ ROUNDS = 3
 NUM_MINIBATCHES = 24  # a multiple of every number of replicas, and of those accumulated
 _WARM_UP, _SEGMENTS = 8, 3  # minibatches; segments that are timed in a round
 CLOSE = 0.05  # relative: the error wanted, and the difference from which an order counts
-_LEFT = (0.2, 0.35, 0.5, 0.65, 0.8)  # shares of the time before the cut
+_LEFT = (0.2, 0.35, 0.5, 0.65, 0.8)  # shares of the layers' time in the first stage
 _STYLES = {  # by mode: colour and marker
     "pipedream": ("#0072B2", "o"),
     "pipedream-flush": ("#009E73", "s"),
@@ -43,9 +44,9 @@ _WIDTH_IN, _HEIGHT_IN = 7.0, 6.0
 
 @dataclass(frozen=True)
 class Point:
-    """A case with its two throughputs over a segment, fill and drain included; a pair of them per round."""
+    """A case with its throughputs over a segment, fill and drain included, in every round."""
 
-    case: Case  # what was run
+    case: Case  # the configuration
     predicted: tuple[float, ...]  # by the simulator [samples/s]
     measured: tuple[float, ...]  # median of the round's segments [samples/s]
 
@@ -59,7 +60,7 @@ class Point:
 
     @property
     def errors(self) -> tuple[float, ...]:
-        """Predicted over measured, less one, in every round: above 0 where the prediction promised too much."""
+        """Predicted over measured throughput, less one, in every round."""
         return tuple(p / m - 1 for p, m in zip(self.predicted, self.measured, strict=True))
 
     @property
@@ -69,13 +70,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How well predictions fit.
+    """How well predictions fit measurements.
 
     Attributes:
         correlation: Pearson's, of predicted and measured throughput.
-        mean_error, largest_error: of the absolute relative errors.
-        pairs: pairs of cases whose measured throughputs differ by more than `CLOSE`.
-        wrong_pairs: those of them that are predicted in the other order.
+        mean_error: mean of the absolute relative errors.
+        largest_error: largest absolute relative error.
+        pairs: number of pairs of cases whose measured throughputs differ by more than `CLOSE`.
+        wrong_pairs: number of those that are predicted in the other order.
     """
 
     correlation: float
@@ -86,7 +88,7 @@ class Agreement:
 
 
 def cases(profile: Profile, subject: Subject, num_processes: int = 2) -> list[Case]:
-    """Return what is compared: cuts that are balanced and that are not, depths, modes, microbatches, replicas."""
+    """Return the configurations: balanced and unbalanced cuts, depths, modes, microbatches and replicas."""
     size = subject.minibatch_size
     if num_processes == 3:
         thirds = (cut_at(profile, size, 1 / 3), cut_at(profile, size, 2 / 3))
@@ -124,10 +126,10 @@ def predicted_s(subject: Subject, case: Case, found: Machine, num_minibatches: i
 def points(
     subject: Subject, num_processes: int, environment: Mapping[str, str], rounds: int = ROUNDS
 ) -> tuple[list[Point], Machine]:
-    """Measure the machine, predict every case, then run all of them in one crew, in turn; a few times.
+    """Measure the machine, predict every case, then run all of them, one after another; in several rounds.
 
     Returns:
-        The points, and what the machine was like in the first round, which the cuts are from.
+        The points, and the first round's measurements of the machine, which decide the cuts.
     """
     given: list[Case] = []
     machines: list[Machine] = []
@@ -145,7 +147,7 @@ def points(
             "profile": write_profile(found.profile),
             "link": [level.bandwidth_bytes_per_s, level.latency_s],
         }
-        measured.append(crew.run(measure_here, num_processes, arguments, environment=environment)[0])
+        measured.append(workers.run(measure_here, num_processes, arguments, environment=environment)[0])
     samples = NUM_MINIBATCHES * subject.minibatch_size
     columns = zip(given, zip(*predicted, strict=True), zip(*measured, strict=True), strict=True)
     return [Point(c, tuple(samples / s for s in p), tuple(samples / s for s in m)) for c, p, m in columns], machines[0]
@@ -154,9 +156,9 @@ def points(
 def measure_here(
     subject: dict[str, Any], given: list[dict[str, Any]], profile: str, link: tuple[float, float]
 ) -> list[float]:
-    """Return the median seconds of a segment of every case, of the slowest process; a job for a crew.
+    """Return every case's seconds of a segment, of the slowest process, median of several; a job for workers.
 
-    One case after the other: idle connections have threads that wake now and then.
+    An engine is closed before the next one is made, since threads of idle connections wake now and then.
     """
     medians = []
     for fields in given:
@@ -164,14 +166,14 @@ def measure_here(
         cluster = Cluster("loopback", "local", None, (Level("machine", case.num_workers, *link),))
         engine = Ours(make_setup(Subject(**subject), case, read_profile(profile), cluster))
         engine.train(_WARM_UP * case.num_workers)
-        taken = [crew.together(lambda made=engine: made.train(NUM_MINIBATCHES)).slowest_s for _ in range(_SEGMENTS)]  # type: ignore[misc]
+        taken = [workers.together(lambda made=engine: made.train(NUM_MINIBATCHES)).slowest_s for _ in range(_SEGMENTS)]  # type: ignore[misc]
         medians.append(statistics.median(taken))
         engine.close()
     return medians
 
 
 def by_mode(found: Sequence[Point]) -> dict[str, list[float]]:
-    """Return the errors of the cases of every mode."""
+    """Return the errors of the cases by mode."""
     errors: dict[str, list[float]] = {}
     for point in found:
         errors.setdefault(point.case.mode, []).append(point.error)
@@ -205,7 +207,7 @@ def draw(found: Sequence[Point], heading: str, path: Path) -> None:
 
 
 def figure(found: Sequence[Point], heading: str) -> "Figure":
-    """Return measured over predicted throughput, a mark per case, with the diagonal and the error wanted around it."""
+    """Return a plot of measured over predicted throughput, a mark per case, with the diagonal and the error wanted."""
     from matplotlib.figure import Figure
 
     fit = agreement(found)

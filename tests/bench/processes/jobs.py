@@ -1,4 +1,4 @@
-"""The jobs of the bench's crews."""
+"""The jobs of the bench's workers; they run in all processes of a group."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -7,7 +7,7 @@ from typing import Any
 
 from pipebench.zoo.mnist5k import mnist5k
 from tests.bench.processes import memory, traffic
-from tests.bench.processes.duel import duel
+from tests.bench.processes.comparison import compare
 from tests.bench.processes.ours import Ours
 from tests.bench.processes.references import DDP, FSDP, distance_from_plain_loop
 from tests.bench.processes.sides import OURS, Given, Side, make_side, subject_of
@@ -15,13 +15,18 @@ from tests.bench.processes.sides import OURS, Given, Side, make_side, subject_of
 _WARM_UP = 2
 
 
-def duels(given: Mapping[str, Any], rows: Sequence[tuple[str, str, float, int]], pairs: int) -> list[Any]:
-    """Time sides against each other, one crew for all: (ours, theirs, target, minibatches) in a row.
+def comparisons(given: Mapping[str, Any], rows: Sequence[tuple[str, str, float, int]], pairs: int) -> list[Any]:
+    """Compare pairs of sides, one row after another.
 
-    A row's sides are made for it and given up after it: idle connections have threads that wake now and then.
+    The sides of a row are closed after it, since threads of idle connections wake now and then.
+
+    Args:
+        given: of `Given.to_json`.
+        rows: names of ours and theirs, the target and the number of minibatches.
+        pairs: interleaved pairs of measurements per row.
 
     Returns:
-        Per row the fields of the duel.
+        The fields of the `Comparison` of every row.
     """
     found = Given.from_json(given)
     results = []
@@ -37,7 +42,7 @@ def duels(given: Mapping[str, Any], rows: Sequence[tuple[str, str, float, int]],
             with settings[name]():
                 sides[name].train(count)
 
-        result = duel(f"{ours} against {theirs}", partial(train, ours), partial(train, theirs), target, pairs)
+        result = compare(f"{ours} against {theirs}", partial(train, ours), partial(train, theirs), target, pairs)
         results.append(asdict(result))
         for side in sides.values():
             if isinstance(side, Ours):
@@ -46,9 +51,9 @@ def duels(given: Mapping[str, Any], rows: Sequence[tuple[str, str, float, int]],
 
 
 def peak(given: Mapping[str, Any], side: str, num_minibatches: int) -> int:
-    """Return this process's peak memory of training; the crew should do nothing else before."""
+    """Return this process's peak memory [bytes] of training; the workers should have done nothing else before."""
     found = Given.from_json(given)
-    mnist5k().fetch("train", range(2), ["image", "label"])  # reading the digits takes memory that training doesn't
+    mnist5k().fetch("train", range(2), ["image", "label"])  # reading the digits takes memory that isn't training's
 
     def make() -> Any:
         made = make_side(found, side)
@@ -58,7 +63,7 @@ def peak(given: Mapping[str, Any], side: str, num_minibatches: int) -> int:
 
 
 def sent(given: Mapping[str, Any], side: str, num_minibatches: int) -> tuple[int, dict[str, int]]:
-    """Return the bytes that the loopback interface carried, and what this process's engine says it sent, by kind."""
+    """Return the bytes that the loopback interface carried, and those that this process's engine counted, by kind."""
     made = make_side(Given.from_json(given), side)
     made.train(_WARM_UP)
     before = dict(made.sent_bytes()) if isinstance(made, Ours) else {}
@@ -73,9 +78,9 @@ def distances(given: Mapping[str, Any], sides: Sequence[str], steps: int) -> lis
 
 
 def distance(given: Mapping[str, Any], side: str, steps: int) -> float:
-    """Return how far a side's weights end from a plain loop's, over how far the loop went; not of `ALONE`.
+    """Return the distance of a side's final weights from a plain loop's, over the distance that the loop went.
 
-    Without a flush weights are stale, which no plain loop's are: those of `pipedream` differ.
+    Not for `ALONE`, nor for `pipedream`, whose gradients are stale.
     """
     found = Given.from_json(given)
     made = make_side(found, side)

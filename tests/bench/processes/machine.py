@@ -1,8 +1,8 @@
-"""What the machine is like with every process busy: what predictions are made from.
+"""Measures the machine with every process busy, for predictions.
 
-All of it is measured before anything else is, and never adjusted afterwards: a profile of every layer, what its layers
-cost in use (`pipebench.engine.in_situ`, for the model cut where the profile balances, by order of work and number of
-microbatches), a link, and what communication takes of the processors.
+Everything is measured before any comparison and never adjusted afterwards: a profile of every layer; profiles in situ
+(`pipebench.engine.in_situ`), with the model cut where the profile balances, by order of work and number of
+microbatches; the link between two processes; and the CPU time of communication.
 """
 
 import statistics
@@ -29,34 +29,34 @@ from pipebench.profile.stored import read_profile, write_profile
 from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts
 from pipebench.typed_json import read
 from pipebench.zoo.registry import Dataset
-from tests.bench.processes import crew
+from tests.bench.processes import workers
 from tests.bench.processes.subject import OPTIMIZER, Case, Subject, cut_at, make_setup
 
 _SMALL_BYTES, _LARGE_BYTES = 4, 4 << 20
 _TRIPS, _WARM_UPS = 200, 10
-_ADDS_UP, _TRIES = 0.1, 3
+_ADDS_UP, _TRIES = 0.1, 3  # largest relative difference of layers' sum and whole steps, and measurements until then
 _MICROBATCHES = (1, 2, 4, 8)
-_UNUSED = (1e9, 1e-6)  # bytes/s and s of a link that a single process has not
+_UNUSED = (1e9, 1e-6)  # bytes/s and s of the link of a single process, which sends nothing
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What was measured."""
+    """The measurements of a machine."""
 
-    profile: Profile  # every layer at every size that travels
-    in_use: Mapping[tuple[str, int], Profile]  # by mode and microbatches, what layers cost under an order of work
+    profile: Profile  # of every layer at every size that travels
+    in_use: Mapping[tuple[str, int], Profile]  # profiles in situ, by mode and microbatches
     cluster: Cluster  # the processes, with the link between two of them
-    host: HostCosts = NO_HOST_COSTS  # what communication takes of their processors
+    host: HostCosts = NO_HOST_COSTS  # CPU time that communication takes
 
     def profile_of(self, case: Case) -> Profile:
-        """Return what layers cost in use in a case; of a mode that wasn't practised, 1F1B stands for the order."""
+        """Return the profile in situ of a case; for a mode that wasn't profiled, that of 1F1B."""
         known = (case.mode, "pipedream", "pipedream-flush") if case.starts else (case.mode, "dp")
         found = (self.in_use.get((mode, case.microbatches)) for mode in known)
         return next(filter(None, found), self.profile)
 
 
 def sizes(subject: Subject, num_processes: int = 2) -> list[int]:
-    """Return the numbers of samples that travel in any case of so many processes."""
+    """Return the sizes of microbatches in any case of `num_processes`."""
     return [subject.minibatch_size // count for count in _MICROBATCHES[: None if num_processes > 1 else 1]]
 
 
@@ -67,14 +67,14 @@ def _rounded(subject: Subject) -> Dataset:
 
 
 def measure(subject: Subject, num_processes: int, environment: dict[str, str] | None = None) -> Machine:
-    """Measure in all processes of a crew at once, and the link between the first two; return the processes' mean.
+    """Measure in all processes at once, and the link between the first two; return the mean over processes.
 
-    Taken again, twice at most, when the layers of the profile don't add up to whole steps: something else was running
-    then.
+    If the layers of the profile don't add up to whole steps, other programs have disturbed the measurement, and it is
+    repeated, at most twice.
     """
     arguments = {"subject": asdict(subject)}
     for _ in range(_TRIES):
-        found = crew.run(measure_here, num_processes, arguments, environment=environment, device=subject.device)[0]
+        found = workers.run(measure_here, num_processes, arguments, environment=environment, device=subject.device)[0]
         profile = read_profile(found["profile"])
         if all(abs(ratio - 1) <= _ADDS_UP for ratio in profile.sum_over_whole.values()):
             break
@@ -84,7 +84,7 @@ def measure(subject: Subject, num_processes: int, environment: dict[str, str] | 
 
 
 def measure_here(subject: dict[str, Any]) -> dict[str, Any]:
-    """Return what all processes found together, as JSON holds it; a job for a crew."""
+    """Return the measurements of all processes together, as JSON can hold them; a job for workers."""
     model = Subject(**subject)
     world = current()
     assert world is not None
@@ -96,14 +96,15 @@ def measure_here(subject: dict[str, Any]) -> dict[str, Any]:
     host = host_costs(world, fetches=True)
     return {
         "profile": write_profile(profile),
-        "in_use": _in_use(model, profile, world) if model.device == "cpu" or host.shared else [],  # as runs do
+        # Only where runs profile in situ, too.
+        "in_use": _in_use(model, profile, world) if model.device == "cpu" or host.shared else [],
         "link": link,
         "host": asdict(host),
     }
 
 
 def _in_use(subject: Subject, profile: Profile, world: World) -> list[tuple[str, int, str]]:
-    """Return the profile in use, as JSON, by mode and microbatches."""
+    """Return the profiles in situ, as JSON, with mode and microbatches."""
     cluster = Cluster("alone", "local", None, (Level("machine", 2, 1e9, 1e-6),))
     cut = cut_at(profile, subject.minibatch_size)
     cases = [Case("dp", (), (2,)), Case("pipedream", (cut,), (1, 1))] if world.size > 1 else [Case("single", (), (1,))]
@@ -115,7 +116,7 @@ def _in_use(subject: Subject, profile: Profile, world: World) -> list[tuple[str,
     setups = [make_setup(subject, case, profile, cluster) for case in cases]
     measure = partial(profile_in_situ, rule=StopRule(most=3))
     found = [world.exchange(entries(in_situ(world, setup, measure))) for setup in setups]
-    if not all(map(all, found)):  # too large for some GPU
+    if not all(map(all, found)):  # the model didn't fit on some GPU
         return []
     used = [in_use(profile, setup, mean(times)) for setup, times in zip(setups, found, strict=True)]
     return [(case.mode, case.microbatches, write_profile(each)) for case, each in zip(cases, used, strict=True)]
@@ -124,7 +125,7 @@ def _in_use(subject: Subject, profile: Profile, world: World) -> list[tuple[str,
 def link_between_first_two() -> tuple[float, float]:
     """Return bandwidth [bytes/s] and latency [s] of messages between ranks 0 and 1, from round trips of two sizes.
 
-    The sizes take turns, and travel as a run's messages do. On ranks that take no part both are 0.
+    The sizes alternate, and messages take the same way as a run's. On ranks above 1 both are 0.
     """
     world = current()
     assert world is not None
@@ -155,7 +156,7 @@ def _trip_s(message: torch.Tensor, exchange: _Exchange) -> float:
     else:
         receive(message)
         send(message)
-    crew.wait_for_device()
+    workers.wait_for_device()
     return (time.perf_counter() - started) / 2
 
 

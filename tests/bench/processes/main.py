@@ -1,8 +1,8 @@
-"""`python -m tests.bench.processes.main`: pipebench on two processes of one thread, against torch's own and a bound.
+"""`python -m tests.bench.processes.main`: pipebench on two processes of one thread against torch's classes and a bound.
 
 Every ratio is speed of ours over speed of the reference, from interleaved pairs in the same processes; memory is ours
-over theirs, from processes of their own. The profile behind every prediction is taken first, in as many processes at
-once as a run has, and stays as it is.
+over theirs, from separate processes. The profile for all predictions is measured first, in as many processes at once as
+a run has, and never adjusted.
 """
 
 import argparse
@@ -23,28 +23,30 @@ from rich.table import Table
 from pipebench.model.cores import usable_cores
 from pipebench.model.heap import HEAP
 from pipebench.simulate.steady import simulate_segment
-from tests.bench.pairs import Ratio
-from tests.bench.processes import crew, figure15, jobs, machine, memory, traffic
+from tests.bench.pairs import Ratio, median_and_range
+from tests.bench.processes import figure15, jobs, machine, memory, traffic, workers
 from tests.bench.processes.machine import Machine
 from tests.bench.processes.references import FSDP, GPIPE
-from tests.bench.processes.rows import COMPARED, DUELS, FEW, HEAD, SETTINGS_ON_CPU, Row, distances, rows_of
+from tests.bench.processes.rows import COMPARED, FEW, HEAD, ON_CPU, SETTINGS_ON_CPU, Row, distances, rows_of
 from tests.bench.processes.sides import ALONE, OURS, Given
 from tests.bench.processes.subject import Subject, cut_at, make_setup
 
 PARTS = ("speed", "single", "memory", "traffic", "figure15", "crowded")
 NUM_PAIRS = 7
 PICTURE = Path("reports", "figure15_miniature.png")
-# Of sharded sides' memory: freed blocks that stay in the heap would hide that gathered weights are freed.
+# Environment for the memory of sharded sides: the heap returns freed blocks, else it would seem that gathered weights
+# aren't freed.
 _RETURNS_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-# Of predictions: error where processes have to share cores; cases, correlation and mean error of figure 15.
-_CROWDED_ERROR, _CASES, _CORRELATION, _MEAN_ERROR = 0.10, 24, 0.99, 0.04
+# Targets of predictions.
+_CROWDED_ERROR = 0.10  # largest error where processes share cores
+_CASES, _CORRELATION, _MEAN_ERROR = 24, 0.99, 0.04  # of figure 15: fewest cases, least correlation, largest error
 
 
 def main() -> None:
     options = _options()
     console = Console(width=150)
     subject = Subject(width=options.width)
-    if options.given is not None:  # where the loopback interface is this command's own
+    if options.given is not None:  # this command is the one that `_traffic_apart` starts
         _print_traffic(console, Given.from_json(json.loads(options.given.read_text())), options)
         return
     environment = {} if options.plain_malloc else HEAP
@@ -73,7 +75,7 @@ def _against_torch(
     if "speed" in options.parts:
         sides = [*COMPARED, *([] if options.references else [OURS[side] for side in COMPARED])]
         console.print("\n".join(distances(given, sides, environment)))
-        rows = [Row(name, GPIPE) for name in COMPARED] if options.references else DUELS
+        rows = [Row(name, GPIPE) for name in COMPARED] if options.references else ON_CPU
         console.print(_speed(given, found, rows, options.pairs, environment))
     if "memory" in options.parts:
         console.print(_memory(given, options, environment))
@@ -136,14 +138,14 @@ def _memory(given: Given, options: argparse.Namespace, environment: dict[str, st
             for is_ours in (True, False) if pair % 2 == 0 else (False, True):
                 side = ours if is_ours else theirs
                 arguments = {"given": given.to_json(), "side": side, "num_minibatches": FEW}
-                peaks[is_ours].append(crew.run(jobs.peak, 2, arguments, environment=heap))
-        # The verdict's rule is that of speeds, where more is better.
+                peaks[is_ours].append(workers.run(jobs.peak, 2, arguments, environment=heap))
+        # Inverted, so that the verdict has the same rule as that of speeds, where more is better.
         savings = tuple(max(b) / max(a) for a, b in zip(peaks[True], peaks[False], strict=True))
         ratio = Ratio(f"{ours} against {theirs}", savings, 1.0, 0.0)
         sizes = [_per_rank(peaks[is_ours]) for is_ours in (True, False)]
-        values = sorted(1 / saving for saving in savings)
-        spread = [f"{statistics.median(values):.3f}", f"{values[0]:.3f} to {values[-1]:.3f}"]
-        table.add_row(ratio.what, *sizes, *spread, *(["-", "-"] if options.references else ["1.00", ratio.verdict]))
+        values = [1 / saving for saving in savings]
+        target = ["-", "-"] if options.references else ["1.00", ratio.verdict]
+        table.add_row(ratio.what, *sizes, *median_and_range(values, ".3f"), *target)
     return table
 
 
@@ -152,14 +154,14 @@ def _per_rank(peaks: Sequence[Sequence[int]]) -> str:
 
 
 def _traffic_apart(given: Given, options: argparse.Namespace) -> None:
-    """Count in a command of its own, which has the loopback interface to itself where the system allows it."""
+    """Measure traffic in a separate command, which has its own loopback interface if the system allows that."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(json.dumps(given.to_json()))
         file.flush()
         words = ["--given", file.name, *(["--references"] if options.references else [])]
         command = traffic.command_alone("tests.bench.processes.main", *words)
         quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # no name service there, which torch warns about
-        subprocess.run(command, cwd=crew.ROOT, env=quiet, check=True)
+        subprocess.run(command, cwd=workers.ROOT, env=quiet, check=True)
 
 
 def _print_traffic(console: Console, given: Given, options: argparse.Namespace) -> None:
@@ -182,7 +184,7 @@ def _print_traffic(console: Console, given: Given, options: argparse.Namespace) 
 
 def _traffic_cells(given: Given, side: str, mode: str) -> list[str]:
     arguments = {"given": given.to_json(), "side": side, "num_minibatches": FEW}
-    found = crew.run(jobs.sent, 2, arguments, environment=crew.BY_SOCKETS)
+    found = workers.run(jobs.sent, 2, arguments, environment=workers.BY_SOCKETS)
     carried = found[0][0]
     payload = _payload(given, mode)
     counted: dict[str, int] = {}
@@ -230,7 +232,7 @@ def _print_figure15(
 
 
 def _targets(points: Sequence[figure15.Point], error: float, *, whole: bool) -> Table:
-    """Return what came out beside what is wanted: of every mode, and, where wanted, of all cases together."""
+    """Return a table of results beside targets: of every mode and, if `whole`, of all cases together."""
     table = Table("prediction", "found", "target", "verdict")
 
     def add(what: str, found: str, target: str, met: bool) -> None:

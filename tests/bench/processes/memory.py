@@ -8,7 +8,8 @@ from pathlib import Path
 
 _CLEAR, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 _RESET_PEAK = "5"
-# What torch imports only when a side is made: modules are 110 MB there with torch 2.15, several times what trains.
+# Modules that torch imports only when a side is made. With torch 2.15 they take 110 MB, several times what training
+# takes.
 _LATE = (
     "torch._dynamo",
     "torch.distributed.fsdp",
@@ -19,7 +20,7 @@ _LATE = (
 
 
 def can_measure() -> bool:
-    """Return whether this system counts a peak that can be set back."""
+    """Return whether this system has a peak of resident memory that can be reset."""
     return _CLEAR.exists() and _STATUS.exists()
 
 
@@ -28,13 +29,14 @@ def resident_bytes() -> int:
 
 
 def peak_bytes(make: Callable[[], Callable[[], object]]) -> int:
-    """Return by how much the peak of some work exceeds what is resident now: after imports, with the data loaded.
+    """Return the peak resident memory of some work, less what is resident before: imported modules and loaded data.
 
-    What making the work (`make`) needs for a moment, such as the whole model before it is cut, doesn't count; what it
-    keeps does.
+    Args:
+        make: makes the work. Memory that it needs only temporarily, such as the whole model before it is cut, doesn't
+            count; memory that the work keeps does.
 
     Raises:
-        RuntimeError: modules were imported on the way, which would count as the work's memory.
+        RuntimeError: modules were imported meanwhile, which would count as the work's memory.
     """
     for name in _LATE:
         importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Our side: the distributed engine on a setup, in a process of a crew."""
+"""Our side of comparisons: the distributed engine on a setup, in a worker process."""
 
 from collections import Counter
 
@@ -12,7 +12,7 @@ from tests.unwatched import unwatched
 
 
 class Ours:
-    """The engine of this process, counting the minibatches it was given; all processes make one of the same setup."""
+    """The engine of this process, which trains on successive minibatches; all processes make one of the same setup."""
 
     def __init__(self, setup: Setup) -> None:
         world = current()
@@ -26,17 +26,17 @@ class Ours:
         self._done += self._engine.train(self._done, num_minibatches)
 
     def close(self) -> None:
-        """Give up the connections: their threads would disturb what is measured next."""
+        """Close the connections, whose threads would disturb the next measurement."""
         self._engine.close()
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the newest parameters of this process's stages by the model's names; all processes call it."""
         found: dict[str, torch.Tensor] = {}
-        self._engine.together(Op.GATHER, Op.WAIT_GATHER)
+        self._engine.gather_or_free(Op.GATHER, Op.WAIT_GATHER)
         for replica in self._engine.worker.replicas.values():
             newest = (parameter.clone() for parameter in replica.weights.newest.parameters)
             found |= zip(replica.weights.names, newest, strict=True)
-        self._engine.together(Op.FREE)
+        self._engine.gather_or_free(Op.FREE)
         return found
 
     def sent_bytes(self) -> dict[str, int]:

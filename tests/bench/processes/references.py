@@ -1,8 +1,7 @@
-"""The sides that are not ours: torch's pipelines, DistributedDataParallel, and the ideal of a stage that never waits.
+"""The references of comparisons: torch's pipelines and data parallelism, a plain loop, and a stage that never waits.
 
-torch's pipelines get the very modules that the engine trains (`cut_stage`), so that a difference is one of engines.
-Each of them is used the fastest way it offers: outputs aren't kept, and the loss carries the one scaling of the
-gradients there is.
+torch's pipelines get the modules that the engine trains (`cut_stage`), so that differences are those of the engines.
+Each is used in the fastest way it offers: outputs aren't kept, and gradients are scaled by the loss alone.
 """
 
 import math
@@ -21,11 +20,11 @@ from pipebench.model.stage import cut_stage
 from tests.bench.processes.subject import Minibatches, Subject, sgd, straight
 
 GPIPE, ONE_F_ONE_B, DDP, FSDP = "ScheduleGPipe", "Schedule1F1B", "DistributedDataParallel", "fully_shard"
-_PREPARED = 4  # minibatches the ideal goes round
+_PREPARED = 4  # minibatches that `Alone` repeats
 
 
 class _OneValue(nn.Module):
-    """Returns a stage's only value by itself, as torch's loss function wants it."""
+    """Unpacks the only value of a stage, as torch's classes expect it."""
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
@@ -36,7 +35,7 @@ class _OneValue(nn.Module):
 
 
 def _group(subject: Subject) -> Any:
-    """Return the group that torch's classes use: the default one, or a group of NCCL's for GPUs."""
+    """Return the process group for torch's classes: the default one, or an NCCL group on GPUs."""
     world = current()
     return None if subject.device == "cpu" or world is None else world.new_group("nccl")
 
@@ -51,7 +50,7 @@ class _OnModule:
 
 
 class Plain(_OnModule):
-    """The loop anyone would write, on one device."""
+    """A plain training loop on one device."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject, self.module = subject, subject.model().to(subject.place)
@@ -79,7 +78,7 @@ class Pipelined(_OnModule):
     """One of torch's schedules, by its class's name, on two stages, the second from layer `cut` on."""
 
     def __init__(self, subject: Subject, cut: int, schedule: str) -> None:
-        from torch.distributed import pipelining  # late: pytest imports this file where nothing of it runs
+        from torch.distributed import pipelining  # late: pytest imports this file even if no test of it runs
 
         rank = distributed.get_rank()
         graph, plan = straight(subject, cut)
@@ -110,7 +109,7 @@ class Pipelined(_OnModule):
 class DataParallel(_OnModule):
     """DistributedDataParallel on the whole model, with its default buckets.
 
-    BatchNorm's running statistics are each replica's own, as the engine's are between drains.
+    Running statistics of BatchNorm aren't synchronised, as the engine's aren't between drains.
     """
 
     _fuses = True
@@ -123,13 +122,13 @@ class DataParallel(_OnModule):
         self._minibatches = Minibatches(subject, self._size, rank)
 
     def _wrapped(self) -> nn.Module:
-        """Return what is called in place of the module."""
+        """Return the module that is called."""
         return DistributedDataParallel(
             self.module, process_group=self._group, broadcast_buffers=False, gradient_as_bucket_view=True
         )
 
     def train(self, num_minibatches: int) -> None:
-        """Train on the next minibatches, shared out among the processes."""
+        """Train on the next minibatches, distributed over the processes."""
         for _ in range(num_minibatches // self._size):
             image, label = self._minibatches.take("image", "label")
             self._optimizer.zero_grad()
@@ -138,10 +137,10 @@ class DataParallel(_OnModule):
 
 
 class FullyShard(DataParallel):
-    """`fully_shard` on the engine's groups of layers, resharded after the forward, as the engine's mode `fsdp`.
+    """`fully_shard` on the engine's groups of layers, resharded after the forward, as in the engine's mode `fsdp`.
 
-    Its parameters take no fused optimizer (torch 2.14), so it steps in the next fastest way. `starts` are the first
-    layers of the groups after the first.
+    Its parameters don't support a fused optimizer (torch 2.14), so it uses the next fastest implementation. `starts`
+    are the first layers of the groups after the first.
     """
 
     _fuses = False
@@ -174,10 +173,9 @@ class FullyShard(DataParallel):
 
 
 class Alone(_OnModule):
-    """Each process trains its own stage with nothing to wait for: inputs and gradients are made up front.
+    """Each of two processes trains its stage without waiting: inputs and gradients are computed in advance.
 
-    The slower of the two is the ideal that a pipeline of the two can't beat. The other works at the same time, as it
-    does in the pipeline.
+    The slower stage is an upper bound for the speed of the pipeline. Both work at the same time, as in the pipeline.
     """
 
     def __init__(self, subject: Subject, cut: int) -> None:
@@ -190,11 +188,11 @@ class Alone(_OnModule):
         self.module = first if self._is_first else second
         self.module.zero_grad()
         self._optimizer = sgd(list(self.module.parameters()))
-        # Inputs that never change would lead the weights astray; a step of any length costs the same.
+        # Inputs never change, so larger steps would make the weights diverge; a step's cost doesn't depend on the rate.
         self._optimizer.param_groups[0]["lr"] = 1e-9
 
     def train(self, num_minibatches: int) -> None:
-        """Train on minibatches that are there already."""
+        """Train on the prepared minibatches, again and again."""
         for k in range(num_minibatches):
             received, other = self._given[k % _PREPARED]
             self._optimizer.zero_grad()
@@ -220,10 +218,14 @@ class Alone(_OnModule):
 def distance_from_plain_loop(
     weights: Mapping[str, torch.Tensor], subject: Subject, steps: int, parts: int, of: int = 1
 ) -> float:
-    """Return how far trained weights are from a plain loop's on the whole model, over how far the loop went.
+    """Return the distance of trained weights from a plain loop's, relative to the distance that the loop's moved.
 
-    `weights` are of the model or of a stage, by the model's names, after `steps` updates of `of` minibatches, each cut
-    into `parts`, one forward and backward each.
+    Args:
+        weights: of the model or of a stage, by the model's names, after `steps` updates.
+        subject: the model and the data.
+        steps: number of updates.
+        parts: microbatches per minibatch, with a forward and a backward each.
+        of: minibatches per update.
     """
     whole = subject.model().to(subject.place)
     before = {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}

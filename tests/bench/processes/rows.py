@@ -1,13 +1,12 @@
-"""What is compared with what, and the rows of a table that come of it: ratios, with the prediction beside."""
+"""The pairs of sides that are compared, and their rows of a table: ratios with the prediction beside."""
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from tests.bench.pairs import Ratio
-from tests.bench.processes import crew, figure15, jobs
-from tests.bench.processes.duel import Duel
+from tests.bench.pairs import Ratio, median_and_range
+from tests.bench.processes import figure15, jobs, workers
+from tests.bench.processes.comparison import Comparison
 from tests.bench.processes.machine import Machine
 from tests.bench.processes.references import DDP, FSDP, GPIPE, ONE_F_ONE_B
 from tests.bench.processes.sides import ALONE, OURS, PLAIN, REFERENCES, Given, subject_of
@@ -19,13 +18,14 @@ HEAD = (
 
 
 COMPARED = (GPIPE, ONE_F_ONE_B, DDP, FSDP)
-# Of float64 weights after two updates, over the way they went. Adding microbatches in another order makes 1e-13 of it,
-# another computation more than 1e-2. In float32 BatchNorm on few samples makes 1e-3 of the order alone.
+# Largest distance of float64 weights after two updates from a plain loop's, relative to the distance that they moved.
+# Adding microbatches in another order makes 1e-13, another computation more than 1e-2. In float32, BatchNorm on few
+# samples would make 1e-3 of the order alone.
 _LARGEST_DISTANCE = 1e-9
 
 
 class Row(NamedTuple):
-    """A comparison of two sides, with settings maybe (`single+tf32`)."""
+    """A comparison of two sides, whose names may end with settings (`single+tf32`)."""
 
     ours: str
     theirs: str
@@ -33,7 +33,7 @@ class Row(NamedTuple):
     num_minibatches: int = SHORT
 
 
-DUELS = (
+ON_CPU = (
     Row(GPIPE, GPIPE),  # against itself: the noise of this machine today
     Row(OURS[GPIPE], GPIPE, 1.0),
     Row(OURS[ONE_F_ONE_B], ONE_F_ONE_B, 1.0),
@@ -46,7 +46,7 @@ _SINGLE = OURS[PLAIN]
 
 
 def gains(base: str, settings: Sequence[str]) -> list[Row]:
-    """Return what each setting gives: ours with it against ours without."""
+    """Return a row per setting: ours with it against ours without."""
     return [Row(f"{base}+{setting}", base) for setting in settings]
 
 
@@ -78,10 +78,10 @@ TORCHS_ON_GPU = tuple(
 
 
 def distances(given: Given, sides: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
-    """Train each side of two processes and a plain loop for two updates; yield what parts them, in a sentence each."""
+    """Train each side in two processes, and a plain loop, for two updates; yield a sentence about their distance."""
     in_double = replace(given, subject=replace(given.subject, double=True))
     arguments = {"given": in_double.to_json(), "sides": sides, "steps": 2}
-    found = crew.run(jobs.distances, 2, arguments, environment=environment, device=given.subject.device)
+    found = workers.run(jobs.distances, 2, arguments, environment=environment, device=given.subject.device)
     for side, distance in zip(sides, map(max, zip(*found, strict=True)), strict=True):
         verdict = "the same work" if distance <= _LARGEST_DISTANCE else "NOT THE SAME WORK"
         yield f"{side} against a plain loop, 2 updates in double precision: relative distance {distance:.1e}, {verdict}"
@@ -90,18 +90,24 @@ def distances(given: Given, sides: Sequence[str], environment: Mapping[str, str]
 def rows_of(
     given: Given, found: Machine, rows: Sequence[Row], pairs: int, environment: Mapping[str, str]
 ) -> list[list[str]]:
-    """Compare in one crew, row after row; return the cells of `HEAD` of every row.
+    """Compare row after row in one group of workers; return the cells of `HEAD` of every row.
 
-    Predictions are `found`'s, so of sides with its settings only; `given.subject` has them.
+    Args:
+        given: what sides are made from.
+        found: measurements of the machine, made with the settings of `given.subject`: only sides with these settings
+            are predicted.
+        rows: the comparisons.
+        pairs: interleaved pairs of measurements per comparison.
+        environment: variables of the workers.
     """
     num_processes = found.cluster.num_workers
     arguments = {"given": given.to_json(), "rows": rows, "pairs": pairs}
-    duels = crew.run(
-        jobs.duels, num_processes, arguments, environment=environment, limit_s=7200, device=given.subject.device
+    comparisons = workers.run(
+        jobs.comparisons, num_processes, arguments, environment=environment, limit_s=7200, device=given.subject.device
     )[0]
     cells = []
-    for fields, row in zip(duels, rows, strict=True):
-        result = Duel(**{**fields, "speeds": tuple(fields["speeds"])})
+    for fields, row in zip(comparisons, rows, strict=True):
+        result = Comparison(**{**fields, "speeds": tuple(fields["speeds"])})
         samples = row.num_minibatches * given.subject.minibatch_size
         mode = row.ours.split("+")[0]
         known = mode not in REFERENCES and subject_of(given, row.ours) == given.subject
@@ -119,9 +125,5 @@ def _prediction(given: Given, found: Machine, mode: str, num_minibatches: int, m
 
 def ratio_cells(ratio: Ratio) -> list[str]:
     """Return a ratio's median, range, target and verdict."""
-    return [
-        f"{statistics.median(ratio.values):.3f}",
-        f"{min(ratio.values):.3f} to {max(ratio.values):.3f}",
-        f"{ratio.target:.2f}" if ratio.target else "-",
-        ratio.verdict if ratio.target else "-",
-    ]
+    target = (f"{ratio.target:.2f}", ratio.verdict) if ratio.target else ("-", "-")
+    return [*median_and_range(ratio.values, ".3f"), *target]

@@ -1,4 +1,4 @@
-"""Sides by name, so that any process of any crew can make them: ours are modes, theirs are torch's classes."""
+"""The sides of comparisons by name, so that any worker can make them: ours are modes, theirs are torch's classes."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -30,18 +30,12 @@ from tests.bench.processes.subject import Case, Subject, make_setup
 
 ALONE, PLAIN = "slowest stage alone", "plain loop"
 REFERENCES = (GPIPE, ONE_F_ONE_B, DDP, FSDP, ALONE, PLAIN)
-OURS = {
-    GPIPE: "gpipe",
-    ONE_F_ONE_B: "pipedream-flush",
-    DDP: "dp",
-    FSDP: "fsdp",
-    ALONE: "pipedream",
-    PLAIN: "single",
-}  # what stands against what
+# Our mode by the reference that it is compared with.
+OURS = {GPIPE: "gpipe", ONE_F_ONE_B: "pipedream-flush", DDP: "dp", FSDP: "fsdp", ALONE: "pipedream", PLAIN: "single"}
 
 
 class Side(Protocol):
-    """What trains."""
+    """One of two implementations that are compared."""
 
     def train(self, num_minibatches: int) -> None:
         """Train on the next minibatches, in all processes together."""
@@ -52,16 +46,16 @@ class Side(Protocol):
 
 @dataclass(frozen=True)
 class Given:
-    """What every part of the bench is given, measured once before."""
+    """What sides are made from, measured once before."""
 
     subject: Subject  # the model
     cut: int  # first layer of the second stage
     profile: Profile  # taken with as many busy processes as a run has
     cluster: Cluster  # the processes and the links between them
-    host: HostCosts = NO_HOST_COSTS  # what communication takes of their processors
+    host: HostCosts = NO_HOST_COSTS  # CPU time that communication takes
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a crew's arguments can hold."""
+        """Return it as JSON can hold it."""
         (level,) = self.cluster.levels
         return {
             "subject": asdict(self.subject),
@@ -95,7 +89,7 @@ def settings_of(side: str) -> list[str]:
 
 
 def subject_of(given: Given, side: str) -> Subject:
-    """Return what a side runs, with the settings that follow its name."""
+    """Return the subject with the settings that follow a side's name."""
     return given.subject.with_settings(*settings_of(side))
 
 

@@ -1,4 +1,4 @@
-"""What is run: VGG-16, where it is cut, and the setups of the engine for every way of running it."""
+"""The subject of the bench: VGG-16, its data, where it is cut, and setups of the engine for every configuration."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,12 +34,12 @@ _DIGITS, _NUM_NOISE = 32, 8192  # pixels; samples
 OPTIMIZER = OptimizerRecipe(name="sgd", lr=0.01, momentum=0.9, weight_decay=5e-4)
 
 
-# What can be turned on, by its name after a side's ("single+tf32"): fields of the subject.
+# Fields of the subject by the name of a setting, which follows a side's name ("single+tf32").
 SETTINGS: dict[str, dict[str, Any]] = {
     "tf32": {"tf32": True},
     "bf16": {"precision": "bf16"},
-    "free": {"deterministic": False},  # kernels needn't be deterministic, and cuDNN tries algorithms
-    "untried": {"deterministic": False, "benchmark": False},  # the same, but cuDNN doesn't try
+    "free": {"deterministic": False},  # kernels needn't be deterministic, and cuDNN benchmarks algorithms
+    "untried": {"deterministic": False, "benchmark": False},  # the same without cuDNN's benchmark
     "compile": {"compile": True},
     "channels_last": {"channels_last": True},
     "unfused": {"fused": False},
@@ -48,19 +48,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Subject:
-    """The model, what travels and how it is computed; JSON can hold its fields.
+    """The model, the sizes of minibatches and the settings of torch; JSON can hold its fields.
 
     Attributes:
         width: of VGG-16's layers; 1.0 is the published network's 33.6 M parameters at this image size.
         minibatch_size: samples.
         microbatches: of gpipe, 1F1B with a flush and torch's schedules.
-        double: whether it computes in double precision: slower, and what differs then by more than that rounds isn't
-            the same computation.
-        image_size: 32 for digits in ten classes; otherwise noise of three channels in a thousand, as ImageNet's.
-        device: of every process; one kind.
-        precision, tf32, deterministic, compile, channels_last: as in a recipe; a plain loop rounds by autocast.
-        benchmark: whether cuDNN tries algorithms; None: where kernels needn't be deterministic.
-        fused: whether the optimizer is.
+        double: whether it computes in double precision: results that differ by more than its rounding are of different
+            computations.
+        image_size: 32 for digits in ten classes; for others, noise of three channels in a thousand classes.
+        device: `cpu` or `cuda`, of every process.
+        precision: as in a recipe; the plain loop uses autocast.
+        tf32: as in a recipe.
+        deterministic: as in a recipe.
+        compile: as in a recipe.
+        channels_last: as in a recipe.
+        benchmark: whether cuDNN benchmarks algorithms; by default, unless kernels have to be deterministic.
+        fused: whether the optimizer is fused.
     """
 
     width: float = 0.25
@@ -89,7 +93,7 @@ class Subject:
 
     @property
     def engine(self) -> EngineRecipe:
-        """Torch's settings; a process on CPUs has one thread."""
+        """The engine's settings; a process on CPUs has one thread."""
         threads = 1 if self.device == "cpu" else "auto"
         return EngineRecipe(
             threads=threads, deterministic=self.deterministic, tf32=self.tf32, channels_last=self.channels_last
@@ -122,7 +126,7 @@ class Subject:
         return made.to(torch.float64 if self.double else torch.float32).train()
 
     def data(self) -> Dataset:
-        """Return the samples, in the precision that it computes in."""
+        """Return the data set, in double precision if the model is."""
         if self.image_size != _DIGITS:
             return synthetic((3, self.image_size, self.image_size), num_train=_NUM_NOISE, num_eval=self.minibatch_size)
         digits = mnist5k()
@@ -132,7 +136,7 @@ class Subject:
         return in_precision(trace(self.model()), self.precision)
 
     def sampler(self) -> Sampler:
-        """Return which digits make up minibatch k; all minibatches are whole, since torch's schedules want that."""
+        """Return the sampler; all minibatches are whole, since torch's schedules need that."""
         whole = self.data().num_train // self.minibatch_size * self.minibatch_size
         return Sampler(whole, self.minibatch_size, 0)
 
@@ -149,9 +153,9 @@ class _InDouble(Mnist5k):
 
 @dataclass(frozen=True)
 class Case:
-    """One way of running it; JSON can hold its fields."""
+    """One configuration; JSON can hold its fields."""
 
-    mode: str  # a row of the table of modes; nothing is recomputed
+    mode: str  # of the table of modes, without recomputation
     starts: tuple[int, ...]  # first layers of the stages after the first
     replicas: tuple[int, ...]  # of every stage
     depth: int | None = None  # minibatches in flight per input-stage replica; None for the mode's own, or NOAM
@@ -172,7 +176,7 @@ class Case:
 
 
 def sgd(parameters: Sequence[torch.Tensor], *, fused: bool = True) -> torch.optim.Optimizer:
-    """Return the optimizer that every side uses, fused if that can be."""
+    """Return the optimizer that every side uses."""
     recipe = OPTIMIZER if fused else replace(OPTIMIZER, arguments={"foreach": True})
     return make_optimizer(recipe, parameters)
 
@@ -180,7 +184,7 @@ def sgd(parameters: Sequence[torch.Tensor], *, fused: bool = True) -> torch.opti
 def make_setup(
     subject: Subject, case: Case, profile: Profile, cluster: Cluster, host: HostCosts = NO_HOST_COSTS
 ) -> Setup:
-    """Return what the engine needs to run a case, with the costs of a profile and the links of a cluster."""
+    """Return the engine's setup of a case, with the costs of a profile and the links of a cluster."""
     graph, dataset, row = subject.graph(), subject.data(), MODES[case.mode]
     if graph.rounding is not None:
         dataset = RoundedData(dataset, graph.rounding.low_type)
@@ -211,7 +215,7 @@ def make_setup(
 
 
 def cut_at(profile: Profile, num_samples: int, share: float = 0.5) -> int:
-    """Return the layer before which a cut leaves the first stage nearest to a share of the time."""
+    """Return the first layer of the second stage of the cut whose first stage has nearest to a share of the time."""
     rows = profile.layers[num_samples]
     seconds = [row.forward_s + row.backward_s for row in rows]
     starts = range(1, len(rows) - 1)  # the last row is the loss, which is no layer
@@ -226,7 +230,7 @@ def straight(subject: Subject, cut: int) -> tuple[LayerGraph, Plan]:
 class Minibatches:
     """Successive minibatches of the training data, loaded as the engine loads them, on this process's device.
 
-    Of every `stride` minibatches the one at `offset` is this process's.
+    Of every `stride` minibatches, this process takes the one at index `offset`.
     """
 
     def __init__(self, subject: Subject, stride: int = 1, offset: int = 0) -> None:

@@ -14,8 +14,8 @@ from pipebench.cluster import Cluster, Level
 from pipebench.profile.measure import mean_profile
 from pipebench.profile.stored import read_profile, write_profile
 from pipebench.zoo.mnist5k import mnist5k
-from tests.bench.processes import crew, figure15, jobs, machine, memory, traffic
-from tests.bench.processes.duel import duel
+from tests.bench.processes import figure15, jobs, machine, memory, traffic, workers
+from tests.bench.processes.comparison import compare
 from tests.bench.processes.figure15 import Point
 from tests.bench.processes.machine import Machine
 from tests.bench.processes.references import DDP, FSDP, GPIPE, ONE_F_ONE_B, distance_from_plain_loop
@@ -36,21 +36,21 @@ def given() -> Given:
 
 
 def sides_are_right(fields: dict[str, object]) -> dict[str, float]:
-    """Return every reference's distance, one from another loop, and what a broadcast carried; a job for a crew."""
+    """Return every reference's distance, one from another loop, and what a broadcast carried; a job for workers."""
     given = Given.from_json(fields)
     in_double = replace(given, subject=replace(given.subject, double=True)).to_json()
     found = {side: jobs.distance(in_double, side, 2) for side in SAME_WORK}
     made = make_side(given, GPIPE)
     made.train(2)
     found["cut into fewer parts"] = distance_from_plain_loop(made.weights(), NARROW, 2, parts=2)
-    taken = crew.together(lambda: time.sleep(0.1 * distributed.get_rank()))
+    taken = workers.together(lambda: time.sleep(0.1 * distributed.get_rank()))
     found |= {"slowest": taken.slowest_s, "processor": taken.processor_s}
     found["carried"] = traffic.bytes_of(lambda: distributed.broadcast(torch.zeros(1_000_000), 0))
     return found
 
 
 def fails_on_one_rank() -> None:
-    """Fail on rank 1 while rank 0 waits for it; a job for a crew."""
+    """Fail on rank 1 while rank 0 waits for it; a job for workers."""
     if distributed.get_rank() == 1:
         raise ValueError("what rank 1 says")
     distributed.barrier()
@@ -58,7 +58,7 @@ def fails_on_one_rank() -> None:
 
 @pytest.mark.slow
 def test_both_sides_do_the_work_of_a_plain_loop(given: Given) -> None:
-    found = crew.run(sides_are_right, 2, {"fields": given.to_json()}, limit_s=PATIENCE_S)
+    found = workers.run(sides_are_right, 2, {"fields": given.to_json()}, limit_s=PATIENCE_S)
     for rank in found:
         assert max(rank[side] for side in SAME_WORK) < 1e-9
         assert rank["cut into fewer parts"] > 1e-2  # BatchNorm sees other minibatches: the measure can tell
@@ -68,9 +68,9 @@ def test_both_sides_do_the_work_of_a_plain_loop(given: Given) -> None:
 
 
 @pytest.mark.slow
-def test_a_crew_that_fails_says_why_and_ends() -> None:
+def test_workers_that_fail_say_why_and_end() -> None:
     with pytest.raises(RuntimeError, match="what rank 1 says"):
-        crew.run(fails_on_one_rank, 2, {}, limit_s=PATIENCE_S)
+        workers.run(fails_on_one_rank, 2, {}, limit_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize("num_processes", [2, 3])
@@ -86,17 +86,17 @@ def test_every_case_of_figure_15_is_predicted(given: Given, num_processes: int) 
         assert 24 * busy_s * case.microbatches / num_processes < took_s < 25 * busy_s * case.microbatches
 
 
-def test_duel_takes_turns_and_divides_theirs_by_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_takes_turns_and_divides_theirs_by_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     seconds = iter([2.0, 1.0, 3.0, 2.0, 2.0, 5.0])
 
-    def fake(work: Callable[[], object]) -> crew.Taken:
+    def fake(work: Callable[[], object]) -> workers.Taken:
         work()
         taken = next(seconds)
-        return crew.Taken(taken, taken + 2)
+        return workers.Taken(taken, taken + 2)
 
-    monkeypatch.setattr("tests.bench.processes.duel.together", fake)
-    found = duel("both", lambda: calls.append("ours"), lambda: calls.append("theirs"), 1.0, 3)
+    monkeypatch.setattr("tests.bench.processes.comparison.together", fake)
+    found = compare("both", lambda: calls.append("ours"), lambda: calls.append("theirs"), 1.0, 3)
     assert calls == ["ours", "theirs", "ours", "theirs", "theirs", "ours", "ours", "theirs"]
     assert found.speeds == found.ratio.values == (0.5, 1.5, 2.5)
     assert (found.ours_s, found.theirs_s, found.ratio.verdict) == (2.0, 3.0, "met")

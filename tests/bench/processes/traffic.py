@@ -1,4 +1,4 @@
-"""What really crosses the loopback interface, with headers and acknowledgements, as Linux counts it."""
+"""Bytes that cross the loopback interface, with headers and acknowledgements, by Linux's counters."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import distributed
 
-# Not /sys/class/net, which shows the interfaces of the namespace it was mounted in.
+# /sys/class/net would show the interfaces of the network namespace that it was mounted in.
 _COUNTERS = Path("/proc/net/dev")
 _SENT_BYTES = 8  # column after the interface's name
 _OWN = "PIPEBENCH_OWN_LOOPBACK"
@@ -20,13 +20,13 @@ def can_measure() -> bool:
 
 
 def loopback_bytes() -> int:
-    """Return the bytes sent over the loopback interface since it is up; on it all that is sent is received."""
+    """Return the bytes sent over the loopback interface since it is up, which equal those received."""
     (line,) = [line for line in _COUNTERS.read_text().splitlines() if line.strip().startswith("lo:")]
     return int(line.split(":")[1].split()[_SENT_BYTES])
 
 
 def bytes_of(work: Callable[[], object]) -> int:
-    """Return the bytes that some work of all processes sent, begun and ended together."""
+    """Return the bytes that all processes send during some work, which they begin and end together."""
     distributed.barrier()
     before = loopback_bytes()
     distributed.barrier()
@@ -43,10 +43,10 @@ def is_alone() -> bool:
 
 
 def command_alone(module: str, *words: str) -> list[str]:
-    """Return a command that runs a module where the loopback interface is its own, if this system lets us.
+    """Return a command that runs a module with a loopback interface of its own, if this system allows that.
 
-    A user and a network namespace of its own need no root where the system allows them. Otherwise the counters are
-    those of the whole machine, and whatever else runs is counted too.
+    Where the system allows user namespaces, that needs no root. Elsewhere the command uses the machine's interface,
+    whose counters include other programs' traffic.
     """
     command = [sys.executable, "-m", module, *words]
     unshare, ip = shutil.which("unshare"), shutil.which("ip")

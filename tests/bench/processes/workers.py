@@ -1,7 +1,7 @@
-"""Crews: a few processes of one thread each that do one job together, and the parent that starts them.
+"""Starts a few worker processes of one thread each, which do one job together.
 
-A job is a module-level function. Every process calls it with the same arguments after joining a Gloo group over the
-loopback interface; what it returns comes back as JSON. A crew never outlives its parent.
+A job is a module-level function. Every worker calls it with the same arguments after joining a Gloo process group over
+the loopback interface; its result comes back as JSON. Workers never outlive their parent.
 """
 
 import importlib
@@ -27,19 +27,20 @@ from pipebench.recipe.schema import EngineRecipe
 _LOOPBACK = "127.0.0.1"
 _ENVIRONMENT = {
     "MASTER_ADDR": _LOOPBACK,
-    "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent's store: no process has to be one
+    "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent serves the store, not rank 0
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # for sides that are deterministic: read once, whichever side comes first
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # deterministic sides need it, and it is read once, before the first side
 }
-BY_SOCKETS = {"CREW_BY_SOCKETS": "1"}  # as processes of different hosts exchange values, and an interface can count
+# Environment of workers that exchange values by sockets, as processes of different hosts do; an interface counts them.
+BY_SOCKETS = {"BENCH_BY_SOCKETS": "1"}
 ROOT = Path(__file__).parents[3]
 _JOIN_LIMIT_S = 600.0
 _POLL_S = 0.05
 
 
 def engine(device: str) -> EngineRecipe:
-    """Return what holds for all sides of a crew; determinism is a side's own."""
+    """Return the engine's settings for all sides; whether kernels are deterministic is set per side."""
     return EngineRecipe(threads=1 if device == "cpu" else "auto", deterministic=False)
 
 
@@ -52,12 +53,18 @@ def run(
     limit_s: float = 900,
     device: str = "cpu",
 ) -> list[Any]:
-    """Let a new crew do a job, a module-level function; return what each process's call returned, by rank.
+    """Start workers that do a job; return the results by rank.
 
-    `arguments` are what JSON can hold, `environment` has variables to add, and the crew is ended after `limit_s`.
+    Args:
+        job: a module-level function.
+        num_processes: number of workers.
+        arguments: of the job, as JSON can hold them.
+        environment: variables to add.
+        limit_s: seconds after which the workers are killed.
+        device: `cpu` or `cuda`.
 
     Raises:
-        RuntimeError: a process failed, or the time was up; holds what was written to standard error.
+        RuntimeError: a worker failed, or the time was up; with the end of the workers' standard error.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -88,14 +95,14 @@ def run(
 
 
 class Taken(NamedTuple):
-    """What some work took: seconds of the slowest process, and processor seconds of all threads of all processes."""
+    """The times of some work in all processes."""
 
-    slowest_s: float
-    processor_s: float
+    slowest_s: float  # wall time of the slowest process
+    processor_s: float  # CPU time of all threads of all processes
 
 
 def together(work: Callable[[], object]) -> Taken:
-    """Do some work in all processes of this crew, begun at the same time; return what it took, the same on all."""
+    """Do some work in all processes, begun at the same time; return its times, the same in all processes."""
     wait_for_device()
     distributed.barrier()
     started, processor = time.perf_counter(), time.process_time()
@@ -109,7 +116,7 @@ def together(work: Callable[[], object]) -> Taken:
 
 
 def wait_for_device() -> None:
-    """Wait for what this process's GPU was told to do, if it uses one."""
+    """Wait for the kernels that this process has launched on a GPU, if it uses one."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 
@@ -122,12 +129,12 @@ def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, until: float) 
         time.sleep(_POLL_S)
     bad = {rank: process.poll() for rank, process in enumerate(processes) if process.poll() != 0}
     if bad:
-        told = "\n".join((folder / f"errors{rank}").read_text()[-4000:] for rank in bad)
-        raise RuntimeError(f"processes ended or had to be ended (rank to exit code: {bad}):\n{told}")
+        errors = "\n".join((folder / f"errors{rank}").read_text()[-4000:] for rank in bad)
+        raise RuntimeError(f"processes ended or had to be ended (rank to exit code: {bad}):\n{errors}")
 
 
 def _end_with_parent() -> None:
-    sys.stdin.read()  # nothing comes; the end of it does when the parent is gone
+    sys.stdin.read()  # the parent writes nothing, so this returns when the parent is gone
     os._exit(3)
 
 
@@ -141,7 +148,7 @@ def _member(job: str, folder: Path, device: str) -> None:
     (folder / f"result{world.rank}").write_text(json.dumps(result))
     world.barrier()
     world.close()
-    os._exit(0)  # the thread that reads standard input would keep a normal exit waiting
+    os._exit(0)  # a normal exit would wait for the thread that reads standard input
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from click.testing import CliRunner
 
 from pipebench.cli.main import cli
 from pipebench.errors import UserError
-from pipebench.tracking import left, record
+from pipebench.tracking import orphaned, record
 from pipebench.tracking.connection import default_uri
-from pipebench.tracking.left import close_left
+from pipebench.tracking.orphaned import close_orphaned
 from pipebench.tracking.record import LogEntry, RecordFolder, Start, read_record
 from pipebench.tracking.results import RecordedRuns
 from pipebench.tracking.run_log import Tracking
@@ -96,15 +96,15 @@ def test_the_next_run_closes_what_killed_processes_left() -> None:
 @pytest.mark.parametrize("refused", ["parent", "child"])
 def test_a_run_that_mlflow_refuses_holds_up_no_other(monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
     kill()
-    close = left._close
+    close = orphaned._close
 
     def closes_the_other(folder: Path, *others: Any) -> None:
         if folder.name.startswith(refused):
             raise OSError(refused)
         close(folder, *others)
 
-    monkeypatch.setattr(left, "_close", closes_the_other)
-    close_left(default_uri(), Path("pipebench-results").iterdir())
+    monkeypatch.setattr(orphaned, "_close", closes_the_other)
+    close_orphaned(default_uri(), Path("pipebench-results").iterdir())
     assert statuses() == BOTH | {refused: "RUNNING"}
 
 
@@ -112,17 +112,17 @@ def test_what_somebody_holds_or_has_closed_or_another_store_has_is_left_alone(mo
     kill()
     folders = [*Path("pipebench-results").iterdir()]
     held = [RecordFolder(folder) for folder in folders]
-    close_left(default_uri(), folders)
+    close_orphaned(default_uri(), folders)
     assert set(statuses().values()) == {"RUNNING"}
     for each in held:
         each.release()
     with monkeypatch.context() as patch:
         patch.setenv("MLFLOW_TRACKING_URI", "sqlite:///other.db")
-        close_left(default_uri(), folders)
+        close_orphaned(default_uri(), folders)
         assert not Path("other.db").exists()
     with closing(sqlite3.connect("mlflow.db")) as store, store:
         store.execute("update runs set status = 'FAILED' where name = 'child'")
-    close_left(default_uri(), folders)
+    close_orphaned(default_uri(), folders)
     assert statuses() == {"parent": "KILLED", "child": "FAILED"}
 
 
@@ -136,7 +136,7 @@ def test_a_copy_of_a_process_holds_nothing(tmp_path: Path) -> None:
     try:
         os.read(told, 1)
         record.release()
-        assert RecordFolder(tmp_path / "record", alone=True).path is not None
+        assert RecordFolder(tmp_path / "record", exclusive=True).path is not None
     finally:
         os.kill(copy, signal.SIGKILL)
         os.waitpid(copy, 0)
@@ -155,7 +155,7 @@ def test_a_record_that_a_stopped_command_holds_is_not_waited_for_without_end(
     left_record.append(LogEntry(start=Start("child", virtual=True)))
     left_record.release()
     monkeypatch.setattr(record, "_PATIENCE_S", 0.1)
-    closing_it = RecordFolder(folder, alone=True)
+    closing_it = RecordFolder(folder, exclusive=True)
     told = f"{folder}: process {os.getpid()} on {socket.gethostname()} holds it, to send it to MLflow, and hasn't"
     with pytest.raises(UserError, match=re.escape(told)):
         tracking.start("child", params={}, tags={}, folder=folder)
@@ -203,7 +203,7 @@ def test_runs_that_mlflow_never_got_are_sent_when_it_answers() -> None:
         assert child.where() == "pipebench-results/child-1/ (MLflow did not take it)"
     other = tracking.start("seeds 0, 1", params={}, tags={"kind": "seeds"})
     other.finish(status="FINISHED")
-    close_left(default_uri(), [*Path("pipebench-results").iterdir()])
+    close_orphaned(default_uri(), [*Path("pipebench-results").iterdir()])
     assert not Path("pipebench-results").exists()
     assert points() == [(10, 0.5)]
     with closing(sqlite3.connect("mlflow.db")) as store:
@@ -213,19 +213,19 @@ def test_runs_that_mlflow_never_got_are_sent_when_it_answers() -> None:
     (above,) = [each for each in RecordedRuns().past() if each.ids[0] == run.parent_id]
     assert above.names == ("seeds 0, 1",)
     assert above.ids[0] != other.run_id
-    assert (above.outcome, run.outcome, run.began_ms) == ("finished", "finished", child.begun and child.begun.at_ms)
+    assert (above.outcome, run.outcome, run.began_ms) == ("finished", "finished", child.key and child.key.at_ms)
 
 
 def test_a_record_that_is_released_twice_lets_go_of_no_other() -> None:
     """The system gives a closed file's number to the next one."""
     first = RecordFolder(Path("first"))
-    assert first._holds is not None
-    number = first._holds._descriptor
+    assert first._file_lock is not None
+    number = first._file_lock._descriptor
     first.release()
     second = RecordFolder(Path("second"))
-    assert second._holds is not None
-    assert second._holds._descriptor == number
+    assert second._file_lock is not None
+    assert second._file_lock._descriptor == number
     first.release()
-    assert RecordFolder(Path("second"), alone=True).path is None
+    assert RecordFolder(Path("second"), exclusive=True).path is None
     second.release()
-    assert RecordFolder(Path("second"), alone=True).path is not None
+    assert RecordFolder(Path("second"), exclusive=True).path is not None
