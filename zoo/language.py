@@ -70,12 +70,8 @@ class Text(Dataset):
         positions = starts + torch.arange(self.bptt)
         there = positions < len(text) - 1  # the last token has no next one to predict
         here = positions.where(there, 0)
-        fetched = {}
-        if "tokens" in fields:
-            fetched["tokens"] = text[here].where(there, 0)
-        if "next_tokens" in fields:
-            fetched["next_tokens"] = text[here + 1].where(there, NOTHING)
-        return {field: fetched[field] for field in fields}
+        found = {"tokens": text[here].where(there, 0), "next_tokens": text[here + 1].where(there, NOTHING)}
+        return {field: found[field] for field in fields}
 
     def weight(self, split: str, indices: Sequence[int]) -> float:
         """Return the number of targets in the chunks, padding left out; the text isn't read."""

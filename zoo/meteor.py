@@ -1,7 +1,8 @@
 """METEOR (Lavie and Agarwal 2007) of captions against several references each, through nltk, without any download."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 from pipebench.zoo.late import optional
@@ -43,29 +44,17 @@ def meteor(captions: Sequence[Words], references: Sequence[Sequence[Words]]) -> 
     return float(sum(score(caption, several) for caption, several in pairs) / len(captions))
 
 
-class _Stems:
-    """Porter's stemmer with a cache, since stemming repeated words would take most of METEOR's time."""
-
-    def __init__(self, stem: Callable[[str], str]) -> None:
-        self.stem = lru_cache(maxsize=100_000)(stem)
-
-
-class _NoSynonyms:
-    """Takes the place of WordNet: no word has synonyms."""
-
-    def synsets(self, word: str) -> list[Any]:
-        return []
-
-
 @cache
 def _scorer() -> Any:
     """Return a function of a caption and its references that computes METEOR."""
     with optional("meteor", "nltk"):
         from nltk.stem.porter import PorterStemmer
         from nltk.translate.meteor_score import meteor_score
-    stems, no_synonyms = _Stems(PorterStemmer().stem), _NoSynonyms()
+    # Stemming would take most of the time without a cache, since references repeat words.
+    stemmer = SimpleNamespace(stem=lru_cache(maxsize=100_000)(PorterStemmer().stem))
+    wordnet = SimpleNamespace(synsets=lambda word: [])  # WordNet's data is a download: no word has synonyms
 
     def score(caption: Words, references: Sequence[Words]) -> Any:
-        return meteor_score(references, caption, stemmer=stems, wordnet=no_synonyms)
+        return meteor_score(references, caption, stemmer=stemmer, wordnet=wordnet)
 
     return score

@@ -38,7 +38,9 @@ class Mnist5k(LabelledImages):
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:
         """Return fields of the samples at `indices` of the split, in that order."""
-        rows = self._split(split)[torch.as_tensor(indices, dtype=torch.int64)]
+        check_split("mnist5k", split)
+        train, held_out = _rows(self.split_seed)
+        rows = (train if split == "train" else held_out)[torch.as_tensor(indices, dtype=torch.int64)]
         images, labels = _normalised(self.image_size)
         whole = {"image": images, "label": labels}
         return {field: whole[field][rows] for field in fields}
@@ -46,11 +48,6 @@ class Mnist5k(LabelledImages):
     def score(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return `top1`: the number of samples classified correctly."""
         return {"top1": metrics.num_correct(output, targets["label"])}
-
-    def _split(self, split: str) -> torch.Tensor:
-        check_split("mnist5k", split)
-        train, held_out = _rows(self.split_seed)
-        return train if split == "train" else held_out
 
 
 def mnist5k(image_size: int = 32, split_seed: int = 0, num_train: int = NUM_TRAIN) -> Mnist5k:

@@ -1,6 +1,7 @@
 """Checks of options' ranges, with one wording of errors: whose option, the value given, the values allowed."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 SPLITS = ("train", "eval")  # of every data set
 
@@ -17,35 +18,33 @@ def at_least(smallest: float, of: str, why: str = "", /, **options: float) -> No
     Raises:
         ValueError: names the first option that is less.
     """
-    for name, value in options.items():
-        if value < smallest:
-            raise ValueError(f"{of}: {name} is {value}, allowed is {smallest} or more{why and f' ({why})'}")
+    _check(of, options, lambda value: value >= smallest, f"is {smallest} or more{why and f' ({why})'}")
 
 
 def more_than(bound: float, of: str, why: str = "", /, **options: float) -> None:
     """Check that options are more than `bound`; arguments and errors as for `at_least`."""
-    for name, value in options.items():
-        if value <= bound:
-            raise ValueError(f"{of}: {name} is {value}, allowed is more than {bound}{why and f' ({why})'}")
+    _check(of, options, lambda value: value > bound, f"is more than {bound}{why and f' ({why})'}")
 
 
 def below_one(of: str, /, **options: float) -> None:
     """Check that probabilities are at least 0 and less than 1; arguments and errors as for `at_least`."""
-    for name, value in options.items():
-        if not 0 <= value < 1:
-            raise ValueError(f"{of}: {name} is {value}, allowed is 0 to below 1")
+    _check(of, options, lambda value: 0 <= value < 1, "is 0 to below 1")
 
 
 def one_of(allowed: Collection[str], of: str, /, **options: str) -> None:
     """Check that options are among the `allowed` words; arguments and errors as for `at_least`."""
-    for name, value in options.items():
-        if value not in allowed:
-            raise ValueError(f"{of}: {name} is {value!r}, allowed are {', '.join(allowed)}")
+    _check(of, options, allowed.__contains__, f"are {', '.join(allowed)}")
 
 
 def check_split(of: str, split: str) -> None:
     """Check that a split is one of `SPLITS`; errors as for `at_least`."""
     one_of(SPLITS, of, split=split)
+
+
+def _check(of: str, options: Mapping[str, Any], is_allowed: Callable[[Any], bool], allowed: str) -> None:
+    for name, value in options.items():
+        if not is_allowed(value):
+            raise ValueError(f"{of}: {name} is {value!r}, allowed {allowed}")
 
 
 def one_size(of: str, *, because: str, source_vocabulary: int, target_vocabulary: int) -> None:

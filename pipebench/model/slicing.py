@@ -224,7 +224,12 @@ def _pieces_of(node: fx.Node) -> list[fx.Node]:
 
 def _check_divides(called: nn.Module, name: str, kind: str, num_slices: int) -> None:
     """Raise a GraphError unless a matrix's features, or heads, divide among the slices."""
-    count: Any = called.out_features if kind == FEATURES else getattr(called, "num_heads", called.out_features)
+    count: Any = called.out_features if kind == FEATURES else getattr(called, "num_heads", None)
+    if count is None:
+        raise GraphError(
+            f"parallelism.tensor: got {num_slices}, and layer {name} puts out heads, whose class has no attribute "
+            "num_heads: set it to their number"
+        )
     if count % num_slices:
         allowed = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
         raise GraphError(

@@ -287,13 +287,13 @@ def test_what_stages_hold_is_reported_with_what_they_take() -> None:
     assert [report.stage for report in reports] == [0, 1, 2]
     assert [report.peak_bytes for report in reports] == [worker.peaks.device_bytes for worker in engine.workers]
     monitor = StageMonitor(setup, 0, None, lambda move: None)
-    monitor.hold(100)
+    monitor.note_memory(100)
     assert monitor.reports[-1].peak_bytes == 0
     monitor.note(Instruction(Op.BACKWARD, 0, 0), 1.0)
-    monitor.hold(70)
-    monitor.hold(60)
+    monitor.note_memory(70)
+    monitor.note_memory(60)
     assert monitor.reports[-1].peak_bytes == 70
-    monitor.hear(3, Repartition(8, (3, 4)))
+    monitor.accept(3, Repartition(8, (3, 4)))
     assert monitor.reports[-1].peak_bytes == 0
 
 

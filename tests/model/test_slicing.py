@@ -19,6 +19,7 @@ from pipebench.profile.tensor import unit_bytes
 from pipebench.zoo.bert import bert_base
 from pipebench.zoo.gnmt import gnmt8
 from pipebench.zoo.gpt2 import gpt2
+from pipebench.zoo.multi_head import Joined
 from pipebench.zoo.transformer import transformer
 from tests.patience import PATIENCE_S
 
@@ -247,6 +248,13 @@ def test_a_matrix_divided_by_rows_adds_pieces_in_the_devices_order() -> None:
         assert not torch.equal(found, first + (second + third) + rows.bias)
 
 
+class Uncounted(nn.Linear):
+    """A projection that puts out heads, but doesn't say how many."""
+
+    one_layer = True
+    tensor_role = (None, "heads")
+
+
 def test_bytes_of_a_block_are_megatrons() -> None:
     b, s, h, t = 2, 6, 16, 4
     graph = trace(gpt2(3, h, 4, 10, 8), rewrite=Slicer(Alone(t)))
@@ -264,6 +272,7 @@ def test_bytes_of_a_block_are_megatrons() -> None:
         (gpt2(1, 18, 3, 40, 8), 2, "layer blocks_0_attention_query has 3 heads, .* allowed are 1, 3"),
         (nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)), 2, "no layer of the model can be sliced"),
         (nn.Sequential(nn.Linear(4, 8), nn.Softmax(1), nn.Linear(8, 2)), 2, "no layer of the model can be sliced"),
+        (nn.Sequential(Uncounted(4, 8), Joined(8, 4)), 2, "layer _0 puts out heads, .* has no attribute num_heads"),
     ],
 )
 def test_what_cannot_be_sliced_is_said_in_a_sentence(model: nn.Module, size: int, said: str) -> None:

@@ -30,7 +30,7 @@ from pipebench.simulate.memory_meter import MemoryMeter
 from pipebench.simulate.meter import Meter
 from pipebench.simulate.steady import simulate_segment
 
-ENOUGH = 4  # backwards per stage that a mean takes at least
+MIN_UNITS = 4  # backwards per stage that a mean takes at least
 _MOST_TRIALS = 8  # layouts to simulate until one fits; two or three usually suffice
 _LOG = logging.getLogger(__name__)
 
@@ -129,7 +129,8 @@ class StageReport(NamedTuple):
         return StageTimes(self.forward_s + self.backward_s, self.peak_bytes)
 
 
-Known = dict[Hashable, tuple[CutLayout | None, CutLayout | None]]  # decisions, by layout and measurements
+# A cache: the next layout and the one after it, by the current layout and the measurements.
+Decisions = dict[Hashable, tuple[CutLayout | None, CutLayout | None]]
 
 
 class RepartitionController:
@@ -140,14 +141,14 @@ class RepartitionController:
         known: a cache of decisions for this setup, which several simulated runs may share.
     """
 
-    def __init__(self, setup: Setup, known: Known | None = None) -> None:
+    def __init__(self, setup: Setup, known: Decisions | None = None) -> None:
         pipeline, size = setup.pipeline, setup.costs.most_samples
         self._rows = setup.profile.by_size[size]
         self._may_start = {members.bit_count() for members in prefixes(self._rows).members[1:-1]}
         self._num_stages = pipeline.num_stages
         self._check = FeasibilityCheck(setup)
         self._layout = self._check.layout
-        self._known: Known = {} if known is None else known
+        self._known: Decisions = {} if known is None else known
         self._next: CutLayout | None = None  # decided together with the current layout, which makes room for it
         self._before: Sequence[StageTimes] | None = None  # measurements for which no better layout was found
         self._problem_of = problems_of(
@@ -166,7 +167,7 @@ class RepartitionController:
             minibatch: the one in whose backward the last stage decides.
             reports: one per stage; all must have measured the current layout.
         """
-        if len(reports) < self._num_stages or min(report.units for report in reports) < ENOUGH:
+        if len(reports) < self._num_stages or min(report.units for report in reports) < MIN_UNITS:
             return None
         if len({report.moves for report in reports}) > 1:
             return None

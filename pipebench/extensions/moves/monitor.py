@@ -6,26 +6,30 @@ stage, all stages know the decision. New cuts apply from a minibatch that no sta
 
 A report also has the stage's peak memory: bytes of live tensors, or the allocator's on a GPU of its own.
 
-Differs: reports are sent with every `EVERY`-th unit, not with each. After a move, decisions wait for measurements of
-units that ran entirely under the new cuts.
+Differs: reports are sent with one unit in `REPORT_INTERVAL`, not with each. After a move, decisions wait for
+measurements of units that ran entirely under the new cuts.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 
 from pipebench.engine.protocols import Transport
 from pipebench.engine.setup import Setup
-from pipebench.extensions.moves.balancing import Known, RepartitionController, StageReport
+from pipebench.extensions.moves.balancing import Decisions, RepartitionController, StageReport
 from pipebench.extensions.moves.repartition_plan import Repartition
 from pipebench.model.allocator import Allocator
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.modes import MEMORY_POLICIES
-from pipebench.schedule.operations import Op
+from pipebench.schedule.operations import ACTIVATION, GRADIENT, RECEIVE, SEND, Op, with_kind
 from pipebench.simulate.timeline import CONTROL
 
-EVERY = 4  # units
+REPORT_INTERVAL = 4  # units, of which one has reports and decisions sent along
 _UNITS_REMEMBERED = 64  # whose decisions are stored; more than are in flight
+
+_SENDS: Final = with_kind(SEND, ACTIVATION, GRADIENT)
+REPORTING: Final = (*_SENDS, *with_kind(RECEIVE, ACTIVATION, GRADIENT))  # operations after which stages report
 
 Decide = Callable[[int, Sequence[StageReport]], Repartition | None]
 
@@ -77,7 +81,7 @@ class StageMonitor:
             if op is Op.BACKWARD and self._units[op] == 1 and self._allocator is not None:
                 self._allocator.forget()
 
-    def hold(self, held_bytes: int) -> None:
+    def note_memory(self, held_bytes: int) -> None:
         """Record the bytes that the stage holds.
 
         They count from the first measured backward on, when activations of older units are freed.
@@ -85,10 +89,15 @@ class StageMonitor:
         if self._units[Op.BACKWARD] > 0:
             self._peak_bytes = max(self._peak_bytes, held_bytes)
 
-    def sent(self, it: Instruction, transport: Transport) -> None:
-        """Send reports after a unit's activation, or the decision after its gradient."""
-        if not _is_reported(it.number):
-            return
+    def exchange(self, it: Instruction, transport: Transport) -> None:
+        """Send or receive reports after a unit's activation, or a decision after its gradient.
+
+        `it` is the instruction that has sent or received the activation or gradient, one of `REPORTING`.
+        """
+        if it.number % REPORT_INTERVAL == REPORT_INTERVAL - 1:
+            (self._send if it.op in _SENDS else self._receive)(it, transport)
+
+    def _send(self, it: Instruction, transport: Transport) -> None:
         if it.op is Op.SEND_ACTIVATION:
             words = torch.tensor(self.reports, dtype=torch.float64, device=self._device)
         else:
@@ -96,15 +105,13 @@ class StageMonitor:
             words = torch.tensor(_words_of(decided), device=self._device)
         transport.send(CONTROL, it.number, it.stage, it.peer, {0: words})
 
-    def received(self, it: Instruction, transport: Transport) -> None:
-        """Receive reports after a unit's activation, or the decision after its gradient."""
-        if not _is_reported(it.number):
-            return
+    def _receive(self, it: Instruction, transport: Transport) -> None:
         words = transport.receive(CONTROL, it.number, it.peer, it.stage)[0].tolist()
         if it.op is Op.RECEIVE_ACTIVATION:
-            self.take(words)
+            for stage, moves, units, *measured in words:
+                self._reports[int(stage)] = StageReport(int(stage), int(moves), int(units), *measured)
         else:
-            self.hear(it.number, _move_of(words, self._num_stages))
+            self.accept(it.number, _move_of(words, self._num_stages))
 
     @property
     def reports(self) -> list[StageReport]:
@@ -116,19 +123,14 @@ class StageMonitor:
         own = StageReport(self.stage, self._moves, units[Op.BACKWARD], forward_s, backward_s, peak_bytes)
         return [*self._reports.values(), own]
 
-    def take(self, reports: Sequence[Sequence[float]]) -> None:
-        """Store the reports of an earlier stage."""
-        for stage, moves, units, *measured in reports:
-            self._reports[int(stage)] = StageReport(int(stage), int(moves), int(units), *measured)
-
     def decision(self, unit: int) -> Repartition | None:
         """Return the decision to send with a unit's gradients: made here, or received with the same unit."""
         if self._decide is not None and unit not in self._decisions:
             minibatch = self._minibatch(unit)[0]
-            self.hear(unit, self._decide(minibatch, self.reports) if minibatch >= self._since else None)
+            self.accept(unit, self._decide(minibatch, self.reports) if minibatch >= self._since else None)
         return self._decisions.get(unit)
 
-    def hear(self, unit: int, move: Repartition | None) -> None:
+    def accept(self, unit: int, move: Repartition | None) -> None:
         """Handle the decision that came with a unit's gradients; several stages may send the same one."""
         if move is not None and self._decisions.get(unit) is None:
             self._moves += 1
@@ -157,13 +159,11 @@ def _move_of(words: Sequence[int], num_stages: int) -> Repartition | None:
     return Repartition(at, starts, tuple(MEMORY_POLICIES[policy] for policy in policies) or None)
 
 
-def _is_reported(unit: int) -> bool:
-    """Return whether reports and decisions travel with a unit."""
-    return unit % EVERY == EVERY - 1
-
-
 def monitors(
-    setup: Setup, on_move: Callable[[Repartition], None], allocator: Allocator | None = None, known: Known | None = None
+    setup: Setup,
+    on_move: Callable[[Repartition], None],
+    allocator: Allocator | None = None,
+    known: Decisions | None = None,
 ) -> list[StageMonitor]:
     """Return a monitor for every stage of a straight pipeline.
 

@@ -43,11 +43,12 @@ class Repartitioning(LoopExtension):
         self.made: list[RepartitionRecord] = []  # the moves so far, ascending
         asked = job.extensions.get(MOVES)
         self._planned = asked.planned if isinstance(asked, MovesPlanned) else ()
-        self._graph, self._sampler = job.setup.graph, job.setup.sampler
-        self._engine, self._tell, self._taken_by = engine, note, taken_by(job)
-        self._before = engine.setup
-        self._announced: list[Repartition] = []
-        self._decided: list[Plan] = []
+        self._engine, self._graph, self._sampler = engine, job.setup.graph, job.setup.sampler
+        self._note = note
+        self._taken_by = taken_by(job)  # engine and plan; a checkpoint's moves continue only under the same ones
+        self._before = engine.setup  # at the start of the current segment
+        self._announced: list[Repartition] = []  # the recipe's moves in the current segment
+        self._decided: list[Plan] = []  # Algorithm 1's decisions for the next drain
 
     def train(self, done: int, drain: int) -> int:
         """Train until the next drain, and record the moves before it; `drained` makes those at the drain.
@@ -163,7 +164,7 @@ class Repartitioning(LoopExtension):
         self.made.append(RepartitionRecord(minibatch, cuts, memory, before, why, live, samples, clock_s, stall_s))
         changed = "" if memory == policies_of(graph, was) else f"; layers: {in_words(memory)}"
         text = f"minibatch {minibatch}: stages begin at {', '.join(cuts)} now, not {', '.join(before)}{changed}; {why}"
-        self._tell(text)
+        self._note(text)
         _LOG.info("%s (%.3g s)", text, stall_s)
 
 

@@ -18,17 +18,17 @@ from pipebench.engine.protocols import EngineExtension
 from pipebench.engine.segment import SizeOf
 from pipebench.engine.setup import Setup, share_of
 from pipebench.engine.virtual import InProcessTransport
-from pipebench.extensions.moves.balancing import ENOUGH, Known
+from pipebench.extensions.moves.balancing import MIN_UNITS, Decisions
 from pipebench.extensions.moves.engine import EngineMoves
 from pipebench.extensions.moves.migration_memory import Inputs, held_at_once
-from pipebench.extensions.moves.monitor import EVERY, monitors
+from pipebench.extensions.moves.monitor import REPORT_INTERVAL, REPORTING, monitors
 from pipebench.extensions.moves.repartition_plan import Repartition
 from pipebench.extensions.moves.settings import MOVES, settings_of
 from pipebench.extensions.moves.simulated_segment import SimulatedSegment
 from pipebench.extensions.moves.throughput import Mark, Marks
 from pipebench.model.graph import tensors_of
 from pipebench.model.plan import Plan
-from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, RECEIVE, SEND, with_kind
+from pipebench.schedule.operations import MIGRATION
 from pipebench.simulate.memory_meter import MemoryPeak
 from pipebench.simulate.meter import Listener, Meter
 from pipebench.simulate.network import Network
@@ -36,9 +36,6 @@ from pipebench.simulate.segments import Segments
 from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.steady import NOTHING, SegmentTotals
 from pipebench.simulate.timeline import Timeline
-
-_SENDS = with_kind(SEND, ACTIVATION, GRADIENT)
-_RECEIVES = with_kind(RECEIVE, ACTIVATION, GRADIENT)
 
 
 class SimulatedEngine(Engine):
@@ -52,7 +49,7 @@ class SimulatedEngine(Engine):
     """
 
     def __init__(
-        self, setup: Setup, *listeners: Listener, inputs: Inputs | None = None, known: Known | None = None
+        self, setup: Setup, *listeners: Listener, inputs: Inputs | None = None, known: Decisions | None = None
     ) -> None:
         super().__init__(setup)
         pipeline = setup.pipeline
@@ -72,7 +69,7 @@ class SimulatedEngine(Engine):
         """See `Engine`."""
         return {MOVES: self._moves}
 
-    def _begin_under(self, setup: Setup, known: Known) -> None:
+    def _begin_under(self, setup: Setup, known: Decisions) -> None:
         """Continue with a setup; measurements start again."""
         self.setup, self.known = setup, known
         self._moves = EngineMoves(setup)
@@ -125,7 +122,7 @@ class SimulatedEngine(Engine):
         """See `Engine`; the cache of decisions stays."""
         self.switch_setup(self.setup.under(plan), self.known)
 
-    def switch_setup(self, setup: Setup, known: Known | None = None) -> None:
+    def switch_setup(self, setup: Setup, known: Decisions | None = None) -> None:
         """See `Engine`; `known` is the cache of decisions for the new setup."""
         before = self.setup
         self._begin_under(setup, {} if known is None else known)
@@ -164,13 +161,11 @@ class SimulatedEngine(Engine):
         """Measure an event on its stage, and exchange reports as a worker in training does."""
         it, monitor = event.instruction, self._monitors[event.worker]
         monitor.note(it, event.end_s - event.start_s)
-        if it.op in _SENDS and size_of(it.number):
-            monitor.sent(it, self._mailbox)
-        elif it.op in _RECEIVES and size_of(it.number):
-            monitor.received(it, self._mailbox)
+        if it.op in REPORTING and size_of(it.number):
+            monitor.exchange(it, self._mailbox)
 
     def _hold(self, event: TimelineEvent, num_bytes: int) -> None:
-        self._monitors[event.worker].hold(num_bytes)
+        self._monitors[event.worker].note_memory(num_bytes)
 
     def _enough(self) -> int:
         """Return the number of minibatches without a decision after which there will be none.
@@ -179,7 +174,7 @@ class SimulatedEngine(Engine):
         every stage has measured enough units, and its reports have reached the last stage.
         """
         pipeline = self.setup.pipeline
-        units = ENOUGH + 2 * EVERY
+        units = MIN_UNITS + 2 * REPORT_INTERVAL
         enough = 4 * pipeline.period + 4 * pipeline.depth + units
         if self.setup.sampler.varies:
             enough *= 8  # sizes of minibatches differ, so means still change a little

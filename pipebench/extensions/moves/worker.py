@@ -2,21 +2,17 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Final
 
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.protocols import Collectives, Handler, Transport, UnitLoss, WorkerExtension
 from pipebench.engine.worker import Worker
 from pipebench.engine.worker_replicas import make_replica
 from pipebench.extensions.moves.migration import MigratingReplica, TransferredUnit
-from pipebench.extensions.moves.monitor import StageMonitor
+from pipebench.extensions.moves.monitor import REPORTING, StageMonitor
 from pipebench.extensions.moves.segment import MovingSegment
 from pipebench.extensions.moves.settings import MOVES, settings_of
 from pipebench.schedule.instructions import Instruction
-from pipebench.schedule.operations import ACTIVATION, GRADIENT, MIGRATION, RECEIVE, SEND, Op, with_kind
-
-_SENDS: Final = with_kind(SEND, ACTIVATION, GRADIENT)
-_RECEIVES: Final = with_kind(RECEIVE, ACTIVATION, GRADIENT)
+from pipebench.schedule.operations import MIGRATION, Op
 
 
 class MovingWorker(WorkerExtension):
@@ -40,7 +36,7 @@ class MovingWorker(WorkerExtension):
             Op.TAKE: partial(self._transfer, self._take),
         }
         if settings_of(worker.setup.pipeline).balances:
-            self.handlers |= {op: self._reporting(worker.handlers[op]) for op in (*_SENDS, *_RECEIVES)}
+            self.handlers |= {op: self._reporting(worker.handlers[op]) for op in REPORTING}
 
     def begin(self, segment: MovingSegment | None) -> None:
         """Start a segment of training."""
@@ -73,7 +69,7 @@ class MovingWorker(WorkerExtension):
     def held(self, num_bytes: int) -> None:
         """Record the bytes that the worker holds."""
         if self.monitor is not None:
-            self.monitor.hold(num_bytes)
+            self.monitor.note_memory(num_bytes)
 
     def _transfer(
         self, execute: Callable[[Instruction, Transport], None], it: Instruction, transport: Transport, _: Collectives
@@ -140,7 +136,7 @@ class MovingWorker(WorkerExtension):
         def handle(it: Instruction, transport: Transport, collectives: Collectives) -> UnitLoss | None:
             done, worker = handler(it, transport, collectives), self._worker
             if self.monitor is not None and worker.is_training:
-                (self.monitor.sent if it.op in _SENDS else self.monitor.received)(it, transport)
+                self.monitor.exchange(it, transport)
             return done
 
         return handle
