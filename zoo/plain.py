@@ -51,9 +51,7 @@ class DatasetPair(Dataset):
     """
 
     targets_apart = False
-    remake: Callable[[], tuple[Any, Any]] | None = (
-        None  # makes both data sets as new, with no open files; None: unknown
-    )
+    remake: Callable[[], tuple[Any, Any]] | None = None  # makes both data sets as new, with no open files
 
     def __init__(
         self,

@@ -94,9 +94,7 @@ class HostSlot:
     port: int  # of the store; 0 for the store of `pipebench run`
     agent_store: bool  # whether a launcher serves the store, rather than rank 0
     attempt: int | None  # number of restarts; None if another program than `pipebench run` is the launcher
-    connection: int | None = (
-        None  # file descriptor of a connection to the store of `pipebench run`, if that is the launcher
-    )
+    connection: int | None = None  # file descriptor of a connection to the store, if `pipebench run` serves it
 
     @property
     def store_text(self) -> str:

@@ -205,7 +205,7 @@ def copied(part: _Part, memo: dict[int, Any] | None = None) -> _Part:
 
 
 def copied_to(module: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy of a module on a device; tensors that its modules share stay shared.
+    """Return a copy of a module on another device; tensors that its modules share stay shared.
 
     `Module.to` would give every module a copy of its own of a shared buffer.
     """

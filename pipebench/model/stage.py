@@ -73,9 +73,7 @@ class Stage:
     swapped: tuple[Swapped, ...]  # the runs of layers whose saved tensors are swapped to the host
     modes: tuple[tuple[nn.Module, bool], ...]  # each of its modules, and whether it is in training mode
     rounding: Rounding | None = None  # what the caller has to round, see `precision.lower`
-    evaluation: "Stage | None" = (
-        None  # the stage in evaluation mode: the same modules, layers of the evaluation's graph
-    )
+    evaluation: "Stage | None" = None  # in evaluation mode: the same modules, layers of the evaluation's graph
     idle: Mapping[str, torch.Tensor] = field(default_factory=dict)  # qualified name to tensor of idle layers
 
     @cached_property
@@ -112,12 +110,15 @@ def cut_stage(graph: LayerGraph, plan: Plan, index: int) -> Stage:
 
     Of idle layers the stage has only the tensors.
     """
-    own, is_last, seeder, copies = plan.stages[index], index == len(plan.stages) - 1, Seeder(), dict[int, Any]()
+    own, is_last = plan.stages[index], index == len(plan.stages) - 1
+    seeder = Seeder()
+    copies: dict[int, Any] = {}  # parts of the model that both forms of the stage share, by id
     evaluated = plan_evaluation(graph, plan)
-    layers = _active(graph.evaluated.layers[i] for i in evaluated.layers[index])
-    evaluation = _StageLayers(index, graph.evaluated, layers, None, evaluated.crossings, is_last).stage(seeder, copies)
-    layers, memory = _active(graph.layers[own.start : own.stop]), dict(enumerate(own.memory, own.start))
-    training = _StageLayers(index, graph, layers, memory, plan.crossings, is_last).stage(seeder, copies)
+    found = _active(graph.evaluated.layers[i] for i in evaluated.layers[index])
+    evaluation = _StageLayers(index, graph.evaluated, found, None, evaluated.crossings, is_last).stage(seeder, copies)
+    found = _active(graph.layers[own.start : own.stop])
+    memory = dict(enumerate(own.memory, own.start))
+    training = _StageLayers(index, graph, found, memory, plan.crossings, is_last).stage(seeder, copies)
     return replace(training, idle=idle_tensors(graph, own.start, own.stop), evaluation=evaluation)
 
 
@@ -153,9 +154,8 @@ class _StageLayers:
             _switch_inplace_off_where_inputs_are_saved(part)
         swapped = fold(module, SWAP, Swapped)  # after the switch: in-place layers in swapped runs may stay in place
         for each in module.modules():
-            if isinstance(
-                each, fx.GraphModule
-            ):  # break the cycle of module and graph, so that weights are freed at once
+            if isinstance(each, fx.GraphModule):
+                # Break the cycle of module and graph, so that weights are freed at once.
                 each.graph.owning_module = None
         named = module.named_modules(remove_duplicate=False)
         return Stage(

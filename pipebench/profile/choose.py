@@ -77,9 +77,12 @@ def profile_for(
 
 
 def _used_here(recipe: Recipe, device: torch.device, found: Profile) -> Profile:
-    """Return a profile with what files and the cache don't store: the recipe's precision, and the GPUs here."""
-    num_devices = torch.cuda.device_count() if device.type == "cuda" else 0
-    return replace(found, precision=recipe.train.precision, num_devices=num_devices)
+    """Return a profile with what depends on this run: the recipe's precision, and the number of GPUs here.
+
+    A file's or the cache's profile may have another run's.
+    """
+    num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    return replace(found, precision=recipe.train.precision, num_local_gpus=num_gpus)
 
 
 def _check_measurable(recipe: Recipe, cluster: Cluster, dataset: Dataset) -> None:

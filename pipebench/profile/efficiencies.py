@@ -36,9 +36,8 @@ class Convolutions:
     Its deterministic gradients are bound by how few blocks may sum an element, not by arithmetic.
     """
 
-    direct: (
-        float  # of the peak rate: any product by the direct algorithm; a gradient by Winograd's reaches 4 times that
-    )
+    # Of the peak rate: any product by the direct algorithm; a gradient by Winograd's reaches 4 times that
+    direct: float
     winograd_forward: float  # of the peak rate: a forward by Winograd's, counting the direct algorithm's operations
     forward_memory: float  # of the peak bandwidth: the bytes that a forward reads and writes
     input_memory: float  # of the peak bandwidth: those of the product that gives the gradient of the input
@@ -99,7 +98,7 @@ HOPPER = Efficiencies(
     tensor_convolution=0.60,
     tf32_convolution=0.275,
     # All fitted on three profiles measured on an H100: AlexNet, VGG-16 and ResNet-50, 64 images, fp32, deterministic.
-    # `memory` was measured there as 0.89 (ReLU of 822 MB), as published. Embeddings and recurrent layers weren't
+    # `memory` keeps the published 0.88; measured there: 0.89 (ReLU of 822 MB). Embeddings and recurrent layers weren't
     # measured; their bytes are taken at `memory`, their products at the fractions above.
     convolutions=Convolutions(
         direct=0.45,

@@ -144,7 +144,7 @@ class Profile:
     loaders: Count = 0  # loader processes that share the work timed as `load_s`; 0: the worker loads by itself
     slices: Count = 1  # devices among which each worker's layers are divided; costs are those of one device
     device_bytes: Count = 0  # memory of the GPU that it was measured on; 0: no GPU, or not known
-    num_devices: Count = 0  # GPUs of the machine that it is used on, which its processes share; 0: none, or not known
+    num_local_gpus: Count = 0  # GPUs of the machine that uses it, which its processes share; 0: none, or not known
 
     @property
     def rows(self) -> tuple[LayerProfile, ...]:

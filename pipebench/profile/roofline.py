@@ -180,8 +180,8 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the seconds of one of a convolution's products. `args` are `aten.convolution`'s.
 
         Without tensor cores a convolution by Winograd's algorithm may be faster than the direct one. Where fractions of
-        the peaks are known per product, they say which algorithm cuDNN takes; else it is the faster one, which cuDNN
-        finds by trying.
+        the peaks are known per product, cuDNN's rules say which algorithm it takes (`has_winograd`); else it is the
+        faster one, which cuDNN finds by trying.
         """
         x, weight, _, stride, _, dilation, transposed, _, groups = args
         known = self._efficiencies

@@ -12,7 +12,7 @@ from pipebench.typed_json import JsonError, read, shown
 
 VERSION = 7
 # Fields of the profile, and of a row, that are left out if they have these values.
-_OPTIONAL = {"slices": 1, "loaders": 0, "device_bytes": 0, "num_devices": 0}
+_OPTIONAL = {"slices": 1, "loaders": 0, "device_bytes": 0, "num_local_gpus": 0}
 _OPTIONAL_IN_ROWS: Mapping[str, object] = {"workspace_bytes": 0, "reads_samples": False, "untrained_sizes": {}}
 _KEY = "pipebench_profile"
 

@@ -22,15 +22,17 @@ class Instruction(NamedTuple):
 
     op: Op
     stage: int  # one of the worker's stages; of a wait for the norm, which is of all of them, the first
-    # Of a pass or message, the unit (a minibatch or microbatch); of a wait or update, the round; of a pull, the next
-    # minibatch or, at the end, the segment's last; of a move, the first minibatch whose forward runs at the layers' new
-    # stage
+    # Of a pass or message, the unit (a minibatch or microbatch); of a wait, gather, free or update, the round; of a
+    # pull, the next minibatch or, at the end, the segment's last; of a move, the first minibatch whose forward runs at
+    # the layers' new stage
     number: int
     # Of a send, a receive or a transfer of layers, the other stage, of which the unit determines the replica; of a wait
     # for tied weights, the group that sums, see `Pipeline.members`. Else -1, also where a stage is rebuilt with the
     # same layers
     peer: int = -1
-    reduce: int = -1  # the round whose reduction a backward, or its weight part, starts, else -1
+    # The round whose reduction a backward (or its weight part) starts, or the wait of a worker without a unit in the
+    # round; else -1
+    reduce: int = -1
     # A version of the stage's weights, counted in its updates since the drain: of a pass, the one it reads; of an
     # update, the oldest that a later pass may read; of a pull, the one it waits for. Else -1, also where the virtual
     # clock decides

@@ -24,7 +24,7 @@ class Mode:
 
     summary: str  # one line, for lists of modes
     # Which plans it allows: `one` (a single worker), `one-stage` (one stage on all workers), `straight` (one worker per
-    # stage), `equal` (equally many workers per stage), `even` (an even number per stage) or `any`
+    # stage), `equal` (equally many workers per stage), `even` (the same, an even number) or `any`
     shape: str
     order: str  # order of work: a name in `orders.ORDERS`, or the path of a file in torch's CSV form
     flush: bool  # whether every update empties the pipeline

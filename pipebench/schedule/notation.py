@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from pipebench.errors import PlanError, choice
+from pipebench.errors import PlanError, nearest, shown
 from pipebench.schedule.modes import AUTO, Mode
 
 STRAIGHT = "straight"
@@ -70,7 +70,8 @@ def _replicas(given: object, mode: Mode, num_workers: int) -> tuple[int, ...]:
         return (2,) * (num_workers // 2) if mode.shape == "even" else (1,) * num_workers
     if isinstance(given, bool) or not isinstance(given, str | int) or not _NOTATION.fullmatch(text):
         others = "replicas per stage such as 15-1, 2-1-1 or 16, or a plan's file such as plan.json"
-        raise PlanError(f"{choice(given, (AUTO, STRAIGHT))}, or {others}")
+        hint = nearest(given, (AUTO, STRAIGHT)) if isinstance(given, str) else ""
+        raise PlanError(f"got {shown(given)}, allowed are {AUTO}, {STRAIGHT}, or {others}{hint}")
     return tuple(int(part) for part in text.split("-"))
 
 

@@ -103,8 +103,8 @@ def interleaved(p: Pipeline, worker: int, units: Sequence[int]) -> Iterator[Pass
     positions and v stages per worker, a worker at position p runs 2 (P - p - 1) + (v - 1) P forwards, then one forward
     and one backward in turn; units pass a stage in groups of P. The bubble is 1/v of 1F1B's.
 
-    Differs: the paper requires P to divide the number of units. Here the last group is padded to P units, whose passes
-    are left out again, which can't deadlock.
+    Differs: the paper requires P to divide the number of units. Here the last group is padded to P units, and the
+    padding's passes are left out of the list, which can't deadlock.
     """
     stages, positions, chunks = p.stages_of(worker), p.num_positions, p.chunks
     own = p.own_units(stages[0], worker, units)

@@ -72,8 +72,8 @@ def update_costs(p: Pipeline) -> list[float]:
 def delay(p: Pipeline, stage: int) -> float:
     """Return the delay of a gradient, in updates, in the steady state of 1F1B where forwards use the newest version.
 
-    PipeMare's tau: a replica runs d_s - 1 other forwards between a unit's forward and its backward, which are as many
-    updates as that number over the units per update.
+    PipeMare's tau is (d_s - 1) / units per update: between a unit's forward and its backward a replica runs d_s - 1
+    other forwards and, in the steady state, ends as many other units, each a fraction of an update.
     """
     return (p.warmups[stage] - 1) / units_per_update(p)
 

@@ -104,7 +104,7 @@ def _processes_per_device(cluster: Cluster, profile: Profile) -> int:
         num_here = int(launched)
     else:
         num_here = cluster.num_workers * profile.slices if cluster.name == LOCAL else 1
-    return max(1, math.ceil(num_here / profile.num_devices)) if profile.num_devices else 1
+    return max(1, math.ceil(num_here / profile.num_local_gpus)) if profile.num_local_gpus else 1
 
 
 def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Dataset) -> Request:

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from pipebench.errors import ProfileError
 from pipebench.model.graph import trace
 from pipebench.model.optimizer import make_optimizer
 from pipebench.profile import measure
+from pipebench.profile.clocks import device_clock
 from pipebench.profile.devices import DEVICES
 from pipebench.profile.enough import StopRule
 from pipebench.profile.measure import mean_profile, measured_profile
@@ -20,7 +22,7 @@ from pipebench.profile.model import LayerProfile, Profile
 from pipebench.profile.pieces import Pieces
 from pipebench.profile.request import ProfileRequest
 from pipebench.profile.roofline import priced
-from pipebench.profile.walk import walk
+from pipebench.profile.walk import _Walk, walk
 from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe
 from tests.made_up_gpu import made_up_gpu
 from tests.models import HalfFrozen
@@ -162,6 +164,25 @@ def test_values_that_skip_pieces_wait_on_the_host() -> None:
     with made_up_gpu(8 * size * 8 * 4 + 20_000):
         found = measured_profile(request, CUDA, StopRule(most=1), engine=EngineRecipe())
     assert "in 8 pieces" in found.note
+
+
+def test_a_piece_begins_with_values_of_earlier_pieces_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second round it was given copies of what it computes itself, too: bytes copied, and held in vain."""
+    graph, dataset = trace(Hourglass(4).double()), Blobs(num_train=2, classes=8, shape=(8,))
+    begun: list[tuple[int, list[str]]] = []
+    begin = _Walk.begin_with
+
+    def noted(walked: _Walk, left: Any, piece: range, copy: Callable[[Any], Any]) -> None:
+        begin(walked, left, piece, copy)
+        begun.append((piece.start, [str(node) for node in walked._env.keys() - walked._inputs.keys()]))
+
+    monkeypatch.setattr(_Walk, "begin_with", noted)
+    samples = dataset.fetch("train", range(2), [*dataset.inputs, *dataset.targets])
+    walk(graph, Pieces(graph, copy.deepcopy(graph.root), CPU, 2), dataset, samples, device_clock(CPU))
+    names = [layer.name for layer in graph.layers]
+    assert len(begun) == 4
+    assert all(names.index(name) < start for start, found in begun for name in found)
+    assert any(found for _, found in begun)
 
 
 @pytest.mark.usefixtures("little_to_step_on")

@@ -39,7 +39,7 @@ def test_a_worker_of_several_devices_shares_their_ports() -> None:
     assert [level.bandwidth_bytes_per_s for level in found.levels] == [10e9, 1e9]
     assert found.host_memory_bytes == 200
     assert found.memory_bytes == CLUSTER.memory_bytes
-    with pytest.raises(PlanError, match=r"got 3, and a server of cluster two has 8 devices, .* allowed are 1, 2, 4, 8"):
+    with pytest.raises(PlanError, match=r"got 3, which doesn't divide the 8 devices of a server .* are 1, 2, 4, 8"):
         coarser(CLUSTER, 3)
 
 
@@ -114,7 +114,7 @@ def test_slices_divide_what_is_not_trained() -> None:
 @pytest.mark.parametrize(
     ("parallelism", "others", "said"),
     [
-        ({"tensor": 3}, {}, "parallelism.tensor: got 3, and a server of cluster cluster-b has 8 devices"),
+        ({"tensor": 3}, {}, "parallelism.tensor: got 3, which doesn't divide the 8 devices"),
         ({"tensor": 0}, {}, "parallelism.tensor: got 0, allowed is a whole number of at least 1"),
         ({"tensor": "auto"}, {}, "parallelism.tensor: got auto with mode dp"),
         ({"tensor": 2}, {"engine": {"kind": "simulated", "timing": "a/b.json"}}, "got 2 with timing .*times of whole"),
