@@ -219,8 +219,8 @@ class _Walk:
 
     def begin_with(self, left: Mapping[fx.Node, Any], piece: range, copy: Callable[[Any], Any]) -> None:
         """Begin a piece with copies of the values that it reads of earlier pieces; `left` may have later ones', too."""
-        earlier = {*self._nodes[: piece.start]} & left.keys()
-        read = {n: left[n] for n in earlier if any(reader in piece for reader in self._readers[n])}
+        before = {*self._nodes[: piece.start]}
+        read = {n: v for n, v in left.items() if n in before and any(reader in piece for reader in self._readers[n])}
         self._env = {**self._inputs, **self._copies(read, copy)}
 
     def leave(self, piece: range, copy: Callable[[Any], Any]) -> dict[fx.Node, Any]:
