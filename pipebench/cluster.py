@@ -36,9 +36,10 @@ class Level:
             None: no limit.
         ring_bytes_per_s: the most payload that one all-reduce among replicas, or one exchange with parameter servers,
             carries through a port of this level; None: no limit.
-        stage_ring_bytes_per_s: replaces `ring` for the replicas of a pipeline's stages; None where `ring` holds for
-            them, too.
-        p2p_bytes_per_s: the most payload that one message from worker to worker gets; None: no limit.
+        stage_ring_bytes_per_s: replaces `ring_bytes_per_s` for the replicas of a pipeline's stages; None where that
+            holds for them, too.
+        p2p_bytes_per_s: the most payload that one connection of a message from worker to worker carries; None: no
+            limit.
         connections: PER_PAIR, the default: the tensors of a message share one connection and its limits; PER_VALUE:
             each tensor has a connection of its own.
         over_pcie: whether traffic over this level also crosses the PCIe lanes between a device and its host (`pcie`),

@@ -16,7 +16,7 @@ from itertools import takewhile
 _SHORTEST_SECRET = 4  # characters; shorter values are parts of too many words
 _SHORTEST_CUT = 40  # characters that are left of a hidden value that was cut without `...`
 _MOST_SHOWN = 60  # characters of a value in a message
-_LARGEST_SHOWN = 2**63
+_LARGEST_SHOWN = 2**63  # Python refuses to print numbers of thousands of digits
 _hidden: dict[str, str] = {}  # value to expression
 # Least similarity, from 0 to 1, to an allowed name and to a key of another section.
 _CLOSE, _CLOSE_ELSEWHERE = 0.55, 0.8
@@ -312,18 +312,18 @@ def _folded(name: object) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value as YAML and JSON write it, cut at 60 characters; of a mapping and a huge number the kind alone.
+    """Return a value as a recipe has it, cut at 60 characters; of a mapping and a huge number the kind alone.
 
-    >>> shown("a"), shown(True), shown(None), shown({"a": 1})
-    ("'a'", 'true', 'null', 'a mapping')
+    >>> shown("a"), shown([True, 1]), shown(None), shown({"a": 1})
+    ("'a'", '[true, 1]', 'null', 'a mapping')
     """
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):
         return "a mapping"
-    if isinstance(value, int) and abs(value) > _LARGEST_SHOWN:  # Python refuses to print thousands of digits
+    if isinstance(value, int) and abs(value) > _LARGEST_SHOWN:
         return "a huge number"
-    text = repr(value)
+    text = f"[{', '.join(map(shown, value))}]" if isinstance(value, list) else repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
 
 
@@ -335,7 +335,5 @@ def choice(given: object, allowed: Iterable[str]) -> str:
     """
     names = list(allowed)
     allowed_text = f"allowed are {', '.join(names)}" if names else "but there is none"
-    if not isinstance(given, str):
-        return f"got {shown(given)}, {allowed_text}"
-    start = given[:_MOST_SHOWN]
-    return f"got {start!r}, {allowed_text}{nearest(start, names)}"
+    hint = nearest(given[:_MOST_SHOWN], names) if isinstance(given, str) else ""
+    return f"got {shown(given)}, {allowed_text}{hint}"

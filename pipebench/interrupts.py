@@ -31,7 +31,8 @@ def listen() -> None:
     Libraries swallow a KeyboardInterrupt while they are imported, and fail later with other errors. The record shows
     that Ctrl-C was the cause.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as by nohup
+    # Otherwise it is ignored, as in a script's `command &`, or handled.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 
 

@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from PIL import Image, PngImagePlugin
 
 from pipebench.show import inline
 from pipebench.tracking import connection
+from pipebench.zoo.mnist5k import Mnist5k
 
 TABLES = Path()  # the database that others are copies of; conftest.py names it
 
@@ -65,3 +67,14 @@ def _dot(path: str | os.PathLike[str], made_by: str | None = None) -> None:
     if made_by is not None:
         about.add_text("Software", made_by)
     Image.new("1", (1, 1)).save(path, format="png", pnginfo=about)
+
+
+def evaluate_few_digits(patch: pytest.MonkeyPatch, num_eval: int) -> None:
+    """Let data sets of digits that are made from here on have the first `num_eval` of the thousand held-out ones."""
+    begin = Mnist5k.__init__
+
+    def with_few(self: Mnist5k, *given: Any) -> None:
+        begin(self, *given)
+        self.num_eval = num_eval
+
+    patch.setattr(Mnist5k, "__init__", with_few)

@@ -81,7 +81,7 @@ class Commands(click.Group):
             formatter.write_dl([*COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; raise BrokenPipeError and EOFError as others, since click takes them for the terminal's."""
+        """Run a command; raise others in place of BrokenPipeError and EOFError, which click takes for its own."""
         self._meta = ctx.meta
         _require_working_directory()
         try:

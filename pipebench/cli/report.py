@@ -46,9 +46,9 @@ def parse_rows(text: str) -> tuple[str, ...]:
 def report(name: str | None, lists: bool, out: Path | None, **given: Any) -> int:
     """Make a report: run what it needs and hasn't run yet, and set the results beside published ones.
 
-    NAME is a report from `pipebench report --list`, or the path of a YAML file of your own. Runs of a recipe by this
-    version that MLflow has aren't repeated, so an interrupted report goes on. Markdown, a page of HTML and pictures
-    are written to rendered/NAME/ in the working directory, and recorded in MLflow with all runs.
+    NAME is a report from `pipebench report --list`, or the path of a YAML file of your own. Results of
+    this version that MLflow has already are used, so an interrupted report goes on. Markdown, a page of HTML and
+    pictures are written to rendered/NAME/ in the working directory, and recorded in MLflow with all runs.
 
     \b
     Examples:

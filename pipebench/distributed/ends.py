@@ -12,7 +12,7 @@ class Received:
     values: Any  # as sent, on the receiver's device
     payload_bytes: int  # of all tensors
     sent_s: float  # when it was sent, on the run's clock
-    arrived_s: float  # when this worker had it, on the run's clock
+    arrived_s: float  # end of the wait for it, on the run's clock; if it was there before, when it was asked for
     note: float  # a number sent with it
     taken: int  # messages of the other direction that the sender has taken
 

@@ -94,15 +94,15 @@ def record(failure: Failure) -> None:
 def is_first_of_host(mistake: Failure) -> bool:
     """Return whether no other process that torchrun started on this host has asked about the same mistake.
 
-    torchrun has a folder per attempt, with a folder for every process's error file. Under other launchers every process
-    counts as the first.
+    torchrun makes a new folder per attempt, with a folder for every process's error file. Under other launchers every
+    process counts as the first: who else sets the file's name may set the same one every time.
     """
     name = os.environ.get(_ERROR_FILE)
-    if not name:
+    if not name or "TORCHELASTIC_RUN_ID" not in os.environ:
         return True
     digest = hashlib.sha256(mistake.message.encode(errors="replace")).hexdigest()
     try:
-        Path(name).parents[1].joinpath(f"reported-{digest}").touch(exist_ok=False)
+        (Path(name).parent.parent / f"reported-{digest}").touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:  # the disk may be full

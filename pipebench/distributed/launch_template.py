@@ -34,6 +34,7 @@ from pipebench.zoo.late import torch
 _MAX_REQUEST_BYTES, _MAX_DESCRIPTORS = 1 << 17, 16
 # The template answers in milliseconds, but its own imports come first, on a host that may be busy.
 _ANSWER_S = 60.0
+_LOOK_EVERY_S = 1.0  # launchers poll every worker many times a second
 _PR_SET_NAME = 15
 _STANDARD = (0, 1, 2)  # input, output, errors
 
@@ -70,6 +71,7 @@ class Template:
         self._socket = ours
         self._exit_codes: dict[int, int] = {}  # of workers that have ended, by process id
         self._unreported_since_s: dict[int, float] = {}  # when a worker was seen to have ended, by process id
+        self._looks_again_s: dict[int, float] = {}  # when to look next whether a worker has ended, by process id
         self._is_gone = False
         launcher = os.getpid()
         self.pid = _fork()
@@ -129,10 +131,12 @@ class Template:
             return self._exit_codes[pid]
         if self._is_gone:
             return -signal.SIGKILL
-        if _has_ended(pid):
-            now_s = time.monotonic()
-            if now_s - self._unreported_since_s.setdefault(pid, now_s) > _ANSWER_S:
-                raise self._silent()
+        now_s = time.monotonic()
+        if now_s < self._looks_again_s.get(pid, 0.0):
+            return None
+        self._looks_again_s[pid] = now_s + _LOOK_EVERY_S
+        if _has_ended(pid) and now_s - self._unreported_since_s.setdefault(pid, now_s) > _ANSWER_S:
+            raise self._silent()
         return None
 
     def _has_message(self, timeout_s: float) -> bool:
@@ -168,7 +172,9 @@ class Template:
 
 
 def _has_ended(pid: int) -> bool:
-    """Return whether a process has ended, though its parent may not have waited for it yet."""
+    """Return whether a process has ended, though its parent may not have waited for it yet; False without /proc."""
+    if not Path("/proc/self/stat").exists():
+        return False
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -181,7 +181,7 @@ def with_allocated(found: RunMeasurements, columns: Sequence[Mapping[str, int]])
 
     Args:
         found: measurements.
-        columns: by worker; empty on CPUs.
+        columns: a mapping per worker; on CPUs each is empty.
     """
     rows = tuple({**row, **more} for row, more in zip(found.workers, columns, strict=True))
     most = {f"{name}_max": max(more[name] for more in columns) for name in columns[0]}

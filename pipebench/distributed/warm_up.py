@@ -106,7 +106,9 @@ def _compile(setup: Setup, world: World, own: Worker) -> None:
     """Compile a worker's own stages: run a unit of every size through them, without an update."""
     alone = _alone(setup)
     worker = Worker(alone, setup.pipeline.stages_of(own.index)[0])
-    worker.replicas, worker.running = own.replicas, dict(own.running)
+    worker.replicas = own.replicas
+    worker.running.clear()  # in place, since its peaks have the same dictionary: the replicas it was made with go
+    worker.running.update(own.running)
     for each in _of_every_size(alone):
         with ExitStack() as stack:
             for replica in own.replicas.values():

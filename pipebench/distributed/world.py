@@ -173,8 +173,8 @@ class World:
     ) -> Any:
         """Return a new process group; ranks outside it call this method, too, and get torch's placeholder.
 
-        A run's operations use such groups. The default group is for `exchange`, `gather` and `hand_over` only, whose
-        operations therefore never mix with the run's.
+        A run's operations use such groups. The default group is for `exchange`, `gather`, `hand_over` and set-up only
+        (`check_members`, warm-up), whose operations therefore never mix with the run's.
 
         Args:
             backend: "gloo" or "nccl".

@@ -1,6 +1,5 @@
 """Sums of an evaluation over held-out samples, and the whole model for metrics that no single stage can compute."""
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,10 +9,9 @@ import torch
 from pipebench.checkpoint.share import own_names
 from pipebench.engine.setup import Setup
 from pipebench.model.graph import copied, copied_to
-from pipebench.model.values import tensors_in
 from pipebench.zoo.registry import Dataset
 
-_LOSS, _WEIGHT, _NAN_WEIGHT = "eval_loss", "weight of all samples", "weight of samples with NaN outputs"
+_LOSS, _WEIGHT = "eval_loss", "weight of all samples"
 
 
 class Scores:
@@ -25,18 +23,11 @@ class Scores:
         self.sums: dict[str, float] = defaultdict(float)
 
     def add(self, output: Any, targets: Mapping[str, torch.Tensor], weight: float) -> None:
-        """Score the model's output for a minibatch.
-
-        NaN outputs have scores, too: `argmax` takes the first NaN, so an accuracy is the share of a class. Their
-        minibatch counts, and scores nothing.
-        """
-        loss, scores = float(self._dataset.loss(output, targets)), self._dataset.score(output, targets)
-        self.sums[_LOSS] += loss
+        """Score the model's output for a minibatch."""
+        self.sums[_LOSS] += float(self._dataset.loss(output, targets))
         self.sums[_WEIGHT] += weight
-        has_nan = math.isnan(loss) and any(bool(tensor.isnan().any()) for tensor in tensors_in(output))
-        self.sums[_NAN_WEIGHT] += weight if has_nan else 0.0
-        for name, value in scores.items():
-            self.sums[name] += 0.0 if has_nan else float(value)
+        for name, value in self._dataset.score(output, targets).items():
+            self.sums[name] += float(value)
 
     def merge(self, others: Iterable[Mapping[str, float]]) -> None:
         """Replace the sums by the totals over all workers, added in their order."""
@@ -47,17 +38,10 @@ class Scores:
         self.sums = total
 
     def metrics(self) -> dict[str, float]:
-        """Return `eval_loss` and every metric of the dataset.
-
-        With NaN outputs, a metric to maximise is a lower bound, and one to minimise is NaN, as without their scores it
-        would be too good.
-        """
+        """Return `eval_loss` and every metric of the dataset."""
         sums = dict(self.sums)
-        weight, nan_weight = sums.pop(_WEIGHT), sums.pop(_NAN_WEIGHT)
-        metrics = {_LOSS: sums.pop(_LOSS) / weight, **self._dataset.summarise(sums, weight)}
-        if nan_weight > 0:
-            metrics |= {name: math.nan for name in metrics if self._dataset.metrics.get(name) == "min"}
-        return metrics
+        weight = sums.pop(_WEIGHT)
+        return {_LOSS: sums.pop(_LOSS) / weight, **self._dataset.summarise(sums, weight)}
 
 
 class WholeModel:

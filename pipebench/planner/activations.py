@@ -34,8 +34,8 @@ def on_device(
     """Return the peak device bytes of swapped tensors with d units in flight: the lower of two lines in d.
 
     Each line is (constant bytes, bytes per unit in flight). In the first, all units stay on the device. In the second,
-    three units do and, if a copy out takes longer than a forward, the uncopied rest of every other unit. Copies at an
-    unknown rate never lag.
+    three units do and, if a copy out takes longer than a forward, the uncopied rest of each of the d - 1 units. Copies
+    at an unknown rate never lag.
     """
     swaps = np.maximum(0.0, swapped_bytes)  # negative if a profile without storages is inconsistent
     left = 0.0 * swaps

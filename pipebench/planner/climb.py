@@ -43,7 +43,7 @@ from pipebench.schedule.weights import WEIGHT_POLICIES
 BUDGET = 50_000  # simulated instructions or equivalent, 15 to 20 us each: about a second
 _ESTIMATED = 4_000  # instructions simulated of one plan, at most
 _FINALISTS = 3  # estimated plans that are simulated to steady state
-_MOST_UNITS = 2_500  # minibatches times stages to simulate to steady state; a plan that needs more can't win
+_MOST_UNITS = 2_500  # minibatches times stages to simulate to steady state; a plan that needs more isn't tried
 _BEAM = 1.05  # times the best: the search continues around plans up to this
 _PLACED = 1.5  # times the best: plans up to this are tried on other devices at the end
 _CLEARLY_FASTER = 0.98  # required of a larger depth (staler gradients) or another placement (prediction error)
@@ -157,7 +157,7 @@ class _Climb:
         for floor_s, anywhere in sorted(map(self._anywhere, outlines)):
             if floor_s >= self._best_s or self._left <= 0:
                 return
-            if not self._may_win(anywhere):
+            if not self._is_affordable(anywhere):
                 self._unseen_s = min(self._unseen_s, floor_s)
             for devices in self._placements(anywhere.replicas):
                 self._add(anywhere._replace(devices=devices, depth=noam(anywhere.replicas)), 1.0)
@@ -217,7 +217,7 @@ class _Climb:
             return
         for depth in self._depths(sketch):
             each = sketch._replace(depth=depth)
-            if each in self._queued or self._left <= 0 or not self._may_win(each):
+            if each in self._queued or self._left <= 0 or not self._is_affordable(each):
                 continue
             self._queued.add(each)
             self._left -= self._floor_cost(each)
@@ -250,7 +250,7 @@ class _Climb:
     def _seconds(self, sketch: Sketch) -> float:
         return self._found[sketch].minibatch_s
 
-    def _may_win(self, sketch: Sketch) -> bool:
+    def _is_affordable(self, sketch: Sketch) -> bool:
         """Return whether simulating the plan to steady state is affordable."""
         rounds = FILL_ROUNDS * max(self._floors.warmups(sketch.replicas, sketch.depth))
         return math.lcm(*sketch.replicas) * rounds * len(sketch.stages) <= _MOST_UNITS

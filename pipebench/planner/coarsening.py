@@ -1,8 +1,8 @@
 """Searches over models with very many places to cut: first over a few, then over all near the best plan's cuts.
 
 Search time grows with the square of the number of states, on several levels with its cube. So beyond MOST_EXACT states
-searches are inexact. A search over `States.grouped` bounds the loss from below: a group of neighbouring states costs no
-more than any of its members.
+searches are inexact. A search over `States.grouped` gives a lower bound on the bottleneck, and so bounds the loss: a
+group of neighbouring states costs no more than any of its members.
 """
 
 import itertools

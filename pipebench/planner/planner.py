@@ -366,9 +366,10 @@ def _faster(
             return
         tried.append(each.plan)
         hopeless_s = best_s
-        if estimator.simulates(each) and estimator.mode.flush:  # every flush is like the first
+        is_simulated = estimator.simulates(each)
+        if is_simulated and estimator.mode.flush:  # every flush is like the first
             left -= each.accumulate * math.lcm(*each.plan.replicas) * each.microbatches * len(each.stages)
-        elif estimator.simulates(each):
+        elif is_simulated:
             glimpsed_s, taken = estimator.estimate_rate(each, _GLIMPSED)
             left -= taken / _INSTRUCTIONS_OF_A_UNIT
             if glimpsed_s >= _WORTH_SIMULATING * best_s:

@@ -118,8 +118,8 @@ class TrainRecipe:
     # drains before. Null: after every evaluation in processes; by the virtual engine, if the last one is older than
     # ten minutes
     checkpoint_every: PeriodRecipe | None = None
-    # How many of the newest checkpoints stay, besides that of the best evaluation. 0: none stays after the run, and
-    # none is written unless processes need it
+    # How many of the newest checkpoints stay, besides that of the best evaluation. 0: none stays after the run; without
+    # `checkpoint_every` the virtual engine writes none
     checkpoint_keep: int = 2
 
 

@@ -29,7 +29,7 @@ def print_calibration(report: Report, asked: Sequence[ReportRun], *, writes: boo
     Raises:
         UserError: there are no constants, or they can't be fitted or written.
     """
-    with preparing(report.name, standard_output(), tells=True, work=_FITTING) as say:
+    with preparing(report.name, standard_output(), prints_lines=True, work=_FITTING) as say:
         progress = _Progress(report, say)
         calibrated = calibrate(report, asked, progress.run, progress.leave_out)
     _say(calibration_text(calibrated))

@@ -34,7 +34,7 @@ class CellOutcome:
     problem: str | None = None  # why it couldn't run
 
 
-# By row, run and column (SAME if they all agree); one outcome per seed.
+# By row, run and column (SAME for a run that is the same in all columns); one outcome per seed.
 Outcomes = Mapping[tuple[str, str, str], Sequence[CellOutcome]]
 
 

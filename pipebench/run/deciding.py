@@ -49,14 +49,14 @@ _KINDS = (errors.UserCodeError, errors.GraphError, errors.PlanError, errors.Prof
 
 
 def prepare_job(
-    loaded: LoadedRecipe, *, apart: bool = False, tells: bool = False, silent: bool = False, **how: Any
+    loaded: LoadedRecipe, *, apart: bool = False, prints_lines: bool = False, silent: bool = False, **how: Any
 ) -> Job:
     """Prepare a recipe.
 
     Args:
         loaded: the recipe.
         apart: whether another process decides if the profile is measured on a GPU, so that this one uses none.
-        tells: whether progress is printed as plain lines if there is no terminal.
+        prints_lines: whether progress is printed as plain lines if there is no terminal.
         silent: whether no progress is shown.
         how: options of `prepare`.
 
@@ -65,7 +65,7 @@ def prepare_job(
         WorkersFailedError: the deciding process ended without an answer.
     """
     recipe, cluster = loaded.recipe, loaded.cluster
-    showing = nullcontext(lambda work: None) if silent else preparing(recipe.name, tells=tells)
+    showing = nullcontext(lambda work: None) if silent else preparing(recipe.name, prints_lines=prints_lines)
     with faults_of(loaded), showing as on_progress:
         # This check takes no memory of the GPU: torch counts devices without starting CUDA.
         if apart and is_measured(recipe, cluster) and choose_device(recipe.engine.device).type == "cuda":

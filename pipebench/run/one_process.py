@@ -15,7 +15,7 @@ from pipebench.run.deciding import prepare_job
 from pipebench.run.folder import RunFolder
 from pipebench.run.identity import checkpoints_of, identity_of, samples_of
 from pipebench.run.lock import locked
-from pipebench.run.recorder import RunRecorder
+from pipebench.run.recorder import EndedRunInterrupt, RunRecorder
 from pipebench.run.request import RunRequest
 from pipebench.show.answers import Run
 from pipebench.simulate.timeline import Timeline
@@ -33,7 +33,7 @@ def run_simulated(request: RunRequest, tracking: Tracking) -> Run:
     """Run a recipe for its durations only, record that by `tracking`, and print it."""
     loaded = request.loaded
     with collected_log(request.suite.verbose) as collected, torch_settings(loaded.recipe.engine):
-        job = prepare_job(loaded, tells=True, silent=request.suite.is_quiet)
+        job = prepare_job(loaded, prints_lines=True, silent=request.suite.is_quiet)
         forecast = MemoryForecast(job)
         recorder = RunRecorder(request, job, tracking, collected)
 
@@ -52,7 +52,7 @@ def run_virtual(request: RunRequest, tracking: Tracking) -> Run:
     keep_freed_blocks()
     settings = torch_settings(request.loaded.recipe.engine)
     with ExitStack() as held, collected_log(suite.verbose) as collected, settings, during(request.name):
-        job = prepare_job(request.loaded, tells=True, silent=suite.is_quiet)
+        job = prepare_job(request.loaded, prints_lines=True, silent=suite.is_quiet)
         folder, stop = _LateFolder(request, held), StopRequest()
         policy = folder.policy(job)
         recorder = RunRecorder(request, job, tracking, collected, folder.record_path, policy.samples_done)
@@ -62,15 +62,20 @@ def run_virtual(request: RunRequest, tracking: Tracking) -> Run:
             with stopping_on_signals(stop):
                 return TrainingLoop(job, on_virtual_clock(job, stop), progress, on_point, policy).run()
 
+        interrupt: EndedRunInterrupt | None = None
         try:
             made = recorder.record(train)
-        except KeyboardInterrupt:  # for instance while the record was being closed
+        except EndedRunInterrupt as error:
+            made, interrupt = error.run, error
+        except KeyboardInterrupt:
             if folder.made is not None:
                 folder.made.say_how_to_go_on(suite.changes)
             raise
     if folder.made is not None:
         prints = suite.prints and not request.is_one_of_many
         folder.made.finish(made.result, suite.changes, job.recipe.train.checkpoint_keep, prints=prints)
+    if interrupt is not None:
+        raise interrupt
     return made
 
 

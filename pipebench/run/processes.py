@@ -42,7 +42,7 @@ from pipebench.run.folder import RunFolder
 from pipebench.run.identity import checkpoints_of, identity_of, samples_of
 from pipebench.run.lock import locked
 from pipebench.run.measuring import Together
-from pipebench.run.recorder import RunRecorder
+from pipebench.run.recorder import EndedRunInterrupt, RunRecorder
 from pipebench.run.request import RunRequest, with_seed
 from pipebench.run.suite import Suite
 from pipebench.show.answers import Run
@@ -76,7 +76,7 @@ def run_distributed(request: RunRequest, tracking: Tracking) -> Run:
         WorkersFailedError: there is no result.
     """
     silent, decision = request.suite.is_quiet, request.decision
-    job = prepare_job(request.loaded, tells=True, silent=silent, trains=False, decision=decision)
+    job = prepare_job(request.loaded, prints_lines=True, silent=silent, trains=False, decision=decision)
     parent_id = request.parent.wait_for_id() if isinstance(request.parent, RunLog) else request.parent
     folder = request.suite.resumed or request.make_folder(parent_mlflow_run_id=parent_id)
     with (
@@ -118,11 +118,14 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder, log: RunLog, ready
         if code not in (_USER_ERROR, INTERRUPTED):
             close_record(folder, log)
         raise WorkersFailedError(code or _FAILED)
-    end_record(folder, result, log)
-    prints = suite.prints and not request.is_one_of_many
-    if prints:
-        print_link(log.where())
-    folder.finish(result, suite.changes, job.recipe.train.checkpoint_keep, prints=prints)
+    try:
+        end_record(folder, result, log)
+        prints = suite.prints and not request.is_one_of_many
+        if prints:
+            print_link(log.where())
+        folder.finish(result, suite.changes, job.recipe.train.checkpoint_keep, prints=prints)
+    except KeyboardInterrupt as error:
+        raise EndedRunInterrupt(Run(result, folder.mlflow_run_id, record=folder.record_path)) from error
     return Run(result, folder.mlflow_run_id, record=folder.record_path)
 
 

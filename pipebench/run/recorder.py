@@ -198,14 +198,12 @@ class RunRecorder:
             forecast = forecast or self._forecast(result)
             result = drawings.record_features(log, self._completed(result, forecast), self._job)
             self._log_result(result)
-            self._recorded = result
             drawings.record_run(log, self._request, self._job, result, timeline, forecast)
         except KeyboardInterrupt:
             if result is None:
                 status = "KILLED"
             elif not log.has_result:  # an interrupted drawing must not lose the result, nor is it a failure
-                log.result(result)
-                self._recorded = result
+                self._record_result(result)
             raise
         finally:
             with shown_work:
@@ -233,11 +231,15 @@ class RunRecorder:
 
     def _log_result(self, result: RunResult) -> None:
         warn_of_unlisted(result.metrics)
-        self.log.result(result)
+        self._record_result(result)
         if result.points and self._kind.trains:
             setup = self._job.setup
             samples = setup.sampler.num_samples, setup.dataset.num_eval
             self.log.text(mlperf.FILE, mlperf.mlperf_log(result, *samples, self._began_ms))
+
+    def _record_result(self, result: RunResult) -> None:
+        self.log.result(result)
+        self._recorded = result
 
     def _named(self, result: RunResult) -> RunResult:
         """Return a result with its recipe."""

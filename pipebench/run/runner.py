@@ -21,7 +21,7 @@ from pipebench.run.one_process import run_simulated, run_virtual
 from pipebench.run.processes import run_distributed
 from pipebench.run.recorder import EndedRunInterrupt
 from pipebench.run.request import RunRequest, with_seed
-from pipebench.run.suite import Suite, telling_what_is_left
+from pipebench.run.suite import Suite, printing_what_is_left
 from pipebench.schedule.orders import as_csv
 from pipebench.schedule.pipeline import SPLIT
 from pipebench.show import console
@@ -83,7 +83,7 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
     parent = start_parent(tracking, title, "comparison", loaded) if several else None
     runs, ids = list[Run](), _Ids()
     try:
-        with telling_what_is_left(loaded, suite, seeds, ids):
+        with printing_what_is_left(loaded, suite, seeds, ids):
             for each, decision in zip(loaded, decisions, strict=True):
                 request = RunRequest(each, each.run_name, suite, parent, decision)
                 _run_with_seeds(request, seeds, tracking, begin, (runs, ids))
@@ -95,7 +95,7 @@ def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int
         raise
     finally:
         if parent is not None:
-            _tell_speed_ups(parent, [run.result for run in runs], ids)
+            _record_speed_ups(parent, [run.result for run in runs], ids)
             finish_parent(parent, runs, complete=len(runs) == total)
         tracking.close()
     return RunComparison(tuple(runs), parent.where() if parent else "")
@@ -236,7 +236,7 @@ def comparison_title(names: Sequence[str], begun: datetime) -> str:
     return ", ".join([*short[:_MOST_NAMED], *more, f"{begun:%Y-%m-%d %H:%M}"])
 
 
-def _tell_speed_ups(parent: RunLog, results: Sequence[RunResult], ids: _Ids) -> None:
+def _record_speed_ups(parent: RunLog, results: Sequence[RunResult], ids: _Ids) -> None:
     """Record in every run of a comparison its speed-up over data parallelism."""
     for key, values in speed_ups(results).items():
         about = ids.get(key)

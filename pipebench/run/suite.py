@@ -78,7 +78,7 @@ Ids = Collection[tuple[str, int | None]]
 
 
 @contextmanager
-def telling_what_is_left(
+def printing_what_is_left(
     loaded: Sequence[LoadedRecipe], suite: Suite, seeds: Sequence[int] | None, ids: Ids
 ) -> Iterator[None]:
     """Print on exit, for whatever reason, the commands for runs that are not done.

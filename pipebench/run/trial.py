@@ -276,19 +276,19 @@ def _refuse_disagreement(name: str, key: str, whole: Weights, moved: Weights, ap
     together = _values(whole)
     if not _agree(together, apart):
         raise UserCodeError(
-            f"{name} updates a parameter otherwise without the others; a stage has some of them, so the plan "
-            "would change what is learnt",
+            f"{name} updates a parameter differently when it has no others; a stage has some of them, so the "
+            "plan would change what is learnt",
             key,
         )
     if not _agree(together, _values(moved)):
         raise UserCodeError(
-            f"{name} comes to other weights when its parameters are moved or its state is taken up from a "
-            "checkpoint; what it knows of a parameter has to be in its state",
+            f"{name} computes different weights when its parameters move to other memory or its state is restored "
+            "from a checkpoint; what it knows of a parameter has to be in its state",
             key,
         )
     if differs := _beside_state(whole.optimizer, moved.optimizer):
         raise UserCodeError(
-            f"{name} has another {differs} when its state is taken up from a checkpoint, which has what is in its "
+            f"{name} has another {differs} when its state is restored from a checkpoint, which has what is in its "
             "state of every parameter and nothing else: keep it there (self.state[parameter])",
             key,
         )
@@ -317,7 +317,7 @@ def _refuse_other_rates(
 
 @contextmanager
 def _as_of(key: str) -> Iterator[None]:
-    """Raise a CheckpointError, about what a checkpoint can't hold, as the mistake of the key `key`."""
+    """Raise a CheckpointError, about an optimizer's state, as a UserCodeError of `key`."""
     try:
         yield
     except CheckpointError as error:

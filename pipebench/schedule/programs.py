@@ -224,9 +224,11 @@ class StageProgram:
         stage, made = self.stage, self.gathered()
         if self._loads:
             made.append(_instruction((Op.LOAD_INPUT, stage, unit, -1, -1, -1, 0)))
-        made += [_instruction((Op.RECEIVE_ACTIVATION, stage, unit, each, -1, -1, 0)) for each in self._sources]
+        for source in self._sources:  # loops: comprehensions would cost lists, and this runs a million times
+            made.append(_instruction((Op.RECEIVE_ACTIVATION, stage, unit, source, -1, -1, 0)))
         made.append(_instruction((Op.FORWARD, stage, unit, -1, -1, version, ahead)))
-        made += [_instruction((Op.SEND_ACTIVATION, stage, unit, each, -1, -1, 0)) for each in self._targets]
+        for target in self._targets:
+            made.append(_instruction((Op.SEND_ACTIVATION, stage, unit, target, -1, -1, 0)))
         return made
 
     def backward(self, op: Op, unit: int) -> list[Instruction]:
@@ -236,7 +238,7 @@ class StageProgram:
         """
         if op is Op.BACKWARD and self._pipeline.backward == SPLIT:
             return self.backward(Op.BACKWARD_INPUT, unit) + self.backward(Op.BACKWARD_WEIGHT, unit)
-        stage, reduce = self.stage, -1
+        stage, reduce, made = self.stage, -1, []
         if unit not in self._used:
             raise self._wrong(f"runs {self._pipeline.label(unit)} backward before its forward, or twice")
         version, ahead = self._read_again(self._used[unit])
@@ -245,12 +247,13 @@ class StageProgram:
             self.left -= 1
             self._ended += 1
             reduce = self.updates if self.left == 0 and self._replicas > 1 else -1
-        made = [_instruction((op, stage, unit, -1, reduce, version, ahead))]
-        if op is Op.BACKWARD_WEIGHT:
-            return made
-        received = [_instruction((Op.RECEIVE_GRADIENT, stage, unit, each, -1, -1, 0)) for each in self._answering]
-        sent = [_instruction((Op.SEND_GRADIENT, stage, unit, each, -1, -1, 0)) for each in self._answered]
-        return received + made + sent
+        has_messages = op is not Op.BACKWARD_WEIGHT
+        for target in self._answering if has_messages else ():
+            made.append(_instruction((Op.RECEIVE_GRADIENT, stage, unit, target, -1, -1, 0)))
+        made.append(_instruction((op, stage, unit, -1, reduce, version, ahead)))
+        for source in self._answered if has_messages else ():
+            made.append(_instruction((Op.SEND_GRADIENT, stage, unit, source, -1, -1, 0)))
+        return made
 
     def check_whole(self, num_minibatches: int | None = None) -> None:
         """Check that each unit ran forward and backward once: of this round, or of all `num_minibatches` if given.

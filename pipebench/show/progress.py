@@ -188,7 +188,7 @@ class RunProgress:
 
 @contextmanager
 def preparing(
-    name: str, console: Console | None = None, *, tells: bool = False, work: str = "preparing"
+    name: str, console: Console | None = None, *, prints_lines: bool = False, work: str = "preparing"
 ) -> Iterator[Callable[[str], None]]:
     """Show which work a command does before its output; yields a function that replaces the description of the work.
 
@@ -198,14 +198,14 @@ def preparing(
     Args:
         name: of the run, at the beginning of each line.
         console: by default that of standard output.
-        tells: if `console` is no terminal, write plain lines there, the first at once.
+        prints_lines: if `console` is no terminal, write plain lines there, the first at once.
         work: the first description.
     """
     console = console or Console(highlight=False)
     if not console.is_terminal:
-        if tells:
+        if prints_lines:
             console.print(Text(f"{name}  {work}"), soft_wrap=True)
-        with lasting(name, "" if tells else work, console if tells else None) as say:
+        with lasting(name, "" if prints_lines else work, console if prints_lines else None) as say:
             yield say
         return
     with console.status(Text(f"{name}: {work}")) as status:

@@ -1,8 +1,9 @@
 """Costs of every instruction: a profile summed over stages, for the simulator."""
 
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from pipebench.model.plan import Plan, StagePlan, tied_parameters
 from pipebench.model.sampling import Size
@@ -140,20 +141,16 @@ def stage_costs(profile: Profile, plan: Plan, steps: Sequence[float] = (), *, sh
     rows, by_size = profile.rows, profile.by_size
     loading = loading_stages(plan, rows)
     readers = sum(plan.stages[index].replicas for index in loading)
-    share = profile.loaders / shared_loaders(profile.loaders, readers) if profile.loaders and readers else 1.0
+    loads = profile.loaders / shared_loaders(profile.loaders, readers) if profile.loaders and readers else 1.0
     one_s = profile.load_s_by_size
-    load_s = _NOTHING | {n: one_s.get(n, 0.0) * share for n in by_size}
+    load_s = _NOTHING | {n: one_s.get(n, 0.0) * loads for n in by_size}
     tied = tied_parameters(rows, plan)
     apart = {name for names in tied.values() for name in names}
     stages = []
     for index, stage in enumerate(plan.stages):
-        costs = _costs_of(profile, by_size, stage, apart)
-        num_bytes = costs.parameter_bytes
-        stepped = num_bytes / stage.replicas if sharded else num_bytes
-        stepped *= steps[index] if steps else 1.0
-        update_s = profile.update_floor_s + stepped * profile.update_s_per_byte if num_bytes else 0.0
         loads_s = load_s if index in loading else dict.fromkeys(load_s, 0.0)
-        stages.append(replace(costs, load_s=loads_s, update_s=update_s))
+        update_s = partial(_update_s, profile, stage.replicas if sharded else 1, steps[index] if steps else 1.0)
+        stages.append(_costs_of(profile, by_size, stage, loads_s, update_s, apart))
     ties = tuple(SimulatedBucket(_num_bytes(rows, names), 1.0, tuple(names)) for names in tied.values())
     return _with_crossings(Costs(tuple(stages), {}, {}, ties=ties, slices=profile.slices), plan, profile)
 
@@ -162,30 +159,51 @@ _NOTHING: dict[Size, int] = {0: 0}  # a short minibatch may leave a microbatch w
 
 
 def _costs_of(
-    profile: Profile, by_size: Mapping[Size, tuple[LayerProfile, ...]], stage: StagePlan, apart: Container[str]
+    profile: Profile,
+    by_size: Mapping[Size, tuple[LayerProfile, ...]],
+    stage: StagePlan,
+    load_s: Mapping[Size, float],
+    update_s: Callable[[int], float],
+    apart: Container[str],
 ) -> StageCosts:
-    """Return a stage's costs without loading and updates; `apart` are names of parameters that are in no bucket."""
+    """Return a stage's costs.
+
+    Args:
+        profile: of the model.
+        by_size: its rows by size.
+        stage: its layers and their memory policies.
+        load_s: seconds of loading, by size.
+        update_s: returns the seconds of an update, given the bytes of the stage's parameters.
+        apart: names of tied parameters, which are in no bucket.
+    """
     rows, policies = profile.rows, stage.memory
     if stage.stop == len(rows) - 1:
         policies = (*policies, policies[-1])  # the loss goes with the last layer
-    indices = range(stage.start, stage.start + len(policies))
+    indices = range(stage.start, stage.stop + (stage.stop == len(rows) - 1))
     again = {index for index, policy in zip(indices, policies, strict=True) if policy == RECOMPUTE}
     repeated = [place for place, index in enumerate(indices) if index in again]
     again_s = {n: sum(at[i].forward_s for i in again) for n, at in by_size.items()}
-    own = rows[stage.start : stage.stop]
+    buckets, tied_bytes = _buckets(rows, indices, again, apart), _num_bytes(rows[stage.start : stage.stop], apart)
+    num_bytes = sum(bucket.num_bytes for bucket in buckets) + tied_bytes
     return StageCosts(
         forward_s=_NOTHING | {n: sum(at[i].forward_s for i in indices) for n, at in by_size.items()},
         backward_s=_NOTHING | {n: sum(at[i].backward_s for i in indices) + again_s[n] for n, at in by_size.items()},
         weight_s=_NOTHING | {n: sum(at[i].weight_s for i in indices) for n, at in by_size.items()},
-        load_s={},
-        update_s=0.0,
-        buckets=_buckets(rows, indices, again, apart),
+        load_s=load_s,
+        update_s=update_s(num_bytes),
+        buckets=buckets,
         buffer_bytes=sum({k: v for i in indices for k, v in rows[i].buffer_sizes.items()}.values()),
         swap_bytes=_NOTHING | {n: swapped_bytes(at, stage) for n, at in by_size.items()},
         again_s=_NOTHING | again_s,
-        tied_bytes=_num_bytes(own, apart),
+        tied_bytes=tied_bytes,
         tensor_bytes={n: unit_bytes([at[i] for i in indices], profile.slices, repeated) for n, at in by_size.items()},
     )
+
+
+def _update_s(profile: Profile, shards: int, steps: float, num_bytes: int) -> float:
+    """Return the seconds of an update of a replica's shard of parameters that takes several optimizer steps."""
+    stepped = num_bytes / shards * steps
+    return profile.update_floor_s + stepped * profile.update_s_per_byte if num_bytes else 0.0
 
 
 def loading_stages(plan: Plan, rows: Sequence[LayerProfile]) -> tuple[int, ...]:

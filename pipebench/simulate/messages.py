@@ -48,7 +48,7 @@ class _Pace:
     """The limit on messages of an edge without gradients that are sent and not yet received."""
 
     most: int  # per pair of workers
-    num_sent: Counter[tuple[int, int]] = field(default_factory=Counter)  # and not yet received, by pair
+    num_unreceived: Counter[tuple[int, int]] = field(default_factory=Counter)  # by pair, messages under way
     # By pair, the time since which a sender is held up, and the send
     held: dict[tuple[int, int], tuple[float, Instruction]] = field(default_factory=dict)
 
@@ -128,10 +128,10 @@ class Messages:
         edge = self._edges[op][stage, other]
         peer = edge.readers[unit % edge.replicas]
         if edge.pace is not None:
-            if edge.pace.num_sent[worker, peer] >= edge.pace.most:
+            if edge.pace.num_unreceived[worker, peer] >= edge.pace.most:
                 edge.pace.held[worker, peer] = now_s, send
                 return None
-            edge.pace.num_sent[worker, peer] += 1
+            edge.pace.num_unreceived[worker, peer] += 1
         num_bytes = edge.num_bytes[self._size_of(unit)] if edge.weigh is None else edge.weigh(send)
         connection = self._network.connection(edge.kind, worker, peer)
         label = ""
@@ -198,7 +198,7 @@ class Messages:
         if pace is None:
             return
         pair = self._pipeline.worker(other, unit), worker
-        pace.num_sent[pair] -= 1
+        pace.num_unreceived[pair] -= 1
         held = pace.held.pop(pair, None)
         if held is not None:
             self._network.agenda.push(now_s, partial(resume, pair[0], held[1]))  # after the reader has continued

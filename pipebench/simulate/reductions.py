@@ -80,10 +80,10 @@ class Reductions:
         """Let a worker join a round.
 
         Args:
-            stage: number of the group: a stage, a tie, or all workers.
+            stage: number of the group: a stage or a tie, see also `EVERY_STAGE` and `_GATHERS`.
             round_index: the round.
-            now_s: start of the worker's last backward of the round.
-            duration_s: of that backward, during which buckets become ready.
+            now_s: when the worker joins: the start of its last backward of the round, if `duration_s` is given.
+            duration_s: of that backward, during which buckets become ready; 0 if all are ready.
             in_part: whether it is the weight part of a split backward.
         """
         group = self._groups[stage]

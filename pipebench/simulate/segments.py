@@ -7,7 +7,7 @@ minibatches vary in length, short ones in the middle are simulated as they are d
 
 import math
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 from pipebench.model.sampling import Sampler
 from pipebench.simulate.meter import Meter
@@ -58,31 +58,41 @@ class Segments:
         totals = simulate_segment(workload, num_minibatches, meter, ends_epoch=ends_epoch)
         if not inside:
             return totals
-        period = totals.periods.num_minibatches if totals.periods else workload.pipeline.period
-        before = self._near(per_epoch - 1 - begin, period)
-        epoch = self._near(per_epoch, period) + period  # more than any other count
-        after = epoch if ends_epoch else self._near(begin + num_minibatches - inside * per_epoch, period)
-        return totals.extended(self._short(before, epoch, after, inside), 1)
+        period, window, steady = workload.pipeline.period, self._window, totals.periods
+        if steady is not None:  # the other minibatches, which were simulated, fill and empty the pipeline
+            period = steady.num_minibatches
+            window = max(window, num_minibatches - steady.times * period)
+        elif not totals.error_s:  # nothing repeats; `meter` has the segment without short ones, as elsewhere
+            return simulate_all(workload, num_minibatches, first=begin)
+        near = partial(_near, window, period)
+        before = near(per_epoch - 1 - begin)
+        epoch = near(per_epoch) + period  # so `after` doesn't reach the next short one
+        after = epoch if ends_epoch else near(begin + num_minibatches - inside * per_epoch)
+        saved = partial(self._short, before, epoch, after, ends_epoch)
+        # A short one may influence the next. So rounds of short ones, at all places that they take in the period, are
+        # simulated until a round saves what the one before has saved; all further rounds save that, too.
+        places = period // math.gcd(epoch, period)
+        for simulated in range(2 * places + (inside - 1) % places + 1, inside, places):
+            last, before_last = (
+                saved(count).extended(saved(count - places), -1) for count in (simulated, simulated - places)
+            )
+            if math.isclose(last.end_s, before_last.end_s, rel_tol=1e-9, abs_tol=1e-12 * totals.end_s):
+                rounds = (inside - simulated) // places
+                return totals.extended(saved(simulated), 1).extended(last, rounds)
+        return totals.extended(saved(inside), 1)
 
-    def _near(self, count: int, period: int) -> int:
-        """Return the smallest count of neighbouring minibatches with which a short one saves as much as with `count`.
-
-        What it saves depends on how full the pipeline is, on the replica that runs it, on the other minibatches of its
-        update, and on its place in a `period` of the steady state. So the count is smaller by whole periods.
-        """
-        return min(count, self._window + (count - self._window) % period)
-
-    def _of_short(self, before: int, epoch: int, after: int, inside: int) -> SegmentTotals:
+    def _of_short(self, before: int, epoch: int, after: int, ends_epoch: bool, inside: int) -> SegmentTotals:
         """Return what short minibatches in the middle of a segment add to its totals: less than 0.
 
         Args:
             before: whole minibatches before the first short one.
             epoch: minibatches from one short one to the next.
-            after: minibatches after the last short one; the last of them is short, too, if they are an epoch.
+            after: minibatches after the last short one inside.
+            ends_epoch: whether the last of these is short, too.
             inside: short minibatches.
         """
         length = before + 1 + (inside - 1) * epoch + after
-        one_epoch = self._of_epoch(length if after == epoch else length + 1)
+        one_epoch = self._of_epoch(length if ends_epoch else length + 1)
         whole = simulate_all(self._workload, length, first=0, sampler=one_epoch)
         short = simulate_all(self._workload, length, first=epoch - 1 - before, sampler=self._of_epoch(epoch))
         return short.extended(whole, -1)
@@ -98,3 +108,13 @@ class Segments:
         """Minibatches that fill or empty a pipeline, with a margin."""
         pipeline = self._workload.pipeline
         return math.ceil(8 * pipeline.depth / pipeline.period) * pipeline.period
+
+
+def _near(window: int, period: int, count: int) -> int:
+    """Return the smallest count of neighbouring minibatches with which a short one saves as much as with `count`.
+
+    What it saves depends on how full the pipeline is, on the replica that runs it, on the other minibatches of its
+    update, and on its place in a `period` of the steady state. So the count is smaller by whole periods, but no smaller
+    than the `window` of minibatches that fill or empty the pipeline.
+    """
+    return min(count, window + (count - window) % period)

@@ -196,8 +196,8 @@ def ring_phases(links: Links, ring: Sequence[int], servers: Groups) -> Phases:
 def ring_latency_s(hops_s: Sequence[float], rounds: int = 2) -> float:
     """Return the latency of the chunk that arrives last, given the latency of every hop around a ring.
 
-    A chunk makes `rounds` times (size - 1) successive hops: `rounds` times around the ring without `rounds` hops. For
-    the chunk that arrives last these are the fastest.
+    A chunk makes `rounds` times (size - 1) successive hops: `rounds` times around the ring but for `rounds` successive
+    hops. The chunk that arrives last leaves out those with the least latency.
     """
     size = len(hops_s)
     around = [*hops_s, *hops_s[:rounds]]

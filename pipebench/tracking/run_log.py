@@ -226,9 +226,10 @@ class Tracking:
 
 
 class RunLog:
-    """The log of one run. Every method but `finish`, `settle` and `wait_for_id` returns at once.
+    """The log of one run. No method raises because of MLflow.
 
-    No method raises because of MLflow.
+    Methods return at once, but for `finish`, `settle`, `wait_for_id`, and `metrics` of a run in another folder, which
+    waits a while for another process that holds its record.
     """
 
     def __init__(self, tracking: Tracking, name: str, sender: Sender) -> None:

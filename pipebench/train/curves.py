@@ -12,6 +12,15 @@ from pipebench.recipe.schema import TargetRecipe
 from pipebench.train.result import Point
 
 
+def _counted(point: Point, metric: str) -> float:
+    """Return a metric of an evaluation, NaN if its loss is.
+
+    Scores of outputs that aren't numbers mean nothing: `argmax` takes the first NaN, so an accuracy would be the share
+    of the first class.
+    """
+    return math.nan if math.isnan(point.metrics.get(EVAL_LOSS, 0.0)) else point.metrics[metric]
+
+
 class Curves:
     """Collects a point per evaluation, in time order.
 
@@ -33,7 +42,7 @@ class Curves:
         self.training_s_at.append(training_s)
         if self._is_best(point):
             self.best_point = point
-        if self._target is not None and self.reached is None and self.reaches(point.metrics[self._target.metric]):
+        if self._target is not None and self.reached is None and self.reaches(_counted(point, self._target.metric)):
             self.reached = point
             self.reached_training_s, self.reached_checkpoint_s = training_s, checkpoint_s
 
@@ -49,8 +58,8 @@ class Curves:
 
     def best(self, metric: str) -> float:
         """Return the best value of a metric, NaN only if no evaluation gave a number; requires an evaluation."""
-        found = [point.metrics[metric] for point in self.points]
-        values = [value for value in found if not math.isnan(value)] or found
+        counted = [_counted(point, metric) for point in self.points]
+        values = [value for value in counted if not math.isnan(value)] or counted
         return max(values) if self._metrics[metric] == "max" else min(values)
 
     def nan_metrics(self) -> Iterator[tuple[str, Point]]:
@@ -65,7 +74,7 @@ class Curves:
         name = self._target.metric if self._target is not None else next(iter(self._metrics), EVAL_LOSS)
         if self.best_point is None:
             return True
-        value, best = point.metrics[name], self.best_point.metrics[name]
+        value, best = _counted(point, name), _counted(self.best_point, name)
         better = value > best if self._metrics.get(name) == "max" else value < best
         return better or math.isnan(best) > math.isnan(value)
 

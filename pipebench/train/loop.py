@@ -311,7 +311,7 @@ class TrainingLoop:
         since = {name: num_epochs(self._epochs(point.samples)) for name, point in self._curves.nan_metrics()}
         found = [f"; {name} is not a number from the evaluation after {epochs} on" for name, epochs in since.items()]
         if EVAL_LOSS in since:
-            found.append("; where outputs aren't numbers, samples count as wrong")
+            found.append("; without a loss no score counts")
         return "".join(found)
 
     def _divergence(self, loss: float) -> str:

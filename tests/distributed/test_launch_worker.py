@@ -65,10 +65,11 @@ def test_a_mistake_before_joining_is_told_once_per_host(tmp_path: Path, monkeypa
     """One that only a process with LOCAL_RANK 1 made was told by none."""
     monkeypatch.setattr(world, "_joined", [])
 
-    def tells(local_rank: int, kind: str, message: str, *, by_torchrun: bool = True) -> bool:
-        error_file = str(tmp_path / "attempt_0" / str(local_rank) / "error.json") if by_torchrun else ""
+    def tells(local_rank: int, kind: str, message: str, error_file: str | None = None) -> bool:
+        name = str(tmp_path / "attempt_0" / str(local_rank) / "error.json") if error_file is None else error_file
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", error_file)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", name)
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
         return launch_worker._is_first_to_report(Failure(local_rank, kind, message))
 
     (tmp_path / "attempt_0").mkdir()
@@ -77,7 +78,20 @@ def test_a_mistake_before_joining_is_told_once_per_host(tmp_path: Path, monkeypa
     assert tells(0, "user", "of one")
     assert tells(1, "failed", "so")
     assert not tells(1, "lost", "so")
-    assert tells(1, "user", "of all", by_torchrun=False)
+    assert tells(1, "user", "of all", error_file="")
+    monkeypatch.chdir(tmp_path)
+    assert tells(1, "user", "of all", error_file="error.json")
+
+
+def test_a_file_that_another_launcher_names_hides_no_mistake_of_its_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world, "_joined", [])
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "errors" / "error.json"))
+    (tmp_path / "errors").mkdir()
+    assert [launch_worker._is_first_to_report(Failure(0, "user", "so")) for _ in range(2)] == [True, True]
+    assert [each.name for each in tmp_path.iterdir()] == ["errors"]
 
 
 @pytest.mark.parametrize(("answer", "tells"), [(True, True), (False, False), (None, True)])

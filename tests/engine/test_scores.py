@@ -1,63 +1,12 @@
-"""Scores of evaluations: samples whose outputs are NaN, and the copy of the whole model."""
+"""The copy of the whole model that scores evaluations."""
 
-import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
-from pipebench.engine.scores import Scores, WholeModel
+from pipebench.engine.scores import WholeModel
 from tests.support import Blobs, Mlp, make_setup
-
-LABELS = {"label": torch.tensor([0, 0, 1])}  # the first class, which `argmax` gives for NaN, is most samples'
-RIGHT = torch.eye(4)[LABELS["label"]]
-NAN = torch.full((3, 4), math.nan)
-
-
-class Distance(Blobs):
-    """Also scores a metric to minimise."""
-
-    metrics: Mapping[str, str] = {"top1": "max", "distance": "min"}
-
-    def score(self, output: Any, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return super().score(output, targets) | {"distance": output.abs().sum()}
-
-
-@pytest.mark.parametrize(("outputs", "top1"), [([RIGHT, RIGHT], 1.0), ([RIGHT, NAN], 0.5), ([NAN, NAN], 0.0)])
-def test_nan_outputs_count_as_wrong(outputs: list[torch.Tensor], top1: float) -> None:
-    scores = Scores(Distance())
-    for output in outputs:
-        scores.add(output, LABELS, 3.0)
-    found = scores.metrics()
-    has_nan = any(output is NAN for output in outputs)
-    assert {*found} == {"eval_loss", "top1", "distance"}
-    assert found["top1"] == top1
-    assert (math.isnan(found["eval_loss"]), math.isnan(found["distance"])) == (has_nan, has_nan)
-
-
-def test_a_loss_that_is_nan_of_outputs_that_are_numbers_leaves_scores_as_they_are() -> None:
-    class Strange(Distance):
-        def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            return torch.tensor(math.nan)
-
-    scores = Scores(Strange())
-    scores.add(RIGHT, LABELS, 3.0)
-    found = scores.metrics()
-    assert (found["top1"], found["distance"]) == (1.0, 1.0)
-    assert math.isnan(found["eval_loss"])
-
-
-def test_workers_add_up_what_they_have_scored() -> None:
-    data, each = Blobs(), []
-    for output in (RIGHT, NAN):
-        scores = Scores(data)
-        scores.add(output, LABELS, 3.0)
-        each.append(scores.sums)
-    scores.merge([*each, {}])
-    assert scores.metrics()["top1"] == 0.5
 
 
 class Sharing(Mlp):

@@ -293,11 +293,11 @@ def twelve(parameters: Any, lr: float) -> int:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Forgetful", "comes to other weights when its parameters are moved"),
-        ("Together", "updates a parameter otherwise without the others"),
+        ("Forgetful", "computes different weights when its parameters move"),
+        ("Together", "updates a parameter differently when it has no others"),
         ("twelve", "returned int, needed is a torch.optim.Optimizer"),
-        ("Counting", "has another num_steps when its state is taken up from a checkpoint"),
-        ("Remembering", "has another slow when its state is taken up from a checkpoint"),
+        ("Counting", "has another num_steps when its state is restored from a checkpoint"),
+        ("Remembering", "has another slow when its state is restored from a checkpoint"),
         ("Fixed", "steps alike at every rate"),
         ("Halving", "train.optimizer.target: its step changes the rates of its parameter groups"),
         ("HalvingTensor", "train.optimizer.target: its step changes the rates of its parameter groups"),

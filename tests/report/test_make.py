@@ -17,10 +17,10 @@ from pipebench.report import catalog, collect, plots
 from pipebench.report.recipes import ReportRun
 from pipebench.show import progress
 from pipebench.tracking.results import find_runs
-from pipebench.zoo.mnist5k import Mnist5k
 from tests.patience import without_phases
 from tests.report.conftest import RECIPE, Write, changed
 from tests.report.pages import MADE, lines_of
+from tests.shortcuts import evaluate_few_digits
 from tests.show.test_lasting import Elapsed
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def make(write: Write, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     """Return a function that makes a report as the command line does; gives exit code and output."""
     write()
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(Mnist5k, "num_eval", 200)
+    evaluate_few_digits(monkeypatch, 200)
     monkeypatch.setattr(plots, "_save", save_nothing)
 
     def make_report(*words: str) -> tuple[int, str]:

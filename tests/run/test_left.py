@@ -8,10 +8,11 @@ from rich.console import Console
 
 from pipebench.cli.main import cli
 from pipebench.recipe.load import load, load_each
-from pipebench.run import drawings
+from pipebench.run import drawings, processes
 from pipebench.run.request import RunRequest
 from pipebench.run.suite import Suite, left
 from pipebench.show import console
+from pipebench.tracking import mlperf
 
 
 @pytest.fixture(autouse=True)
@@ -41,19 +42,44 @@ def test_ctrl_c_between_the_runs_of_a_comparison_says_how_to_make_the_others(mon
     assert "2 of 2  quickstart-model" in CliRunner().invoke(cli, rest).output
 
 
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("options", [["train.seed=0,1"], ["--seeds", "0,1"]], ids=" ".join)
 def test_a_run_is_done_whose_pictures_are_interrupted(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its result was recorded, and the command for the others made the run again."""
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(drawings, "record_run", interrupted)
     done = CliRunner().invoke(cli, ["run", "quickstart/dp", "engine.kind=simulated", *options])
     assert done.exit_code == 130
     (said,) = [line for line in done.stderr.splitlines() if "runs done" in line]
     assert said.startswith("pipebench: 1 of 2 runs done; the others: pipebench run /")
     assert said.split()[-1] in ("train.seed=1,", "1")
+
+
+@pytest.mark.parametrize("place", ["pictures", "MLPerf's log"])
+def test_a_trained_run_is_done_and_leaves_no_checkpoint_that_it_does_not_keep(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was told how to go on with a run that was over, and not counted while its log for MLPerf was written."""
+    monkeypatch.setattr(*(drawings, "record_run") if place == "pictures" else (mlperf, "mlperf_log"), interrupted)
+    train = ["train.max_epochs=1", "train.checkpoint_every.epochs=1", "train.checkpoint_keep=0", "train.seed=0,1"]
+    done = CliRunner().invoke(cli, ["run", "quickstart/dp", "dataset.num_train=256", *train])
+    assert done.exit_code == 130
+    (said,) = [line for line in done.stderr.splitlines() if "runs done" in line]
+    assert said.startswith("pipebench: 1 of 2 runs done; the others: pipebench run /")
+    assert "--resume" not in done.output
+    assert not [*Path("pipebench-runs").glob("*/checkpoints/step-*")]
+
+
+def test_a_run_in_processes_is_done_that_is_interrupted_while_mlflow_gets_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(processes, "end_record", interrupted)
+    train = ["train.max_epochs=1", "train.seed=0,1", "engine.kind=distributed", "engine.timing=analytic"]
+    done = CliRunner().invoke(cli, ["run", "quickstart/dp", "dataset.num_train=256", "cluster.count=2", *train])
+    assert done.exit_code == 130
+    assert [line for line in done.stderr.splitlines() if "1 of 2 runs done" in line]
 
 
 def test_what_is_left_of_seeds_and_of_lists() -> None:

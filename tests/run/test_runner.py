@@ -17,14 +17,14 @@ from pipebench.errors import WorkersFailedError
 from pipebench.run import runner
 from pipebench.run.one_process import run_simulated
 from pipebench.run.request import RunRequest
-from pipebench.run.runner import RUNS, _tell_speed_ups
+from pipebench.run.runner import RUNS, _record_speed_ups
 from pipebench.show import memory_picture, occupancy_picture
 from pipebench.show.answers import Run
 from pipebench.tracking.record import read_record
 from pipebench.tracking.run_log import Tracking
-from pipebench.zoo.mnist5k import Mnist5k
 from tests.modes import WHOLE
 from tests.results import DP, PIPEDREAM
+from tests.shortcuts import evaluate_few_digits
 
 SHORT = [
     *("model.width=0.05", "dataset.num_train=1000", "train.minibatch_size=200", "train.max_epochs=1"),
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr(Mnist5k, "num_eval", 200)  # evaluating a thousand digits takes as long as SHORT trains
+    evaluate_few_digits(monkeypatch, 200)  # a thousand digits take as long as SHORT trains
 
 
 def test_two_seeds_are_children_of_a_run_with_their_spread(folder: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_run_that_mlflow_has_not_keeps_its_speed_up(tmp_path: Path) -> None:
         elsewhere.start(name, params={}, tags={}, folder=tmp_path / name) for name in ("dp, pipedream", "pipedream")
     )
     run.finish(PIPEDREAM)
-    _tell_speed_ups(parent, [DP, PIPEDREAM], {(PIPEDREAM.name, 0): run.run_id or run.folder})
+    _record_speed_ups(parent, [DP, PIPEDREAM], {(PIPEDREAM.name, 0): run.run_id or run.folder})
     kept = read_record(tmp_path / "pipedream")
     assert kept is not None
     assert kept.metrics == {"speedup_over_dp": 3.0, "epoch_speedup_over_dp": 1.0}

@@ -290,7 +290,7 @@ def test_preparing_a_run_says_so_without_a_terminal(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(shown, "time", SimpleNamespace(monotonic=lambda: now_s))
     monkeypatch.setattr(shown, "Timer", Noted)
     to = plain()
-    with preparing("dp", to, tells=True) as on_progress:
+    with preparing("dp", to, prints_lines=True) as on_progress:
         for layer in range(20):
             now_s = float(layer)
             on_progress(f"measuring layer {layer} of 20 at 8 samples")

@@ -9,9 +9,9 @@ from pipebench.recipe.catalog import find, recipe_names
 from pipebench.recipe.load import load, load_file
 from pipebench.report.kept import KeptResult, kept_results
 from pipebench.train.result import DIVERGED, RunResult
-from pipebench.zoo.mnist5k import Mnist5k
 from reports.studies import kept_runs
 from reports.studies.clocks import played_again
+from tests.shortcuts import evaluate_few_digits
 
 REPORTS = Path(__file__).parents[2] / "reports"
 LITTLE = ("dataset.num_train=96", "train.minibatch_size=8", "train.max_epochs=2", "model.width=0.0625")
@@ -38,7 +38,7 @@ def test_kept_results_have_the_times_of_todays_simulator(name: str) -> None:
 
 @pytest.fixture
 def _few_are_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Mnist5k, "num_eval", 40)  # a thousand digits take longer than LITTLE trains
+    evaluate_few_digits(monkeypatch, 40)  # a thousand digits take longer than LITTLE trains
 
 
 @pytest.mark.usefixtures("_few_are_evaluated")
