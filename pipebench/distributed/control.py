@@ -262,7 +262,7 @@ class Control(AdmissionControl):
                 said = json.loads(beat)
                 del said["count"]
                 found = Activity(**said | {"since_s": said["since_s"] + listened_s - heard_s})
-                # A worker's activity is that of its process that has been at one for longest.
+                # A worker's activity is the one, of all its processes, that has lasted longest.
                 activities[worker] = max(found, activities.get(worker, found), key=lambda each: each.since_s)
             if listened_s - heard_s > overdue_s:
                 silent_s[worker] = max(listened_s - heard_s, silent_s.get(worker, 0.0))

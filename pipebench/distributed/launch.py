@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # torch lists it nowhere
 
@@ -186,8 +186,9 @@ def run_workers(
     say, signals = say or _say, _Signals(grace_s)
     with handling_signals(signals.hear):
         for index in range(max_restarts + 1):
-            attempt, settings = Attempt(num_workers, index), {RUN: str(run), **worker_settings(num_workers)}
-            if (ended := _run_attempt(attempt, start, settings, passed, signals, say)) is None:
+            settings = {RUN: str(run), **worker_settings(num_workers)}
+            ended = _run_attempt(Attempt(num_workers, index), start, settings, passed, signals, say)
+            if ended is None:
                 return INTERRUPTED
             cause, started = ended
             if cause is None:
@@ -199,6 +200,13 @@ def run_workers(
     raise AssertionError("a run ends in its last attempt")
 
 
+class _AttemptEnd(NamedTuple):
+    """How an attempt ended that no signal ended."""
+
+    cause: Failure | None  # None: all workers finished
+    started: bool  # whether training had begun
+
+
 def _run_attempt(
     attempt: Attempt,
     start: Start,
@@ -206,20 +214,16 @@ def _run_attempt(
     passed: Mapping[str, int],
     signals: "_Signals",
     say: Callable[[str], None],
-) -> tuple[Failure | None, bool] | None:
-    """Start all workers and wait for them.
-
-    Returns:
-        The cause of their failure, if any, and whether training had begun; None if a signal ended them.
-    """
+) -> _AttemptEnd | None:
+    """Start all workers and wait for them; return None if a signal ended them."""
     try:
         attempt.start(start, settings, passed)
         if not _wait_for_end(attempt, signals, say):
             return None
         failures = attempt.failures()
-        return root_cause(failures) if failures else None, attempt.started
+        return _AttemptEnd(root_cause(failures) if failures else None, attempt.started)
     except SilentTemplateError as error:
-        return Failure(0, "silent", str(error)), True
+        return _AttemptEnd(Failure(0, "silent", str(error)), started=True)
     finally:
         attempt.close()
 

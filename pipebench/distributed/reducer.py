@@ -21,7 +21,10 @@ B = TypeVar("B", bound="Bucket")
 
 
 class Sum(Protocol):
-    """Sums a bucket over the replicas. All replicas call the same methods, for buckets in the same order."""
+    """Sums a bucket over the replicas. All replicas call the same methods, for buckets in the same order.
+
+    Methods that end in `return` do nothing by default; the others are abstract.
+    """
 
     data: torch.Tensor  # the bucket
 

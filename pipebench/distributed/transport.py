@@ -84,7 +84,7 @@ class _Route(NamedTuple):
     """The channels of a message, looked up once per unit of a pipeline's period, as later units repeat them."""
 
     channel: Channel
-    # This worker's ends of the channel and of the answering one: one end of each, if there is an answering channel
+    # This worker sends on the channel and receives on the answering one, or the other way round; None: no such channel
     sender: SendingEnd | None
     receiver: ReceivingEnd | None
     level: str  # cluster level between the two workers
@@ -217,6 +217,10 @@ class ChannelTransport:
         return self._early.pop((route.channel, unit))
 
     def _next(self, route: _Route, kind: str, unit: int | None) -> Received:
+        """Receive the next message of a route, and record its transfer; `unit` is None for any unit.
+
+        Takes note of the loss, and of the messages taken by the other worker, that come with it.
+        """
         channel, sender, receiver, level = route
         assert receiver is not None
         start = self._timer.mark()

@@ -181,9 +181,8 @@ class Calibration:
 
     column: str  # the column whose runs use the constants
     constants: tuple[Constant, ...]
-    leave_out: tuple[
-        str, ...
-    ] = ()  # keys of the rows' `at`: cross-validation leaves out the rows of each value together
+    # Keys of the rows' `at`: cross-validation leaves out the rows of each value together
+    leave_out: tuple[str, ...] = ()
 
     @property
     def cells(self) -> frozenset[tuple[str, str]]:

@@ -68,9 +68,8 @@ class Recorded:
 class PastRun:
     """A run, or a comparison of runs."""
 
-    ids: tuple[
-        str, ...
-    ]  # MLflow's id, and the name of its folder; for a run that MLflow lacks, the folder's name first
+    # MLflow's id, and the name of its folder; for a run that MLflow lacks, the folder's name first
+    ids: tuple[str, ...]
     parent_id: str | None  # MLflow's id of its comparison
     kind: str  # `run`, or `comparison`, `seeds` or `report`, which have runs
     # MLflow's name; for a run also its recipe's name and, in a sweep, its name on the console: `small-depth=4`

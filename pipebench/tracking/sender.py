@@ -209,7 +209,7 @@ class Sender:
         tags: dict[str, str] = {}
         if entries[0].start is not None:
             self._virtual = entries[0].start.virtual
-            _remove_left_branch(store, run_id, history, entries[0].start)
+            _remove_abandoned_points(store, run_id, history, entries[0].start)
         for entry in entries:
             values, non_finite = self._rows(entry, history)
             if entry.point is not None:
@@ -257,17 +257,17 @@ class Sender:
         return rows, tags
 
 
-def _remove_left_branch(store: Store, run_id: str, history: "History", start: Start) -> None:
-    """Remove the curves' values after the checkpoint that a process goes on from: they belong to a branch it left."""
+def _remove_abandoned_points(store: Store, run_id: str, history: "History", start: Start) -> None:
+    """Remove the curves' values after the checkpoint that a process goes on from: the run took another course."""
     samples = start.goes_on_from
     if samples is None:
         return
-    left = [name for name, step in history.last_steps.items() if name.startswith(CURVES) and step > samples]
-    if left:
-        if not store.remove_values(run_id, left, after=samples):
+    abandoned = [name for name, step in history.last_steps.items() if name.startswith(CURVES) and step > samples]
+    if abandoned:
+        if not store.remove_values(run_id, abandoned, after=samples):
             text = f"to {samples:,} samples; where a curve has two values at a step beyond, the one logged last counts"
             store.log(run_id, (), {}, {_WENT_BACK: text})
-        history.last_steps |= dict.fromkeys(left, samples)
+        history.last_steps |= dict.fromkeys(abandoned, samples)
 
 
 def _is_sent_alone(entry: LogEntry) -> bool:

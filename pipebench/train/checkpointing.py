@@ -151,7 +151,7 @@ def _check_progress(progress: SavedProgress, job: Job, step: int) -> None:
 class CheckpointPolicy:
     """Where a run writes checkpoints, and the one it resumes from."""
 
-    checkpoints: Checkpoints | None = None  # of the recipe's periods; None: it asks for none
+    checkpoints: Checkpoints | None = None  # those of `train.checkpoint_every`; None: the recipe asks for none
     resume_from: ResumePoint | None = None  # None: start from the beginning
     lost_s: float = 0.0  # seconds on the clock since that checkpoint or, without one, since the start
     # For runs that ask for no checkpoints: returns where to write one, called when one is due

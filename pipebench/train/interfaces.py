@@ -18,12 +18,12 @@ class ProgressSink(Protocol):
     """Receives a run's progress."""
 
     def update(self, samples: int, clock_s: float, loss: float, occupancy: float) -> None:
-        """Report one minibatch; called often.
+        """Report one unit: a minibatch, or a microbatch where minibatches are cut.
 
         Args:
             samples: trained so far, in the whole run.
             clock_s: the run's clock.
-            loss: mean over the minibatch, NaN if unknown.
+            loss: mean over the latest unit whose loss is known, on a GPU up to 50 units old; NaN if none is.
             occupancy: share of the workers' time that they compute, 0 to 1.
         """
 

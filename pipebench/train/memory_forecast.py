@@ -28,8 +28,8 @@ from pipebench.train.periods import Periods
 from pipebench.train.profiled_model import input_bytes
 from pipebench.train.result import RunResult
 
-# Advice after a worker ran out of memory: needs at most so much of what it was predicted to need, as predictions are no
-# more exact than that.
+# What is advised after a worker ran out of memory needs at most this fraction of the predicted peak of the run that
+# did: predictions are about that exact.
 _LESS = 0.9
 _MOST_MINIBATCHES = 32  # simulated for that advice
 _NUM_KINDS = 4  # the largest, named in an out-of-memory message

@@ -68,8 +68,8 @@ def recipe_notes(job: Job) -> dict[str, str]:
     return notes | ({THROUGHPUT: rates} if rates else {})
 
 
-# A note says so if updates have fewer than this share of the samples that they take: the last one of an epoch, and an
-# epoch's last, short minibatch, cost less.
+# A note is written if updates have, on average, less than this share of their full samples. An incomplete last update
+# of every epoch, or a short last minibatch, usually costs less than that.
 _FULL = 0.9
 _MOST_SEGMENTS = 1000  # between drains, over which the mean is taken
 
