@@ -24,7 +24,6 @@ from pipebench.profile import measure
 from pipebench.profile.analytic import analytic_profile
 from pipebench.profile.devices import DEVICES
 from pipebench.profile.model import Profile
-from pipebench.profile.request import ProfileRequest
 from pipebench.profile.stored import read_profile, write_profile
 from pipebench.recipe import users_code
 from pipebench.recipe.clusters import load_cluster
@@ -183,9 +182,9 @@ def test_profiles_were_measured_without_the_recipe_s_settings(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     found = set()
 
-    def measured(passes: Any, request: ProfileRequest) -> Profile:
+    def measured(passes: Any) -> Profile:
         found.add((torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark))
-        return analytic_profile(request._replace(graph=passes.graph), DEVICES["V100"])
+        return analytic_profile(passes.request, DEVICES["V100"])
 
     monkeypatch.setattr(measure, "_measured", measured)
     result = CliRunner().invoke(cli, [*words, "cluster.name=local", "model.width=0.05", *SETTINGS])
