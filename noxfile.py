@@ -172,10 +172,11 @@ def reports(session: nox.Session) -> None:
 def studies(session: nox.Session) -> None:
     """Write the pages of `reports/` that studies make from analytic profiles, and `live_moves.md`, again.
 
-    Without the profiles in `../shared/profiles`, `analytic_profile.md` can't be made, and `planner_vs_simulator.md` and
-    `table1_plans.md` lack the measured models. `reports/README.md` names the commands that make the other pages.
+    Without the profiles in `../shared/profiles`, `analytic_profile.md`, which comes last, can't be made, and
+    `planner_vs_simulator.md` and `table1_plans.md` lack the measured models. `reports/README.md` names the commands
+    that make the other pages.
     """
-    for name in ("analytic_profile", "gpu_efficiencies", "planner_vs_simulator", "table1_plans", "live_moves"):
+    for name in ("gpu_efficiencies", "planner_vs_simulator", "table1_plans", "live_moves", "analytic_profile"):
         write_page(session, name)
 
 

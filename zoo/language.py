@@ -70,7 +70,11 @@ class Text(Dataset):
         positions = starts + torch.arange(self.bptt)
         there = positions < len(text) - 1  # the last token has no next one to predict
         here = positions.where(there, 0)
-        found = {"tokens": text[here].where(there, 0), "next_tokens": text[here + 1].where(there, NOTHING)}
+        found = {}  # the first stage asks for one field, the last for the other
+        if "tokens" in fields:
+            found["tokens"] = text[here].where(there, 0)
+        if "next_tokens" in fields:
+            found["next_tokens"] = text[here + 1].where(there, NOTHING)
         return {field: found[field] for field in fields}
 
     def weight(self, split: str, indices: Sequence[int]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
+from typing import Any
 
 from pipebench.zoo import metrics
 from pipebench.zoo.images import LabelledImages
@@ -45,9 +46,9 @@ class Mnist5k(LabelledImages):
         whole = {"image": images, "label": labels}
         return {field: whole[field][rows] for field in fields}
 
-    def score(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def score(self, output: Any, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return `top1`: the number of samples classified correctly."""
-        return {"top1": metrics.num_correct(output, targets["label"])}
+        return {"top1": metrics.num_correct(metrics.main_logits(output), targets["label"])}
 
 
 def mnist5k(image_size: int = 32, split_seed: int = 0, num_train: int = NUM_TRAIN) -> Mnist5k:

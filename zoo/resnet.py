@@ -34,7 +34,10 @@ class Bottleneck(nn.Module):
             self.downsample = nn.Sequential(projection, nn.BatchNorm2d(out_channels))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map [samples, in_channels, height, width] to [samples, out_channels, height / stride, width / stride]."""
+        """Map [samples, in_channels, height, width] to [samples, out_channels, height / stride, width / stride].
+
+        Sides are rounded up.
+        """
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.relu(self.bn2(self.conv2(out)))
         out = self.bn3(self.conv3(out))

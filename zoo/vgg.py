@@ -5,26 +5,8 @@ from torch import nn
 from pipebench.zoo.convnet import ConvNet, scaled
 from pipebench.zoo.options import at_least, below_one, more_than, one_of
 
-_CHANNELS = (
-    64,
-    64,
-    0,
-    128,
-    128,
-    0,
-    256,
-    256,
-    256,
-    0,
-    512,
-    512,
-    512,
-    0,
-    512,
-    512,
-    512,
-    0,
-)  # 0: a pool, which halves the image
+# Output channels of the convolutions; 0: a pool, which halves the image
+_CHANNELS = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)
 _HIDDEN = 4096
 _IMAGE_OVER_MAP = 32
 _LARGEST_MAP = 7

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from pipebench.errors import GraphError
-from pipebench.model.graph import DRAWS_AS, draw_name, is_random
+from pipebench.model.graph import DRAWS_AS, attribute, draw_name, is_random
 from pipebench.model.slice_modules import (
     Alone,
     CopiedToSlices,
@@ -46,14 +46,17 @@ class Slicer:
         self._pieces: dict[int, nn.Parameter] = {}  # by the whole parameter's id
         self._modules: dict[int, nn.Module] = {}  # by the whole module's id
         self._wholes: list[nn.Module] = []  # kept alive, so that no other module gets their ids
+        self._used_whole: dict[int, str] = {}  # modules and parameters by id, to a layer that uses them undivided
 
     def __call__(self, module: fx.GraphModule) -> None:
         """Divide a graph in place.
 
         Raises:
-            GraphError: nothing can be divided, or features or heads don't divide; or, in processes, a function draws.
+            GraphError: nothing can be divided, or features or heads don't divide; a matrix is divided in one graph and
+                whole in the other; or, in processes, a function draws.
         """
         found = find_slices(module, self._group.size)
+        self._note_whole(module, found)
         calls = {str(node.target): (node, dimension) for node, dimension in found.divided.items()}
         for path, (node, dimension) in calls.items():
             whole = module.get_submodule(path)
@@ -62,10 +65,25 @@ class Slicer:
                 self._modules[id(whole)] = self._divided(whole, node, dimension, found)
             module.set_submodule(path, self._modules[id(whole)])
             self._note_cuts(path, whole, dimension)
+        for each in (*self._modules, *self._pieces):
+            if each in self._used_whole:
+                raise GraphError(
+                    f"parallelism.tensor: got {self._group.size}, and layer {self._used_whole[each]} is divided in "
+                    "training only, or in evaluation only: allowed is a model that uses it alike in both"
+                )
         self._treat_alone(module, found)
         self._copy_inputs(module, [*found.columns, *found.gathered])
         module.graph.lint()
         module.recompile()
+
+    def _note_whole(self, module: fx.GraphModule, found: Slicing) -> None:
+        """Note which modules and parameters a graph uses undivided."""
+        for node in module.graph.nodes:
+            if node in found.divided or node.op not in ("get_attr", "call_module"):
+                continue
+            used = attribute(module, str(node.target))
+            parameters = used.parameters() if isinstance(used, nn.Module) else ()
+            self._used_whole |= dict.fromkeys(map(id, (used, *parameters)), node.name)
 
     def _divided(self, whole: nn.Module, node: fx.Node, dimension: int, found: Slicing) -> nn.Module:
         """Return a device's part of a module, whose weight is divided in a dimension."""
@@ -147,6 +165,15 @@ class SlicerInTurn(Slicer):
     def __init__(self, num_slices: int) -> None:
         super().__init__(Alone(num_slices))
         self._num_slices = num_slices
+
+    def _note_whole(self, module: fx.GraphModule, found: Slicing) -> None:
+        """Note which modules and parameters a graph uses undivided."""
+        for node in module.graph.nodes:
+            if node in found.divided or node.op not in ("get_attr", "call_module"):
+                continue
+            used = attribute(module, str(node.target))
+            parameters = used.parameters() if isinstance(used, nn.Module) else ()
+            self._used_whole |= dict.fromkeys(map(id, (used, *parameters)), node.name)
 
     def _divided(self, whole: nn.Module, node: fx.Node, dimension: int, found: Slicing) -> nn.Module:
         """Return a module that computes all pieces."""

@@ -13,7 +13,6 @@ Differs: every device computes the loss, from gathered logits, so that it may be
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -69,7 +68,10 @@ def find_slices(module: fx.GraphModule, num_slices: int) -> Slicing:
     Raises:
         GraphError: no layer can be divided, or a number of features or heads can't.
     """
-    regions = _consistent(module, [*_regions(module), *_ends(module)])
+    pairs = [*_regions(module)]
+    taken = {node for region in pairs for node in region.divided}
+    ends = [region for region in _ends(module) if taken.isdisjoint(region.divided)]
+    regions = _consistent(module, [*pairs, *ends])
     if not regions:
         raise GraphError(
             f"parallelism.tensor: got {num_slices}, and no layer of the model can be sliced: allowed is 1, or a model "
@@ -151,7 +153,7 @@ def _ends(module: fx.GraphModule) -> Iterator[Slicing]:
 
 
 def _consistent(module: fx.GraphModule, regions: Sequence[Slicing]) -> list[Slicing]:
-    """Return the regions whose modules and parameters are divided alike wherever the model uses them.
+    """Return the regions whose modules and parameters are divided alike wherever the graph uses them.
 
     A process has only its piece of a divided matrix. So the matrix stays whole if the model also reads it as a tensor,
     as in `linear(x, self.words.weight)`, or calls its module once for the layer after it and once for its output.
@@ -164,7 +166,7 @@ def _consistent(module: fx.GraphModule, regions: Sequence[Slicing]) -> list[Slic
         ways: dict[int, set[Any]] = {}  # by id of a module or parameter
         for node in module.graph.nodes:
             if node.op == "get_attr":
-                ways.setdefault(id(attrgetter(str(node.target))(module)), set()).add(None)
+                ways.setdefault(id(operator.attrgetter(str(node.target))(module)), set()).add(None)
             elif node.op == "call_module":
                 called = module.get_submodule(str(node.target))
                 ways.setdefault(id(called), set()).add(roles.get(node))

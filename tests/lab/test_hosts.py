@@ -111,7 +111,7 @@ def test_whatever_ends_its_owner_nothing_stays(number: signal.Signals) -> None:
         wait_for(lambda: not there(lab) and not is_running(busy) and not is_running(watching), f"{lab} to be removed")
 
 
-def test_what_even_its_watcher_left_is_removed_by_the_next_lab_and_no_living_one() -> None:
+def test_what_even_its_cleaner_left_is_removed_by_the_next_lab_and_no_living_one() -> None:
     with owner() as (_, living, _, _), owner() as (process, lab, busy, watching):
         os.kill(watching, signal.SIGKILL)
         process.kill()

@@ -171,6 +171,18 @@ class Unrolled(Own):
         return widened
 
 
+class HeadAfterMatrix(Own):
+    """Its last matrix could be divided by rows, after the one before, or by columns, with its output gathered."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.classifier(torch.relu(self.narrow(self.words(tokens))))
+        return logits
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Linear(8, 8)
+
+
 class Gated(Own):
     def __init__(self) -> None:
         super().__init__()
@@ -188,6 +200,7 @@ OWN: dict[str, Callable[[], Own]] = {
     "weights in the output": Penalised,
     "one matrix in two roles": Unrolled,
     "gated, a matrix frozen": Gated,
+    "a head after a matrix": HeadAfterMatrix,
     "padding": lambda: Own(padding_idx=20),
     "gradients by frequency": lambda: Own(scale_grad_by_freq=True),
 }
@@ -211,6 +224,23 @@ def test_slices_of_one_s_own_model_compute_what_it_does(name: str, size: int, mo
     gradients = {key: value.grad for key, value in whole.named_parameters() if value.grad is not None}
     compare(in_slices(model, [tokens], size, ProcessSlicer), [output.detach()], gradients)
     compare([run(trace(model, rewrite=SlicerInTurn(size)), [tokens])], [output.detach()], gradients)
+
+
+class OtherEvaluation(Own):
+    """In evaluation a matrix's output has another reader, which needs it whole."""
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        wide = torch.relu(self.wide(x))
+        narrow: torch.Tensor = self.narrow(wide)
+        return narrow if self.training else narrow + 0 * wide.sum()
+
+
+@pytest.mark.parametrize("kind", [ProcessSlicer, SlicerInTurn])
+def test_a_matrix_that_only_training_could_divide_is_refused(kind: Callable[..., Any]) -> None:
+    """Processes evaluated with its initial weights."""
+    rewrite = SlicerInTurn(2) if kind is SlicerInTurn else ProcessSlicer(Alone(2))
+    with pytest.raises(GraphError, match=r"tensor: got 2, and layer (wide|narrow) is divided in training only"):
+        trace(OtherEvaluation().double(), rewrite=rewrite)
 
 
 @pytest.mark.sampled(3)

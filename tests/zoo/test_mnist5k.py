@@ -103,6 +103,15 @@ def test_loss_and_top1_are_sums() -> None:
     assert dataset.weight("train", range(4)) == 4
 
 
+def test_logits_come_with_auxiliary_ones_too() -> None:
+    """Inception v3's, in training: they have a loss, and no score."""
+    dataset, targets = mnist5k(), {"label": torch.tensor([0, 1, 2, 9])}
+    logits = torch.eye(10)[[0, 1, 2, 3]] * 5
+    both = (logits, torch.zeros(4, 10))
+    assert dataset.loss(both, targets) > dataset.loss(logits, targets)
+    assert dataset.score(both, targets) == dataset.score(logits, targets)
+
+
 @pytest.mark.parametrize("image_size", [28, 33])
 def test_other_image_sizes(image_size: int) -> None:
     images = mnist5k(image_size=image_size).fetch("train", [0], ["image"])["image"]

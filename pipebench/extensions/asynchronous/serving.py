@@ -88,11 +88,13 @@ class Serving:
     Args:
         server: applies the pushes.
         links: to every replica but the first.
-        note_memory: records the bytes that the first replica holds; called in the training thread.
+        measure_memory: records the bytes that the first replica holds; called in the training thread.
     """
 
-    def __init__(self, server: ParameterServer, links: Sequence[ServerLink], note_memory: Callable[[], None]) -> None:
-        self.server, self._note_memory = server, note_memory
+    def __init__(
+        self, server: ParameterServer, links: Sequence[ServerLink], measure_memory: Callable[[], None]
+    ) -> None:
+        self.server, self._measure_memory = server, measure_memory
         self._changed = threading.Condition()  # guards all below, and is notified of every change
         self._turns = Turns()
         self._num_segments = 0
@@ -165,7 +167,7 @@ class Serving:
             del self._there[minibatch]
             self._next = None
             if of_first:  # this replica's memory peaks now: its gradient, and the versions by others' pushes
-                self._note_memory()
+                self._measure_memory()
             pulled = self.server.apply(minibatch, version, gradients, of_first=of_first)
             self._changed.notify_all()
             return pulled

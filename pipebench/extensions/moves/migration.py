@@ -62,7 +62,7 @@ class MigratingReplica:
         share: the worker's share of the model's state.
         phases: the segment's cuts.
         make_replica: makes a replica of some layers.
-        note_memory: called at moments of peak memory within an operation.
+        measure_memory: called at moments of peak memory within an operation.
     """
 
     scale: LossScale | None = None  # losses aren't scaled if layers move
@@ -76,13 +76,13 @@ class MigratingReplica:
         share: Share,
         phases: MovingSegment,
         make_replica: Callable[[Stage], Replica],
-        note_memory: Callable[[], None],
+        measure_memory: Callable[[], None],
     ) -> None:
         self.recomputed_bytes = 0  # see `Replica`
         self._share = share
         self._phases = phases
         self._make_replica = make_replica
-        self._note_memory = note_memory
+        self._measure_memory = measure_memory
         self._retiring: Replica | None = None  # still in memory beside its successors
         self._parts = StageParts(StagePart(replica, *bounds), replica.in_flight)
         self._pending_transfers: dict[tuple[int, int], TransferredUnit] = {}  # by unit and target stage
@@ -117,7 +117,7 @@ class MigratingReplica:
             found, result = replica.forward(given._replace(inputs=own, received=reads, loss=head))
             values |= found
             if part.leaves_to is not None:
-                self._note_memory()
+                self._measure_memory()
                 replica.drop_unit(given.unit)
         self._note_versions()
         return values, result
@@ -232,7 +232,7 @@ class MigratingReplica:
     def _retire(self, replica: Replica) -> None:
         """Retire a replica; its successors already have copies of its weights, so memory is highest now."""
         self._retiring = replica
-        self._note_memory()
+        self._measure_memory()
         self._retiring = None
         replica.retire()
 

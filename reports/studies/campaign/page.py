@@ -37,7 +37,7 @@ run in processes); if MLflow has one run, FINISHED, with every point and every s
 temporary folder or half-written file is left.
 """
 READING = """*Down* is the time from the disturbance until training goes on, and holds the restart of Python and torch;
-*again* is how many minibatches were trained a second time. Neither is told where training was over, or never stopped.
+*again* is how many minibatches were trained a second time. Both are empty where training was over, or never stopped.
 """
 _SPOILT = """A run's files are spoilt in a copy, and it is gone on with: it has to be refused in one sentence, or to
 pass over the checkpoint and end with the undisturbed run's bits. *Signed* is what was changed by somebody who makes the
