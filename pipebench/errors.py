@@ -335,5 +335,7 @@ def choice(given: object, allowed: Iterable[str]) -> str:
     """
     names = list(allowed)
     allowed_text = f"allowed are {', '.join(names)}" if names else "but there is none"
-    hint = nearest(given[:_MOST_SHOWN], names) if isinstance(given, str) else ""
-    return f"got {shown(given)}, {allowed_text}{hint}"
+    if not isinstance(given, str):
+        return f"got {shown(given)}, {allowed_text}"
+    start = given[:_MOST_SHOWN]
+    return f"got {start!r}, {allowed_text}{nearest(start, names)}"
