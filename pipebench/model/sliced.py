@@ -45,7 +45,7 @@ class Slicer:
         self.cuts: dict[str, Cut] = {}  # of divided parameters, by their names in the graphs
         self._pieces: dict[int, nn.Parameter] = {}  # by the whole parameter's id
         self._modules: dict[int, nn.Module] = {}  # by the whole module's id
-        self._wholes: list[nn.Module] = []  # kept alive, so that no other module gets their ids
+        self._wholes: list[Any] = []  # modules and tensors kept alive, so that no others get their ids
         self._used_whole: dict[int, str] = {}  # modules and parameters by id, to a layer that uses them undivided
 
     def __call__(self, module: fx.GraphModule) -> None:
@@ -82,6 +82,7 @@ class Slicer:
             if node in found.divided or node.op not in ("get_attr", "call_module"):
                 continue
             used = attribute(module, str(node.target))
+            self._wholes.append(used)
             parameters = used.parameters() if isinstance(used, nn.Module) else ()
             self._used_whole |= dict.fromkeys(map(id, (used, *parameters)), node.name)
 
@@ -165,15 +166,6 @@ class SlicerInTurn(Slicer):
     def __init__(self, num_slices: int) -> None:
         super().__init__(Alone(num_slices))
         self._num_slices = num_slices
-
-    def _note_whole(self, module: fx.GraphModule, found: Slicing) -> None:
-        """Note which modules and parameters a graph uses undivided."""
-        for node in module.graph.nodes:
-            if node in found.divided or node.op not in ("get_attr", "call_module"):
-                continue
-            used = attribute(module, str(node.target))
-            parameters = used.parameters() if isinstance(used, nn.Module) else ()
-            self._used_whole |= dict.fromkeys(map(id, (used, *parameters)), node.name)
 
     def _divided(self, whole: nn.Module, node: fx.Node, dimension: int, found: Slicing) -> nn.Module:
         """Return a module that computes all pieces."""

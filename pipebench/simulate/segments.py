@@ -15,6 +15,8 @@ from pipebench.simulate.network import Network
 from pipebench.simulate.statistics import average_statistics
 from pipebench.simulate.steady import NOTHING, SegmentTotals, Workload, simulate_all, simulate_segment
 
+_MOST_TRIED = 4  # rounds of short minibatches
+
 
 class Segments:
     """The segments of one workload."""
@@ -70,9 +72,11 @@ class Segments:
         after = epoch if ends_epoch else near(begin + num_minibatches - inside * per_epoch)
         saved = partial(self._short, before, epoch, after, ends_epoch)
         # A short one may influence the next. So rounds of short ones, at all places that they take in the period, are
-        # simulated until a round saves what the one before has saved; all further rounds save that, too.
+        # simulated until a round saves what the one before has saved; all further rounds save that, too. After a few
+        # rounds that differ, all are simulated: every try simulates the ones before again.
         places = period // math.gcd(epoch, period)
-        for simulated in range(2 * places + (inside - 1) % places + 1, inside, places):
+        first = 2 * places + (inside - 1) % places + 1
+        for simulated in range(first, min(inside, first + _MOST_TRIED * places), places):
             last, before_last = (
                 saved(count).extended(saved(count - places), -1) for count in (simulated, simulated - places)
             )
