@@ -3,16 +3,21 @@
 Two modes of torch intercept calls. `_Functions` sees functions of Python: it makes and moves tensors to the device that
 arguments name, and answers on which device a tensor is. `_Operators` sees every operator, also in a backward: results
 are on the device of the arguments, and arguments on two devices are an error, except those that CUDA's operators take
-from the host, which are scalars and indices. Streams and events are always done.
+from the host, which are scalars and indices.
 
-Modes hold in one thread, so other threads, such as a loader's, can't use the emulated GPU.
+Streams and events are always done, but what doesn't wait for them is an error, too (`races`): an operator runs on the
+current stream, and so does a copy, which the host waits for unless it is asynchronous and to or from pinned memory.
+
+Modes hold in one thread, so other threads can't use the emulated GPU; a loader's can pin memory.
 """
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -25,9 +30,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.races import Clock, Races
+
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
 _ATEN: Any = torch.ops.aten
 _COPIES = {_ATEN.copy_.default, _ATEN._foreach_copy_.default}  # from any device into their first argument
+# The host waits for the value or the size of these operators' results.
+_AWAITED = {_ATEN._local_scalar_dense.default, _ATEN.equal.default, _ATEN.nonzero.default, _ATEN.masked_select.default}
 _INDEXES = {_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.default, _ATEN._index_put_impl_.default}
 # Their first argument may be zeros that a backward of torch 2.11 makes without a function that `_Functions` sees.
 _FILLED = {_ATEN.scatter.src, _ATEN.scatter.value}
@@ -63,12 +72,41 @@ class _Storages:
         return known is not None and not known.expired()  # type: ignore[no-untyped-call]
 
 
+class Gpu:
+    """What the emulated GPU knows: where storages are, its current stream, and what waits for what."""
+
+    def __init__(self, limit_bytes: float) -> None:
+        self.on_gpu, self.pinned, self.races = _Storages(limit_bytes), _Storages(), Races()
+        self.stream = _Stream()
+
+    def run(self, func: Any, reads: Any, writes: Any, made: Sequence[torch.Tensor], waits: bool) -> None:
+        """Note what an operator reads, writes and makes; `waits`: whether the host waits for its copy."""
+        races, of_gpu = self.races, self.on_gpu.has
+        for each in made:
+            if of_gpu(each):
+                races.allocate(each, self.stream.name)
+        if "empty" in func.__name__:
+            return
+        writes = [*writes, *made]
+        known = [[each for each in used if of_gpu(each) or self.pinned.has(each)] for used in (reads, writes)]
+        everything = [*reads, *writes]
+        if not any(map(of_gpu, everything)):
+            races.use(Races.HOST, func.__name__, *known)
+            return
+        races.use(self.stream.name, func.__name__, *known)
+        if func in _AWAITED or (waits and not all(map(of_gpu, everything))):
+            self.stream.synchronize()
+
+
+_present: list[Gpu] = []  # the emulated GPU, while there is one
+
+
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Decides on which device every operator's results are, and refuses arguments on two devices."""
 
-    def __init__(self, on_gpu: _Storages) -> None:
+    def __init__(self, gpu: Gpu) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._on_gpu = on_gpu
+        self._gpu, self._on_gpu = gpu, gpu.on_gpu
         self.device: torch.device | None = None  # of all results; None: that of the arguments
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,10 +114,21 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunction():
             given = _tensors((args, kwargs))
             is_there = self._is_on_gpu(func, given) if self.device is None else self.device.type == "cuda"
+            before = {each.untyped_storage()._cdata for each in given}
+            reads, writes, is_asynchronous = _accesses(func, args, kwargs or {})
             found = func(*args, **(kwargs or {}))
             for each in _tensors(found) if is_there else ():
                 if not any(each is one for one in given):
                     self._on_gpu.add(each)
+            if func.overloadpacket is _ATEN.set_:  # it changes what a tensor views
+                return found
+            made = [each for each in _tensors(found) if each.untyped_storage()._cdata not in before]
+            if is_asynchronous and not is_there:  # so torch does
+                for each in made if any(map(self._on_gpu.has, reads)) else ():
+                    self._gpu.pinned.add(each)
+            host = [each for each in (*reads, *writes, *made) if not self._on_gpu.has(each)]
+            waits = not (is_asynchronous and all(map(self._gpu.pinned.has, host)))
+            self._gpu.run(func, reads, writes, made, waits and (func in _COPIES or func is _ATEN._to_copy.default))
         return found
 
     def _is_on_gpu(self, func: Any, given: Sequence[torch.Tensor]) -> bool:
@@ -98,6 +147,20 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return any(where)
 
 
+def _accesses(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], list[Any], bool]:
+    """Return which arguments an operator reads and writes, and whether it is an asynchronous copy."""
+    reads, writes = list[torch.Tensor](), list[torch.Tensor]()
+    arguments = func._schema.arguments
+    values = {**{each.name: value for each, value in zip(arguments, args, strict=False)}, **kwargs}
+    for each in arguments:
+        alias = each.alias_info
+        if alias is None:
+            reads += _tensors(values.get(each.name))
+        elif alias.is_write:  # others are of views, which read nothing
+            writes += _tensors(values.get(each.name))
+    return reads, writes, bool(values.get("non_blocking"))
+
+
 def _tensors(tree: Any) -> list[torch.Tensor]:
     leaves = (each for each in pytree.tree_leaves(tree) if isinstance(each, torch.Tensor))
     return [each for each in leaves if not each.is_meta and each.layout is torch.strided]
@@ -106,9 +169,9 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 class _Functions(TorchFunctionMode):
     """Makes, moves and pins tensors, and answers on which device they are."""
 
-    def __init__(self, operators: _Operators, on_gpu: _Storages) -> None:
+    def __init__(self, operators: _Operators, gpu: Gpu) -> None:
         super().__init__()
-        self._operators, self._on_gpu, self._pinned = operators, on_gpu, _Storages()
+        self._operators, self._gpu, self._on_gpu, self._pinned = operators, gpu, gpu.on_gpu, gpu.pinned
         tensor: Any = torch.Tensor
         self._own: dict[Any, Callable[..., Any]] = {
             tensor.device.__get__: self._device,
@@ -118,8 +181,6 @@ class _Functions(TorchFunctionMode):
             tensor.cpu: partial(self._to, device=HOST),
             tensor.cuda: partial(self._to, device=GPU),
             tensor.numpy: self._numpy,
-            tensor.pin_memory: self._pin,
-            tensor.is_pinned: self._pinned.has,
             torch.as_tensor: self._as_tensor,
         }
 
@@ -136,8 +197,9 @@ class _Functions(TorchFunctionMode):
         else:
             with self.all_on(torch.device(device)):
                 found = func(*args, **{**kwargs, "device": HOST})
-            if torch.device(device).type == "cuda":
-                self._on_gpu.add(found)  # needed for torch.tensor, which calls no operator
+            if torch.device(device).type == "cuda" and not self._on_gpu.has(found):  # torch.tensor calls no operator
+                self._on_gpu.add(found)
+                self._gpu.run(func, [], [], [found], waits=True)
         if pins:
             self._pinned.add(found)
         return found
@@ -160,7 +222,10 @@ class _Functions(TorchFunctionMode):
                 dtype = each
             elif isinstance(each, str | torch.device):
                 device = each
-        here, kept = self._device(tensor), {name: rest[name] for name in ("copy", "memory_format") if name in rest}
+        here, kept = (
+            self._device(tensor),
+            {name: rest[name] for name in ("copy", "memory_format", "non_blocking") if name in rest},
+        )
         wanted = here if device is None else torch.device(device)
         if "meta" in (wanted.type, here.type):
             return tensor.to(device=wanted, dtype=dtype or tensor.dtype, **kept)
@@ -176,9 +241,11 @@ class _Functions(TorchFunctionMode):
     def _numpy(self, tensor: torch.Tensor, **options: Any) -> Any:
         if self._device(tensor).type == "cuda":
             raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        if self._pinned.has(tensor):
+            self._gpu.races.use(Races.HOST, "numpy", [tensor], [])
         return tensor.numpy(**options)
 
-    def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._device(tensor).type == "cuda":
             raise RuntimeError("cannot pin a tensor of a GPU: only dense CPU tensors can be pinned")
         found = tensor.clone()
@@ -189,20 +256,24 @@ class _Functions(TorchFunctionMode):
 class _Stream:
     """A stream whose work is always done."""
 
+    _numbers = count()
+
     def __init__(self, *_: Any) -> None:
         """Make a stream of any device."""
+        self.name = f"stream {next(self._numbers)}"
 
-    def wait_stream(self, _: Any) -> None:
-        """Do nothing."""
+    def wait_stream(self, other: "_Stream") -> None:
+        self.wait_event(other.record_event())
 
-    wait_event = wait_stream
+    def wait_event(self, event: "_Event") -> None:
+        _present[-1].races.order(self.name, event.clock)
 
     def synchronize(self) -> None:
-        """Do nothing."""
+        self.record_event().synchronize()
 
     def record_event(self) -> "_Event":
         event = _Event()
-        event.record()
+        event.record(self)
         return event
 
     def is_capturing(self) -> bool:
@@ -211,22 +282,31 @@ class _Stream:
 
 
 class _Event:
-    """An event that happens when it is recorded."""
+    """An event that happens when it is recorded, but only who waits for it can know."""
 
     def __init__(self, **_: Any) -> None:
         self._at_s = 0.0
+        self.clock: Clock = {}
 
-    def record(self, _: Any = None) -> None:
+    def record(self, stream: _Stream | None = None) -> None:
         self._at_s = time.perf_counter()
+        self.clock = _present[-1].races.clock((stream or _present[-1].stream).name)
 
     def query(self) -> bool:
+        self.synchronize()
         return True
 
     def synchronize(self) -> None:
-        """Do nothing."""
+        _present[-1].races.order(Races.HOST, self.clock)
 
     def elapsed_time(self, later: "_Event") -> float:
         return 1e3 * (later._at_s - self._at_s)
+
+
+@contextmanager
+def _current(stream: _Stream) -> Iterator[None]:
+    with patch.object(_present[-1], "stream", stream):
+        yield
 
 
 def _set_device(device: Any) -> None:
@@ -238,35 +318,43 @@ def _always(value: Any) -> Callable[..., Any]:
 
 
 @contextmanager
-def made_up_gpu(limit_bytes: float = math.inf) -> Iterator[None]:
+def made_up_gpu(limit_bytes: float = math.inf) -> Iterator[Gpu]:
     """Emulate a GPU with `limit_bytes` of memory in this thread."""
-    generator, stream, on_gpu = torch.default_generator, _Stream(), _Storages(limit_bytes)
+    generator, gpu = torch.default_generator, Gpu(limit_bytes)
+    races = gpu.races
     values = {
         **dict.fromkeys(("is_available", "is_initialized"), True),
-        **dict.fromkeys(("_lazy_init", "init", "synchronize", "empty_cache", "reset_peak_memory_stats")),
+        **dict.fromkeys(("_lazy_init", "init", "empty_cache", "reset_peak_memory_stats")),
         **dict.fromkeys(("memory_allocated", "max_memory_allocated", "max_memory_reserved", "current_device"), 0),
         "device_count": 1, "get_device_name": "made up",
         "get_device_properties": SimpleNamespace(total_memory=min(limit_bytes, 1 << 36)),
-        "current_stream": stream, "stream": nullcontext(), "is_current_stream_capturing": False,
+        "is_current_stream_capturing": False,
     }  # fmt: skip
     cuda: dict[str, Any] = {name: _always(value) for name, value in values.items()} | {
         "set_device": _set_device, "Stream": _Stream, "Event": _Event, "default_generators": (generator,),
         "get_rng_state": lambda _=None: generator.get_state(),
         "set_rng_state": lambda state, _=None: generator.set_state(state),
+        "current_stream": lambda _=None: gpu.stream, "stream": _current, "synchronize": lambda _=None: races.finish(),
     }  # fmt: skip
-    operators = _Operators(on_gpu)
+    operators = _Operators(gpu)
     with ExitStack() as stack:
+        stack.enter_context(patch.object(sys.modules[__name__], "_present", [gpu]))
         for name, value in cuda.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
-        for name, value in {"current_device_index": 0, "current_stream": stream}.items():
-            stack.enter_context(patch.object(torch.accelerator, name, _always(value)))
+        for name, value in {"current_device_index": _always(0), "current_stream": cuda["current_stream"]}.items():
+            stack.enter_context(patch.object(torch.accelerator, name, value))
         stack.enter_context(
             patch.object(torch.backends.cudnn, "is_acceptable", _always(False))
         )  # no weights to compact
         # Torch checks its argument before it calls modes.
-        stack.enter_context(patch.object(torch.Tensor, "record_stream", _always(None)))
+        stack.enter_context(
+            patch.object(torch.Tensor, "record_stream", lambda tensor, stream: races.record(tensor, stream.name))
+        )
         stack.enter_context(operators)
-        functions = stack.enter_context(_Functions(operators, on_gpu))
+        functions = stack.enter_context(_Functions(operators, gpu))
+        # Loaders pin in a thread, in which no mode holds.
+        stack.enter_context(patch.object(torch.Tensor, "pin_memory", lambda tensor: functions.pin(tensor)))
+        stack.enter_context(patch.object(torch.Tensor, "is_pinned", lambda tensor: gpu.pinned.has(tensor)))
         heads: Any = torch.autograd._make_grads
 
         def make_heads(outputs: Sequence[Any], *given: Any, **options: Any) -> Any:
@@ -276,4 +364,4 @@ def made_up_gpu(limit_bytes: float = math.inf) -> Iterator[None]:
                 return heads(outputs, *given, **options)
 
         stack.enter_context(patch.object(torch.autograd, "_make_grads", make_heads))
-        yield
+        yield gpu

@@ -1,10 +1,11 @@
-"""A GPU that isn't there: what it refuses, and that no training mixes its tensors with the host's."""
+"""The emulated GPU: what it refuses, and that training never mixes its tensors with the host's nor forgets to wait."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,9 +21,11 @@ from pipebench.model.optimizer import make_optimizer
 from pipebench.recipe.catalog import recipes_folder
 from pipebench.recipe.schema import EngineRecipe, OptimizerRecipe
 from pipebench.simulate.network import Network
+from pipebench.train import checkpointing
 from tests.distributed.cases import compare, virtually
 from tests.distributed.test_equality import THREE, THREE_REPLICAS, TWO
 from tests.made_up_gpu import made_up_gpu
+from tests.races import RaceError
 from tests.support import Mlp, make_engine, make_setup
 
 CASES = {**TWO, **THREE, **THREE_REPLICAS}
@@ -84,6 +87,89 @@ def test_results_are_where_their_arguments_are(makes: Callable[[], Any], device:
     with made_up_gpu():
         assert makes().device.type == device
         assert torch.zeros(1).device.type == "cpu"
+
+
+def copied_beside(*, out_waits: bool = True, waits_for_out: bool = True) -> torch.Tensor:
+    """Copy a result to pinned memory on another stream; return it, to be read by the host."""
+    out, host = torch.cuda.Stream(), torch.empty(4, 3, pin_memory=True)  # type: ignore[no-untyped-call]
+    result = there() * 2
+    if out_waits:
+        out.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(out):
+        host.copy_(result, non_blocking=True)
+    result.record_stream(out)
+    if waits_for_out:
+        out.synchronize()
+    return host
+
+
+def read_by_the_host(host: torch.Tensor) -> None:
+    host.sum()
+
+
+def used_again(*, records: bool) -> None:
+    """Free a tensor while another stream may still use it, and allocate another one."""
+    beside, freed = torch.cuda.Stream(), there()  # type: ignore[no-untyped-call]
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        freed.sum()
+    if records:
+        freed.record_stream(beside)
+    del freed
+    there()
+
+
+def copied_into_a_new_tensor(*, waits: bool) -> None:
+    """Its memory may be that of a tensor that the current stream still uses."""
+    beside, host = torch.cuda.Stream(), here().pin_memory()  # type: ignore[no-untyped-call]
+    made = torch.empty(4, 3, device="cuda")
+    if waits:
+        beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        made.copy_(host, non_blocking=True)
+    torch.cuda.current_stream().wait_event(beside.record_event())
+    made.sum()
+
+
+def filled_again(*, waits: bool) -> None:
+    """Fill pinned memory from which a copy was made."""
+    host = here().pin_memory()
+    host.to("cuda", non_blocking=True)
+    if waits:
+        torch.cuda.synchronize()
+    host.zero_()
+
+
+@pytest.mark.parametrize(
+    ("races", "name"),
+    [
+        (lambda: copied_beside(out_waits=False), "copy_.default on stream"),
+        (lambda: read_by_the_host(copied_beside(waits_for_out=False)), "sum.default on the host"),
+        (lambda: copied_beside(waits_for_out=False).numpy(), "numpy on the host"),
+        (lambda: used_again(records=False), "an allocation in freed memory"),
+        (lambda: copied_into_a_new_tensor(waits=False), "copy_.default on stream"),
+        (lambda: filled_again(waits=False), "zero_.default on the host"),
+    ],
+)
+def test_what_no_wait_orders_is_an_error(races: Callable[[], Any], name: str) -> None:
+    with made_up_gpu(), pytest.raises(RaceError, match=name):
+        races()
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        lambda: read_by_the_host(copied_beside()),
+        lambda: read_by_the_host(there().cpu()),
+        lambda: here().pin_memory().copy_(there()).numpy(),
+        lambda: used_again(records=True),
+        lambda: copied_into_a_new_tensor(waits=True),
+        lambda: filled_again(waits=True),
+    ],
+)
+def test_what_waits_is_none(waits: Callable[[], Any]) -> None:
+    with made_up_gpu():
+        waits()
 
 
 def test_gradients_and_moments_are_on_it() -> None:
@@ -174,3 +260,25 @@ def test_progress_on_it_has_the_loss_that_was_read_last() -> None:
         )  # fmt: skip
         engine.train(0, 60)
     assert told == [read[0]] * CUDA_LOSS_EVERY + [read[CUDA_LOSS_EVERY]] * (60 - CUDA_LOSS_EVERY)
+
+
+def test_checkpoints_are_written_when_their_copies_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on at once, in the memory that was copied, while a thread writes the copies."""
+    copies, store = list[torch.Tensor](), SimpleNamespace(commit=lambda *_: None)
+
+    def write(_: Any, step: int, parts: Sequence[tuple[str, ModelState]]) -> list[Any]:
+        copies.extend(each for _, state in parts for each in state.parameters.values())
+        gpu.races.use(gpu.races.HOST, "writing", copies, [])
+        return []
+
+    monkeypatch.setattr(checkpointing, "_written", write)
+    setup = make_setup(Mlp(), ([], [1]))
+    with torch_settings(EngineRecipe()), made_up_gpu() as gpu:
+        engine = make_engine(replace(setup, device=torch.device("cuda")))
+        engine.train(0, 2)
+        writer = checkpointing.CheckpointWriter(engine, cast(Any, None))
+        writer.write(cast(Any, store), 2, lambda facts: {})
+        engine.train(2, 2)
+        writer.wait()
+        assert copies
+        assert all(map(gpu.pinned.has, copies))
