@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from pipebench.cluster import Cluster
 from pipebench.garbage import without_collector
@@ -403,7 +403,7 @@ class _SteadyStateDetector:
             return None
         before = [sums[-1 - own * blocks] for sums, own in zip(self._sums, self._own, strict=True)]
         after = [sums[-1] for sums in self._sums]
-        spent = {
+        spent: dict[str, Any] = {
             name: math.fsum(b[i] - a[i] for a, b in zip(before, after, strict=True)) for i, name in enumerate(_SECONDS)
         }
         return _Steady(period, replace(NOTHING, end_s=shift_s, **spent), left_out)
