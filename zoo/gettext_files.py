@@ -55,7 +55,8 @@ def read(path: Path) -> list[Pair]:
         OSError: the file isn't there.
         ValueError: it isn't a catalogue.
     """
-    polib = _polib()
+    with optional("gettext_pairs", "polib"):
+        import polib
     with path.open("rb") as file:  # opened here, since polib takes the path of a missing file for a catalogue's content
         try:
             if path.suffix == ".mo":
@@ -80,9 +81,3 @@ def _installed(package: str, name: str) -> list[Path]:
 def _said(entry: Any) -> bool:
     """Return whether an entry has a translation; polib says so of all entries of a .mo file."""
     return bool(entry.msgstr or entry.msgstr_plural.get(0))
-
-
-def _polib() -> Any:
-    with optional("gettext_pairs", "polib"):
-        import polib
-    return polib

@@ -10,17 +10,17 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from pipebench.zoo import bpe, gettext_files
+from pipebench.zoo import gettext_files
 from pipebench.zoo.gettext_files import Pair
 from pipebench.zoo.late import torch
-from pipebench.zoo.options import at_least, check_split
+from pipebench.zoo.options import at_least
 from pipebench.zoo.places import DATA_VARIABLE, data_folder
-from pipebench.zoo.translation import SIDES, Translation, TranslationOptions
+from pipebench.zoo.translation import Selection, SmallTranslation, TranslationOptions, encoding
 
 # The characters of plain text, the last six of which are dashes and quotation marks; placeholders, markup and code have
 # others.
@@ -30,7 +30,7 @@ _CODE = re.compile(r"(^|\s)[:\-./]\w|::|--|\w[:.]\w")
 _LEAST_VOCABULARY = 128  # two alphabets, digits and punctuation are some 90
 
 
-class GettextPairs(Translation):
+class GettextPairs(SmallTranslation):
     """Messages of programs with their German translations; fields as in `Translation`.
 
     A message is used if both sides are plain text of at most `max_words` words, and differ, and if neither side has
@@ -51,28 +51,13 @@ class GettextPairs(Translation):
                 f"gettext_pairs: {found} pairs of at most {self.max_words} words are there, set num_train and "
                 f"num_eval, now {self.num_train} and {self.num_eval}, to no more together, or raise max_words"
             )
-        _encoding(self._selection())
-
-    def tokens(self, side: str, split: str, indices: Sequence[int]) -> list[list[int]]:
-        """Return the token ids of sentences, without begin and end."""
-        check_split("gettext_pairs", split)
-        rows = _encoded(side, self._selection())[split]
-        return [rows[index] for index in indices]
-
-    def held_out(self, side: str, indices: Sequence[int]) -> list[str]:
-        """Return held-out sentences."""
-        pairs = _split(self._selection())["eval"]
-        return [pairs[index][SIDES.index(side)] for index in indices]
-
-    def text(self, ids: Sequence[int]) -> str:
-        """Return the sentence that tokens spell."""
-        return _encoding(self._selection()).decode(ids)
+        encoding(self.selection())
 
     def notes(self) -> dict[str, str]:
         """Return how BLEU is computed and, if there are pairs, their hash, since versions of the programs differ."""
         notes = super().notes()
         with contextlib.suppress(OSError, ValueError):
-            content = repr(sorted(_split(self._selection()).items())).encode()
+            content = repr(sorted(self.selection().pairs().items())).encode()
             notes = {name: f"{note}, pairs {hashlib.sha256(content).hexdigest()[:16]}" for name, note in notes.items()}
         return notes
 
@@ -80,10 +65,10 @@ class GettextPairs(Translation):
         folder = data_folder("gettext_pairs", self.root) if self.root or os.environ.get(DATA_VARIABLE) else None
         return tuple(map(str, gettext_files.find(folder, in_packages=not self.root)))
 
-    def _selection(self) -> _Selection:
-        options = self.options
+    def selection(self) -> Selection:
+        """Return the pairs of the catalogues that are there now."""
         return _Selection(
-            self._places(), self.max_words, self.num_train, self.num_eval, options.vocabulary, self.split_seed
+            self.num_train, self.num_eval, self.options.vocabulary, self.split_seed, self._places(), self.max_words
         )
 
 
@@ -146,15 +131,12 @@ def keep(pairs: Iterable[Pair], max_words: int) -> list[Pair]:
 
 
 @dataclass(frozen=True)
-class _Selection:
-    """All that the pairs and their encoding depend on: a key of caches."""
-
+class _Selection(Selection):
     places: tuple[str, ...]
     max_words: int
-    num_train: int
-    num_eval: int
-    vocabulary: int
-    split_seed: int
+
+    def pairs(self) -> dict[str, list[Pair]]:
+        return _split(self)
 
 
 def _letters(text: str) -> str:
@@ -174,16 +156,3 @@ def _split(selection: _Selection) -> dict[str, list[Pair]]:
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(selection.split_seed)).tolist()
     held_out, train = order[: selection.num_eval], order[selection.num_eval :][: selection.num_train]
     return {"train": [pairs[i] for i in train], "eval": [pairs[i] for i in held_out]}
-
-
-@lru_cache(maxsize=4)
-def _encoding(selection: _Selection) -> bpe.BytePairEncoding:
-    train = _split(selection)["train"]
-    return bpe.learnt([pair[side] for side in range(len(SIDES)) for pair in train], selection.vocabulary)
-
-
-@lru_cache(maxsize=8)
-def _encoded(side: str, selection: _Selection) -> dict[str, list[list[int]]]:
-    encoding = _encoding(selection)
-    pairs = _split(selection)
-    return {split: [encoding.encode(pair[SIDES.index(side)]) for pair in pairs[split]] for split in pairs}

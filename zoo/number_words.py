@@ -6,22 +6,18 @@ word, so a model must learn an order, and work on pieces of words. The words are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
-from pipebench.zoo import bpe
 from pipebench.zoo.late import optional, torch
-from pipebench.zoo.options import at_least, check_split
-from pipebench.zoo.translation import SIDES, Translation, TranslationOptions
+from pipebench.zoo.options import at_least
+from pipebench.zoo.translation import SIDES, Selection, SmallTranslation, TranslationOptions, encoded
 
-_LANGUAGES = {"source": "en", "target": "de"}
 _MOST_NUMBERS = 1_000_000  # from a million on, German needs several words
 _LEAST_VOCABULARY = 48  # with fewer tokens, hardly any has two letters
 
 
-class NumberWords(Translation):
+class NumberWords(SmallTranslation):
     """English number words and their German ones; fields as in `Translation`, every minibatch of one shape.
 
     BLEU is computed on characters. On words it would always be 0, since it needs four words in a row, and a German
@@ -30,7 +26,7 @@ class NumberWords(Translation):
 
     def __init__(self, options: TranslationOptions, numbers: int, split_seed: int) -> None:
         super().__init__(options)
-        self._selection = _Selection(numbers, self.num_train, self.num_eval, options.vocabulary, split_seed)
+        self._selection = _Selection(self.num_train, self.num_eval, options.vocabulary, split_seed, numbers)
 
     def check(self) -> None:
         """Raise ImportError if a package is missing, ValueError if a sentence is wider than declared."""
@@ -38,26 +34,15 @@ class NumberWords(Translation):
         for side in SIDES:
             columns = getattr(self.options, f"{side}_columns")
             framed = 1 + (side == "source")  # a target has begin or end, a source both
-            longest = max(len(row) for rows in _encoded(side, self._selection).values() for row in rows) + framed
+            longest = max(len(row) for rows in encoded(side, self._selection).values() for row in rows) + framed
             if longest > columns:
                 raise ValueError(
                     f"number_words: a {side} has {longest} tokens, set {side}_columns, now {columns}, to that or more"
                 )
 
-    def tokens(self, side: str, split: str, indices: Sequence[int]) -> list[list[int]]:
-        """Return the token ids of number words, without begin and end."""
-        check_split("number_words", split)
-        rows = _encoded(side, self._selection)[split]
-        return [rows[index] for index in indices]
-
-    def held_out(self, side: str, indices: Sequence[int]) -> list[str]:
-        """Return held-out numbers in the words of the side's language."""
-        words = _words(side, self._selection)[self.num_train :]
-        return [words[index] for index in indices]
-
-    def text(self, ids: Sequence[int]) -> str:
-        """Return the words that tokens spell."""
-        return _encoding(self._selection).decode(ids)
+    def selection(self) -> Selection:
+        """Return the drawn numbers."""
+        return self._selection
 
 
 def number_words(
@@ -99,39 +84,18 @@ def number_words(
 
 
 @dataclass(frozen=True)
-class _Selection:
-    """All that the drawn numbers and their encoding depend on: a key of caches."""
-
+class _Selection(Selection):
     numbers: int
-    num_train: int
-    num_eval: int
-    vocabulary: int
-    split_seed: int
 
-
-@lru_cache(maxsize=8)
-def _words(side: str, selection: _Selection) -> list[str]:
-    """Return the numbers in words, the training numbers first."""
-    say = _num2words()
-    order = torch.randperm(selection.numbers, generator=torch.Generator().manual_seed(selection.split_seed))
-    drawn = order[: selection.num_train + selection.num_eval].tolist()
-    return [say(number, lang=_LANGUAGES[side]) for number in drawn]
+    def pairs(self) -> dict[str, list[tuple[str, str]]]:
+        return _pairs(self)
 
 
 @lru_cache(maxsize=4)
-def _encoding(selection: _Selection) -> bpe.BytePairEncoding:
-    texts = [text for side in SIDES for text in _words(side, selection)[: selection.num_train]]
-    return bpe.learnt(texts, selection.vocabulary)
-
-
-@lru_cache(maxsize=8)
-def _encoded(side: str, selection: _Selection) -> dict[str, list[list[int]]]:
-    encoding = _encoding(selection)
-    rows = [encoding.encode(text) for text in _words(side, selection)]
-    return {"train": rows[: selection.num_train], "eval": rows[selection.num_train :]}
-
-
-def _num2words() -> Any:
+def _pairs(selection: _Selection) -> dict[str, list[tuple[str, str]]]:
     with optional("number_words", "num2words"):
         from num2words import num2words
-    return num2words
+    order = torch.randperm(selection.numbers, generator=torch.Generator().manual_seed(selection.split_seed))
+    drawn = order[: selection.num_train + selection.num_eval].tolist()
+    pairs = [(num2words(number, lang="en"), num2words(number, lang="de")) for number in drawn]
+    return {"train": pairs[: selection.num_train], "eval": pairs[selection.num_train :]}

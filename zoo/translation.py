@@ -7,14 +7,15 @@ tokens, end. The decoder reads begin and the target's tokens, and predicts the t
 from __future__ import annotations
 
 import copy
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
-from pipebench.zoo import bleu, metrics
+from pipebench.zoo import bleu, bpe, metrics
 from pipebench.zoo.late import torch
-from pipebench.zoo.options import at_least, below_one
+from pipebench.zoo.options import at_least, below_one, check_split
 from pipebench.zoo.registry import Dataset
 from pipebench.zoo.text import BOS, EOS, PAD, content, pad_rows
 
@@ -172,6 +173,57 @@ class Translation(Dataset):
             with torch.no_grad():
                 written = translate(source, length, max_length=self.options.max_written)
             yield from (content(ids) for ids in written)
+
+
+@dataclass(frozen=True)
+class Selection(ABC):
+    """All that the pairs of a small text and their encoding depend on: a key of caches."""
+
+    num_train: int
+    num_eval: int
+    vocabulary: int  # most tokens of the encoding, the special ones included
+    split_seed: int
+
+    @abstractmethod
+    def pairs(self) -> dict[str, list[tuple[str, str]]]:
+        """Return the sentence pairs of each split."""
+
+
+class SmallTranslation(Translation):
+    """Sentence pairs that fit into memory, in one byte-pair encoding, learnt from both sides of those to train on."""
+
+    @abstractmethod
+    def selection(self) -> Selection:
+        """Return which pairs these are."""
+
+    def tokens(self, side: str, split: str, indices: Sequence[int]) -> list[list[int]]:
+        """Return the token ids of sentences, without begin and end."""
+        check_split(self.options.name, split)
+        rows = encoded(side, self.selection())[split]
+        return [rows[index] for index in indices]
+
+    def held_out(self, side: str, indices: Sequence[int]) -> list[str]:
+        """Return held-out sentences."""
+        pairs = self.selection().pairs()["eval"]
+        return [pairs[index][SIDES.index(side)] for index in indices]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the sentence that tokens spell."""
+        return encoding(self.selection()).decode(ids)
+
+
+@lru_cache(maxsize=4)
+def encoding(selection: Selection) -> bpe.BytePairEncoding:
+    """Return the encoding of a selection's pairs."""
+    train = selection.pairs()["train"]
+    return bpe.learnt([pair[side] for side in range(len(SIDES)) for pair in train], selection.vocabulary)
+
+
+@lru_cache(maxsize=8)
+def encoded(side: str, selection: Selection) -> dict[str, list[list[int]]]:
+    """Return the token ids of one side of every pair, by split."""
+    learnt, index = encoding(selection), SIDES.index(side)
+    return {split: [learnt.encode(pair[index]) for pair in pairs] for split, pairs in selection.pairs().items()}
 
 
 def copy_baseline(dataset: Translation) -> float:

@@ -20,7 +20,7 @@ from pipebench.zoo import line_index
 from pipebench.zoo.bpe import undo_marks
 from pipebench.zoo.late import optional
 from pipebench.zoo.line_index import Integers, LineIndex
-from pipebench.zoo.options import at_least, check_split
+from pipebench.zoo.options import at_least, check_split, one_of
 from pipebench.zoo.places import cache_folder, data_folder, write_whole
 from pipebench.zoo.registry import LengthClass
 from pipebench.zoo.text import NUM_SPECIAL, SPECIAL_TOKENS, UNK, round_up
@@ -186,8 +186,7 @@ def wmt16(
     at_least(0, "wmt16", loader_processes=loader_processes)
     if not 3 <= typical_length <= max_length:
         raise ValueError(f"wmt16: typical_length is {typical_length}, allowed is 3 to max_length, {max_length}")
-    if lengths not in (FIXED, DECLARED):
-        raise ValueError(f"wmt16: lengths is {lengths[:60]!r}, allowed are {FIXED}, {DECLARED}")
+    one_of((FIXED, DECLARED), "wmt16", lengths=lengths)
     if lengths == DECLARED and typical_length != TYPICAL_LENGTH:
         raise ValueError(
             f"wmt16: typical_length is {typical_length}, which lengths: {DECLARED} doesn't use: leave one of them out"

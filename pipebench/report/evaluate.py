@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from types import MappingProxyType
 from typing import Any
 
 from pipebench.formats import UNKNOWN, listed
@@ -38,25 +37,8 @@ class CellOutcome:
 Outcomes = Mapping[tuple[str, str, str], Sequence[CellOutcome]]
 
 
-def evaluate_report(
-    report: Report,
-    outcomes: Outcomes,
-    *,
-    command: str,
-    server: str = "",
-    made: str = "",
-    drawings: Mapping[tuple[str, str], str] = MappingProxyType({}),
-) -> Evaluated:
-    """Evaluate a report.
-
-    Args:
-        report: as loaded.
-        outcomes: of its runs.
-        command: that makes the report.
-        server: MLflow's address, for links; "" if unknown.
-        made: when and by which code the report is made; "" if unknown.
-        drawings: pipelines drawn as text, by row and run.
-    """
+def evaluate_report(report: Report, outcomes: Outcomes) -> Evaluated:
+    """Evaluate a report, given the outcomes of its runs."""
     table = _ResultTable(report, outcomes)
     cells = tuple(
         cell
@@ -73,10 +55,6 @@ def evaluate_report(
         verdicts=verdicts,
         about="".join(piece if isinstance(piece, str) else _quoted(report, piece, cells) for piece in report.about),
         results=table.results(),
-        command=command,
-        server=server,
-        made=made,
-        drawings=drawings,
     )
 
 

@@ -58,9 +58,13 @@ def make_report(report: Report, runs: Sequence[ReportRun], options: MakeOptions)
     try:
         if not _run(collection, tracking, parent):
             return INTERRUPTED
-        outcomes, drawings = collection.outcomes(), _drawings(report, runs)
-        about = {"command": options.command, "server": server_address(), "made": made_now()}
-        evaluated = evaluate_report(report, outcomes, **about, drawings=drawings)
+        evaluated = replace(
+            evaluate_report(report, collection.outcomes()),
+            command=options.command,
+            server=server_address(),
+            made=made_now(),
+            drawings=_drawings(report, runs),
+        )
         try:
             trained = collection.trained() if options.keeps else ()
             kept = [keep(report.path.parent, result, each.loaded) for each, result in trained]

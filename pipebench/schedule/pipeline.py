@@ -81,10 +81,6 @@ class Pipeline:
         """Return whether a stage is sharded: it has several replicas, each with a shard."""
         return self.is_sharded and self.replicas[stage] > 1
 
-    def num_shards(self, stage: int) -> int:
-        """Return the number of shards of a stage's parameters; 1 if they aren't sharded."""
-        return self.replicas[stage] if self.is_sharded else 1
-
     @property
     def gathers(self) -> bool:
         """Whether weights are gathered before passes, because parameters are sharded."""

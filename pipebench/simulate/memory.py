@@ -104,7 +104,8 @@ def layers_memory(
     own = [*range(stage.start, stage.stop)]
     weights, stepped, untrained = ParameterBytes.of(rows[i] for i in own)
     split = ParameterBytes.of(rows[i] for i in own if rows[i].weight_s > 0).trained
-    stepped, scattered = (-(-each // pipeline.num_shards(index)) for each in (stepped, weights))
+    num_shards = pipeline.replicas[index] if pipeline.is_sharded else 1
+    stepped, scattered = (-(-each // num_shards) for each in (stepped, weights))
     moves = policy.moves(pipeline, index) and weights > 0
     unit, swapped, again, rest = _nothing(), _nothing(), _nothing(), _nothing()
     for size in (by_size := profile.by_size):

@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 from pipebench.cluster import Cluster
 from pipebench.garbage import without_collector
@@ -34,6 +34,8 @@ _REPEATS = 3  # periods that must agree before the state counts as steady
 _PATIENCE = 2048  # minibatches after which the mean of the later half is used instead, if it has enough blocks
 _BATCHES = 8  # parts of that half, for the standard error
 _TOLERANCE = 1e-9  # relative; times are sums of floats
+_SECONDS = ("busy_s", "stall_s", "again_s", "swap_stall_s")  # fields of `SegmentTotals` that are sums over workers
+_Spent = tuple[float, float, float, float]  # a worker's part of each
 
 
 class Workload(Protocol):
@@ -88,8 +90,7 @@ class SegmentTotals:
         num_bytes = Counter(self.num_bytes)
         for key, value in period.num_bytes.items():
             num_bytes[key] += value * times
-        names = ("end_s", "busy_s", "stall_s", "again_s", "swap_stall_s")
-        seconds = {name: getattr(self, name) + getattr(period, name) * times for name in names}
+        seconds = {name: getattr(self, name) + getattr(period, name) * times for name in ("end_s", *_SECONDS)}
         return replace(self, num_bytes=num_bytes, periods=None, **seconds)
 
 
@@ -141,7 +142,7 @@ def simulate_segment(
         return totals
     # A period of its own has the exact bytes; between two times of a longer run they vary from period to period.
     num_bytes = _simulated(_Run(workload, found.period, ends_epoch=False)).num_bytes
-    each = found.period_totals(num_bytes)
+    each = replace(found.each, num_bytes=num_bytes)
     extended = totals.extended(each, found.left_out)
     if not found.error_s:
         return replace(extended, periods=AddedPeriods(totals, each, found.period, found.left_out))
@@ -195,9 +196,9 @@ def estimate_rate(workload: Workload, num_minibatches: int, num_instructions: in
     detector = _SteadyStateDetector(pipeline)
     for taken, event in enumerate(itertools.islice(_Run(workload, num_minibatches), num_instructions), 1):
         if event.instruction.op in ENDS:
-            found = detector.steady(event, _NOTHING, sys.maxsize)  # in a segment of unlimited length
+            found = detector.steady(event, (0.0, 0.0, 0.0, 0.0), sys.maxsize)  # in a segment of unlimited length
             if found is not None:
-                return found.shift_s / found.period, taken
+                return found.each.end_s / found.period, taken
     return detector.later_half_s(), taken
 
 
@@ -279,9 +280,9 @@ class _Run:
                 meter.event(event)
             yield event
 
-    def spent(self, worker: int) -> "_Spent":
+    def spent(self, worker: int) -> _Spent:
         """Return a worker's seconds so far."""
-        return _Spent(self.busy_s[worker], self.stall_s[worker], self.again_s[worker], self.swap_stall_s[worker])
+        return self.busy_s[worker], self.stall_s[worker], self.again_s[worker], self.swap_stall_s[worker]
 
     def shorten(self, num_minibatches: int) -> None:
         """Switch to the programs of a shorter segment, which begin with the instructions executed so far."""
@@ -313,32 +314,14 @@ class _Run:
         return size
 
 
-class _Spent(NamedTuple):
-    """Seconds of a worker, or of all, as in `SegmentTotals`."""
-
-    busy_s: float
-    stall_s: float
-    again_s: float
-    swap_stall_s: float
-
-
-_NOTHING = _Spent(0.0, 0.0, 0.0, 0.0)
-
-
 @dataclass(frozen=True)
 class _Steady:
     """A steady state."""
 
     period: int  # minibatches after which everything repeats
-    shift_s: float  # duration of a period
-    spent: _Spent  # by all workers in a period
+    each: SegmentTotals  # of a period, without its bytes
     left_out: int  # periods that need not be simulated
-    error_s: float = 0.0  # standard error of `shift_s` if periods don't repeat exactly
-
-    def period_totals(self, num_bytes: Counter[tuple[str, str]]) -> SegmentTotals:
-        """Return the totals of a period."""
-        busy_s, stall_s, again_s, swap_stall_s = self.spent
-        return SegmentTotals(self.shift_s, busy_s, stall_s, num_bytes, again_s=again_s, swap_stall_s=swap_stall_s)
+    error_s: float = 0.0  # standard error of a period's duration if periods don't repeat exactly
 
 
 class _SteadyStateDetector:
@@ -420,5 +403,7 @@ class _SteadyStateDetector:
             return None
         before = [sums[-1 - own * blocks] for sums, own in zip(self._sums, self._own, strict=True)]
         after = [sums[-1] for sums in self._sums]
-        spent = _Spent(*(math.fsum(b[each] - a[each] for a, b in zip(before, after, strict=True)) for each in range(4)))
-        return _Steady(period, shift_s, spent, left_out)
+        spent: dict[str, Any] = {
+            name: math.fsum(b[i] - a[i] for a, b in zip(before, after, strict=True)) for i, name in enumerate(_SECONDS)
+        }
+        return _Steady(period, replace(NOTHING, end_s=shift_s, **spent), left_out)

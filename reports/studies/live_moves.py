@@ -112,7 +112,7 @@ def steps(before: Starts, after: Starts, num_layers: int) -> list[Starts]:
 
 def played(setup: Setup, moves: Sequence[Repartition], first: int, count: int) -> tuple[SegmentTotals, list[Finished]]:
     """Simulate a segment of `count` minibatches; return its totals and its finished units."""
-    finishes = Finishes(setup.pipeline)
+    finishes = Finishes()
     totals = simulate_moves(setup, moves, first, count, Meter(setup.pipeline, finishes))
     return totals, finishes.units
 

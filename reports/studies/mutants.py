@@ -79,7 +79,6 @@ class Mutant:
     words: str  # the line before and after, as Markdown
     verdict: str = ""  # "caught", "survived" or "in no test"; empty until it is known
     by: str = ""  # the first test that failed
-    num_tests: int = 0  # tests that execute its place, and the others of their files
 
 
 @dataclass
@@ -199,7 +198,6 @@ def with_their_files(tests: Sequence[str], seconds: dict[str, float]) -> list[st
 def judge(tree: Path, mutant: Mutant, change: Mutation, ran: Ran) -> None:
     """Make a mutation on a tree, run the tests that execute its place, undo it, and set the verdict."""
     tests = with_their_files(ran.tests.get(mutant.number, []), ran.seconds)
-    mutant.num_tests = len(tests)
     if not tests:
         mutant.verdict = "in no test"
         return

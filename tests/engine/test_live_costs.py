@@ -179,7 +179,7 @@ def test_what_is_only_simulated_takes_as_long(before: Starts, after: Starts) -> 
 def test_throughput_over_time() -> None:
     """Four samples in 15 s on the first worker's 5 layers, then in 9 s on its 3."""
     setup = timed((5, 6), [], 1, dataset=Blobs(num_train=240))[0].setup
-    finishes = Finishes(setup.pipeline)
+    finishes = Finishes()
     moves = [Repartition(15, (4, 6)), Repartition(21, (3, 5))]
     totals = simulate_moves(setup, moves, 0, 60, Meter(setup.pipeline, finishes))
     assert sum(unit.samples for unit in finishes.units) == 240

@@ -37,7 +37,7 @@ def outcome(name: str, found: RunResult | str) -> CellOutcome:
 
 def evaluated(report: Report, found: Mapping[tuple[str, str, str], list[RunResult | str]]) -> Evaluated:
     outcomes = {place: [outcome(place[1], each) for each in several] for place, several in found.items()}
-    return evaluate_report(report, outcomes, command="pipebench report small")
+    return evaluate_report(report, outcomes)
 
 
 def cell(of: Evaluated, row: str, measure: str, column: str = "ideal") -> TableCell:

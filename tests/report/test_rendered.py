@@ -106,7 +106,7 @@ def test_a_quick_row_has_the_values_of_today_s_simulator(name: str, row: str) ->
             origin = Origin(each.run, each.words, result.engine, "", "", 0)
             played[each.words] = CellOutcome(origin, result)
         outcomes.setdefault((each.row, each.run, each.column), []).append(played[each.words])
-    now = {(cell.measure, cell.column): cell.value for cell in evaluate_report(report, outcomes, command="").cells}
+    now = {(cell.measure, cell.column): cell.value for cell in evaluate_report(report, outcomes).cells}
     cells = read_values(ROOT / "reports/rendered" / name / VALUES).cells
     kept = {(cell.measure, cell.column): cell.value for cell in cells if cell.row == row}
     assert kept

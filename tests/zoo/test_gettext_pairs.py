@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipebench import zoo
-from pipebench.zoo import gettext_files
+from pipebench.zoo import gettext_files, translation
 from pipebench.zoo import gettext_pairs as module
 from pipebench.zoo.gettext_pairs import GettextPairs, gettext_pairs, keep
 from pipebench.zoo.text import BOS, EOS, PAD
@@ -31,7 +31,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     again = [("Open the file!", "Öffnet die Datei"), *rows[15:]]
     paths[1].write_text("\n\n".join(f'msgid "{a}"\nmsgstr "{b}"' for a, b in again), encoding="utf-8")
     yield folder
-    for cached in (module._kept, module._split, module._encoding, module._encoded):
+    for cached in (module._kept, module._split, translation.encoding, translation.encoded):
         cached.cache_clear()
 
 

@@ -55,10 +55,6 @@ class MovingSegment(RepartitionPlan, SegmentExtension):
             raise PlanError(
                 "layers move while training goes on only where values go straight to who reads them; set relay: false"
             )
-        if self.setup.loss_scale is not None:
-            raise PlanError(
-                "layers move while training goes on only where no stage scales its loss; set train.precision: bf16"
-            )
         for problem in self.problems(move):
             raise PlanError(problem)
         before = self.last_layout

@@ -53,7 +53,7 @@ class SimulatedEngine(Engine):
     ) -> None:
         super().__init__(setup)
         pipeline = setup.pipeline
-        self._listening = Marks(pipeline, max(pipeline.depth, pipeline.period) * pipeline.microbatches)
+        self._listening = Marks(max(pipeline.depth, pipeline.period) * pipeline.microbatches)
         self._meter = Meter(pipeline, self._listening, *listeners)
         self.marks: list[Mark] = []  # progress within the last segment, counted from its start
         self.began_s: dict[int, float] = {}  # start times of the run's minibatches from which on new cuts hold

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from pipebench.model.sampling import Size, UnitShape
 from pipebench.schedule.instructions import ENDS
-from pipebench.schedule.pipeline import Pipeline
 from pipebench.simulate.meter import COMPUTED, Listener
 from pipebench.simulate.simulation import TimelineEvent
 from pipebench.simulate.timeline import Transfer
@@ -22,9 +21,8 @@ class Finished(NamedTuple):
 class Finishes(Listener):
     """A listener that records when units are finished."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self) -> None:
         self.units: list[Finished] = []  # in order of time
-        self._pipeline = pipeline
         self._size_of: Callable[[int], Size] = lambda unit: 0
 
     def begin(self, size_of: Callable[[int], Size]) -> None:
@@ -48,21 +46,20 @@ class Mark(NamedTuple):
     busy_s: float = 0.0  # of forwards, backwards and updates, summed over workers
 
 
-class Marks(Listener):
-    """A listener that makes a mark after every `every` finished units."""
+class Marks(Finishes):
+    """A listener that makes a mark after every `every` finished units of a segment."""
 
-    def __init__(self, pipeline: Pipeline, every: int) -> None:
+    def __init__(self, every: int) -> None:
+        super().__init__()
         self.made: list[Mark] = []  # of the current segment
         self._every = every
-        self._finishes = Finishes(pipeline)
         self._num_bytes: Counter[tuple[str, str]] = Counter()
         self._busy_s = 0.0
 
     def begin(self, size_of: Callable[[int], Size]) -> None:
         """Start a segment."""
-        self.made = []
-        self._finishes.units.clear()
-        self._finishes.begin(size_of)
+        super().begin(size_of)
+        self.units, self.made = [], []
         self._num_bytes.clear()
         self._busy_s = 0.0
 
@@ -70,12 +67,11 @@ class Marks(Listener):
         """Record an event."""
         if event.instruction.op in COMPUTED:
             self._busy_s += event.end_s - event.start_s
-        units = self._finishes.units
-        before = len(units)
-        self._finishes.event(event)
-        if len(units) > before and len(units) % self._every == 0:
-            samples = sum(unit.samples for unit in units)
-            self.made.append(Mark(units[-1].end_s, samples, Counter(self._num_bytes), self._busy_s))
+        before = len(self.units)
+        super().event(event)
+        if len(self.units) > before and len(self.units) % self._every == 0:
+            samples = sum(unit.samples for unit in self.units)
+            self.made.append(Mark(self.units[-1].end_s, samples, Counter(self._num_bytes), self._busy_s))
 
     def transfer(self, transfer: Transfer) -> None:
         """Count the bytes that have arrived."""

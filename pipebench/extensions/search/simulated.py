@@ -76,7 +76,7 @@ class ArchitecturePeriod(NamedTuple):
 
 def simulate_search(job: Job, forecast: MemoryForecast | None = None) -> tuple[RunResult, Timeline]:
     """Simulate a recipe's trace to the run's end; with a `forecast`, predict the memory of all architectures."""
-    search, finishes = search_of(job), Finishes(job.setup.pipeline)
+    search, finishes = search_of(job), Finishes()
     meter = Meter(job.setup.pipeline, finishes)
     engine = SimulatedEngine(job.setup, meter)
     moves = Repartitioning(job, engine)

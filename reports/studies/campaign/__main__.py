@@ -183,7 +183,7 @@ def spoiling(seed: int, kills: int, only: str) -> Spoiling:
     """Return the parts that damage checkpoints: at random and, in a large campaign, as the tests' tables do."""
     found: dict[str, Callable[[Place], list[Spoilt]]] = {}
     if not only or only in DRAWN or "spoilt" in only:
-        found[DRAWN] = lambda place: spoil_drawn(seed, max(5, kills // 2), "", place.folder / "drawn", place.settings)
+        found[DRAWN] = lambda place: spoil_drawn(seed, max(5, kills // 2), place.folder / "drawn", place.settings)
         if kills >= 100 or only:
             found[TABLE] = lambda place: table_of_tests(place.folder / "table", place.settings)
     return found

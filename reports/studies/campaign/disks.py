@@ -39,7 +39,7 @@ def make(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Unmount the disk of a folder, which deletes its files."""
+    """Undo `make`, which deletes the files on the disk, or `make_read_only`."""
     subprocess.run(["umount", "--lazy", str(folder)], check=False, capture_output=True)
 
 
@@ -59,11 +59,6 @@ def make_read_only(folder: Path) -> None:
     """Make a folder read-only for files that are opened from now on."""
     _mount("--bind", str(folder), str(folder))
     _mount("-o", "remount,ro,bind", str(folder))
-
-
-def make_writable(folder: Path) -> None:
-    """Undo `make_read_only`."""
-    remove(folder)
 
 
 def _mount(*words: str) -> None:

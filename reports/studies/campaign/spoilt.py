@@ -190,22 +190,17 @@ def _applies(way: str, case: Case) -> bool:
     return "steps off by one" not in way or "Adam" in case.special
 
 
-def spoil_all(seed: int, count: int, only: str, room: Path) -> None:
+def spoil_all(seed: int, count: int, room: Path) -> None:
     """Train runs, damage copies of them, each way in turn, and print the result of resuming each.
 
     Args:
         seed: draws the cases and the random numbers of the ways.
         count: number of copies.
-        only: a part of the names of the ways or cases, "" for any.
         room: a folder for the runs.
     """
     chance, made = Random(seed), dict[str, tuple[Left, Left]]()
     cases = [case for case in CASES if not case.in_processes]
-    choices = [(way, case) for way in WAYS for case in chance.sample(cases, len(cases)) if _applies(way, case)]
-    choices = [each for each in choices if only in f"spoilt {each[0]} {each[1].name}"]
-    by_way: dict[str, list[Case]] = {}
-    for way, case in choices:
-        by_way.setdefault(way, []).append(case)
+    by_way = {way: [case for case in chance.sample(cases, len(cases)) if _applies(way, case)] for way in WAYS}
     turns = [(way, by_way[way][turn]) for turn in range(len(cases)) for way in by_way if turn < len(by_way[way])]
     for number, (way, case) in enumerate(turns[:count]):
         if case.name not in made:
@@ -252,13 +247,13 @@ def _own_lines(said: str) -> list[str]:
     return [line for line in said.splitlines() if "model.target: executes " not in line]
 
 
-def spoil_drawn(seed: int, count: int, only: str, room: Path, settings: Mapping[str, str]) -> list[Spoilt]:
+def spoil_drawn(seed: int, count: int, room: Path, settings: Mapping[str, str]) -> list[Spoilt]:
     """Call `spoil_all` in a process with these environment variables; return what it prints.
 
     Raises:
         RuntimeError: the process crashed.
     """
-    return [Spoilt(**row) for row in _lines(__spec__.name, [str(seed), str(count), only, str(room)], room, settings)]
+    return [Spoilt(**row) for row in _lines(__spec__.name, [str(seed), str(count), str(room)], room, settings)]
 
 
 def table_of_tests(room: Path, settings: Mapping[str, str]) -> list[Spoilt]:
@@ -296,4 +291,4 @@ def _in_table(row: Mapping[str, Any], weights: set[str]) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    spoil_all(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
+    spoil_all(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -231,7 +231,7 @@ class DisturbedRun:
             FULL: lambda: disks.fill(runs),
             FREE: lambda: disks.free(runs),
             READ_ONLY: lambda: disks.make_read_only(run.run_folder),  # type: ignore[arg-type] # it is there
-            WRITABLE: lambda: disks.make_writable(run.run_folder),  # type: ignore[arg-type] # likewise
+            WRITABLE: lambda: disks.remove(run.run_folder),  # type: ignore[arg-type] # likewise
         }
         change[kind]()
 
