@@ -24,7 +24,6 @@ from pipebench.simulate.meter import Listener, Meter
 from pipebench.simulate.occupancy import Occupancy, OccupancyMeter
 from pipebench.simulate.steady import simulate_segment
 from pipebench.train.job import Job
-from pipebench.train.periods import Periods
 from pipebench.train.profiled_model import input_bytes
 from pipebench.train.result import RunResult
 
@@ -50,7 +49,7 @@ class MemoryForecast:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._num_minibatches = _periods(job).longest_segment
+        self._num_minibatches = job.periods.longest_segment
         self._occupancy = OccupancyMeter(job.setup.pipeline)
         self.memory = _memory(job, self._num_minibatches, self._occupancy)
 
@@ -141,7 +140,7 @@ def _with_highest(
 
 def _memory(job: Job, num_minibatches: int, *listeners: Listener) -> MemoryTimeline:
     """Return workers' memory over a simulated segment, followed by a later one if that may take more."""
-    later = _periods(job).longest_later_segment
+    later = job.periods.longest_later_segment
     found = _segment_memory(job, num_minibatches, listeners, has_state=_is_later(job, num_minibatches))
     if _is_short(job, num_minibatches) and 0 < later < num_minibatches:
         found = found.followed_by(_segment_memory(job, later, (), has_state=True))
@@ -153,7 +152,7 @@ def _is_later(job: Job, num_minibatches: int) -> bool:
 
     So it is if the segment is short and a later one is as long.
     """
-    return _is_short(job, num_minibatches) and num_minibatches <= _periods(job).longest_later_segment
+    return _is_short(job, num_minibatches) and num_minibatches <= job.periods.longest_later_segment
 
 
 def _is_short(job: Job, num_minibatches: int) -> bool:
@@ -189,10 +188,6 @@ def _at_depth(job: Job, depth: int) -> Job:
     setup = job.setup
     plan, pipeline = replace(setup.plan, depth=depth), replace(setup.pipeline, depth=depth)
     return replace(job, setup=replace(setup, plan=plan, pipeline=pipeline))
-
-
-def _periods(job: Job) -> Periods:
-    return Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch)
 
 
 def what_would_help(job: Job) -> str:
