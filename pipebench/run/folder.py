@@ -127,15 +127,9 @@ class RunFolder:
         """Return the content of one of the run's files; raises a UserError if unreadable."""
         return read_bytes(self.path / name)
 
-    def update(self, **changes: Any) -> RunFacts:
-        """Change facts atomically and return all.
-
-        Raises:
-            UserError: run.json is unreadable, an OSError if it can't be written.
-        """
-        facts = replace(self.read(), **changes)
-        self.write(facts)
-        return facts
+    def update(self, **changes: Any) -> None:
+        """Change facts atomically; raises a UserError if run.json is unreadable, an OSError if it can't be written."""
+        self.write(replace(self.read(), **changes))
 
     def say_how_to_go_on(self, changes: Sequence[str]) -> None:
         """Print the command that resumes the run if it has a checkpoint; `changes` are its previous overrides."""
