@@ -137,11 +137,6 @@ class RunFolder:
             command = shlex.join(["pipebench", "run", "--resume", self.run_id, *changes])
             print_notice(f"its checkpoints are kept: {command}")
 
-    def say_from_where(self, step: int | None) -> None:
-        """Print after how many minibatches the run goes on, None for the beginning."""
-        where = "the beginning" if step is None else f"minibatch {step}"
-        print_notice(f"{self.run_id} goes on from {where}")
-
     def finish(self, result: RunResult, changes: Sequence[str], keep: int, *, prints: bool) -> None:
         """Say how to resume an interrupted run, or how to export the weights; remove the checkpoints if `keep` is 0."""
         if result.outcome == INTERRUPTED:

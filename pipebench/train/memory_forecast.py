@@ -24,6 +24,7 @@ from pipebench.simulate.meter import Listener, Meter
 from pipebench.simulate.occupancy import Occupancy, OccupancyMeter
 from pipebench.simulate.steady import simulate_segment
 from pipebench.train.job import Job
+from pipebench.train.largest import most_within
 from pipebench.train.profiled_model import input_bytes
 from pipebench.train.result import RunResult
 
@@ -220,19 +221,16 @@ def _what_would_fit(job: Job, limit: int, num_minibatches: int) -> Iterator[str]
     """Yield changes that fit in memory: recomputation, swapping, and the largest smaller depth."""
     pipeline = job.setup.pipeline
 
-    def fits(changed: Job) -> bool:
-        return _memory(changed, num_minibatches).fullest.num_bytes <= limit
+    def needs(changed: Job) -> int:
+        return _memory(changed, num_minibatches).fullest.num_bytes
 
     policies = {*job.setup.plan.memory}
-    if policies != {RECOMPUTE} and fits(_with_policy(job, RECOMPUTE)):
+    if policies != {RECOMPUTE} and needs(_with_policy(job, RECOMPUTE)) <= limit:
         yield "parallelism.recompute: true"
     can_swap = job.cluster.pcie_bytes_per_s is not None and pipeline.backward != SPLIT
-    if can_swap and policies != {SWAP} and fits(_with_policy(job, SWAP)):
+    if can_swap and policies != {SWAP} and needs(_with_policy(job, SWAP)) <= limit:
         yield "parallelism.swap_layers: ['*']"
     if job.recipe.parallelism.row.depth is None and pipeline.order != ALL_FORWARDS and pipeline.depth > 1:
-        most, least = pipeline.depth, 1  # `most` doesn't fit
-        if fits(_at_depth(job, least)):
-            while most - least > 1:
-                middle = (most + least) // 2
-                least, most = (middle, most) if fits(_at_depth(job, middle)) else (least, middle)
-            yield f"parallelism.depth: {least}"
+        depth = most_within(limit, lambda depth: needs(_at_depth(job, depth)), pipeline.depth - 1)
+        if depth:
+            yield f"parallelism.depth: {depth}"
