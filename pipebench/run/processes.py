@@ -15,6 +15,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.distributed.control import LONGEST_WORK, Control, end_quietly
 from pipebench.distributed.engine import DistributedEngine
@@ -90,7 +92,7 @@ def run_distributed(request: RunRequest, tracking: Tracking) -> Run:
 def _launch(request: RunRequest, job: Job, folder: RunFolder, log: RunLog, ready: Mapping[str, int]) -> Run:
     """Start the workers of a run whose folder exists; see `run_distributed`."""
     suite, setup = request.suite, job.setup
-    release_copies(setup.device, setup.graph.root)  # this process has measured on the device, but doesn't train
+    release_copies(torch.device("cpu"), setup.graph.root)  # no GPU's: `decided_apart` measures there
     if stored_decision(folder, suite.changes) is None:
         store_decision(folder, decision_of(job), suite.changes)
     if suite.resumed is not None:
