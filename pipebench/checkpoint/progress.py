@@ -75,15 +75,15 @@ class Facts(TypedDict):
     num_bytes: list[SentBytes]
     peak_bytes: list[Count]
     weight_versions_max: list[Count]
-    host_peak_bytes: NotRequired[list[Count]]
+    host_peak_bytes: list[Count]
     busy_s: NotRequired[Amount]
     stall_s: NotRequired[Finite]
-    again_s: NotRequired[Amount]  # seconds of recomputation; not in the first checkpoints
-    swap_stall_s: NotRequired[Finite]  # not in the first checkpoints
+    again_s: NotRequired[Amount]  # seconds of recomputation
+    swap_stall_s: NotRequired[Finite]
     evaluation_s: NotRequired[Amount]
     meter: NotRequired[MeterState]
-    pushes: NotRequired[list[Any]]  # counters of the extension `asynchronous`
-    extensions: NotRequired[dict[str, list[Any]]]  # counters of other extensions, by name
+    extensions: NotRequired[dict[str, list[Any]]]  # counters of extensions, by name
+    pushes: NotRequired[list[Any]]  # in checkpoints of 0.1.0: counters of the extension `asynchronous`
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class SavedProgress:
                 raise CheckpointError(f"progress.{name}: doesn't agree with the rest, allowed is {allowed}")
 
 
-_ON_VIRTUAL_CLOCK = {"busy_s", "stall_s", "evaluation_s"}
+_ON_VIRTUAL_CLOCK = {"busy_s", "stall_s", "again_s", "swap_stall_s", "evaluation_s"}
 
 
 def _is_of_one_engine(facts: Facts) -> bool:

@@ -83,14 +83,12 @@ def _measuring() -> ModuleType:
 
 def _print(found: Any) -> None:
     table = new_table("level", "count", "bandwidth", "of one pair", "of a sum", "latency")
-    for each in found.links.levels:
+    for each in found.levels:
         rates = (each.port_bytes_per_s, each.pair_bytes_per_s, each.sum_bytes_per_s)
         table.add_row(each.name, str(each.count), *(f"{num_bytes(rate)}/s" for rate in rates), seconds(each.latency_s))
     print_table(standard_output(), table, indent=2)
-    if found.links.pcie_bytes_per_s is not None:
-        print_facts(
-            standard_output(), [("pcie", f"{num_bytes(found.links.pcie_bytes_per_s)}/s, of every GPU each way")]
-        )
+    if found.pcie_bytes_per_s is not None:
+        print_facts(standard_output(), [("pcie", f"{num_bytes(found.pcie_bytes_per_s)}/s, of every GPU each way")])
 
 
 def _is_ours(path: Path) -> bool:

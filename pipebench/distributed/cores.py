@@ -4,7 +4,7 @@ import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -38,19 +38,11 @@ def numbered(everyone: Sequence[Shares]) -> list[list[dict[str, Any]]]:
     return [[{**share, "name": names.index(share["name"])} for share in shares] for shares in everyone]
 
 
-class Turn(NamedTuple):
-    """A process's turn, and the number of turns."""
-
-    number: int
-    of: int
-
-
-def turn_of(everyone: Sequence[Shares], rank: int) -> Turn:
-    """Return a rank's turn. In each turn every thread has a core or GPU of its own, if its process alone allows that.
+def turns_of(everyone: Sequence[Shares]) -> list[int]:
+    """Return each process's turn. In a turn every thread has a core or GPU of its own, if its process alone allows it.
 
     Args:
         everyone: all processes' `processor_shares`, by rank.
-        rank: this process's.
     """
     turns: list[int] = []
     taken: Counter[tuple[str, int]] = Counter()  # threads, by processor and turn
@@ -58,7 +50,7 @@ def turn_of(everyone: Sequence[Shares], rank: int) -> Turn:
         turn = next(turn for turn in count() if all(_has_room(taken[share["name"], turn], share) for share in shares))
         taken.update({(share["name"], turn): share["threads"] for share in shares})
         turns.append(turn)
-    return Turn(turns[rank], max(turns) + 1)
+    return turns
 
 
 def _has_room(threads: float, share: Mapping[str, Any]) -> bool:

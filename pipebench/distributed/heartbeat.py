@@ -109,7 +109,7 @@ class Heartbeat:
             while not self._closed.wait(self._beat_s if count else 0.0):
                 count += 1
                 self._store.set(own, json.dumps([count, socket.gethostname()]))
-                known = [rank for rank in range(self._place.size) if rank in self._heard or self._has(rank)]
+                known = [rank for rank, key in enumerate(self._keys) if rank in self._heard or self._store.check([key])]
                 beats = self._store.multi_get([self._keys[rank] for rank in known])
                 self._heard = dict(zip(known, beats, strict=True))
                 self._num_answers += 1
@@ -117,9 +117,6 @@ class Heartbeat:
         except RuntimeError as error:  # the training thread sees the broken connection, too
             _LOG.debug("the store is gone: %s", error)
             self._closed.set()
-
-    def _has(self, rank: int) -> bool:
-        return bool(self._store.check([self._keys[rank]]))
 
     def _listen(self) -> None:
         """Check the collected heartbeats, without time in which this process was suspended."""
@@ -160,20 +157,17 @@ class SilenceMonitor:
             lives = beat != self._latest.get(rank) or _is_done(beat)
             self._silent_s[rank] = 0.0 if lives else self._silent_s[rank] + passed_s
             self._latest[rank] = beat
+        limit = f"{self._limit_s:g} s (engine.silence_limit_s)"
         if self.store_s >= self._limit_s:
             return (
-                f"{store_text(self._place)} has not answered for {self._limit}: that host, or the network between it "
+                f"{store_text(self._place)} has not answered for {limit}: that host, or the network between it "
                 "and this one, hangs or is gone"
             )
         # While the store is silent no heartbeat can arrive, which is no evidence against the workers.
         silent = [rank for rank, silent_s in self._silent_s.items() if silent_s >= self._limit_s > 2 * self.store_s]
         what = "has not been heard of" if len(silent) == 1 else "have not been heard of"
         why = "the host, its network or the process hangs or is gone"
-        return f"{_named(silent, heard)} {what} for {self._limit}: {why}" if silent else ""
-
-    @property
-    def _limit(self) -> str:
-        return f"{self._limit_s:g} s (engine.silence_limit_s)"
+        return f"{_named(silent, heard)} {what} for {limit}: {why}" if silent else ""
 
 
 def store_text(place: HostSlot) -> str:

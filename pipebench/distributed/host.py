@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from pipebench.distributed.channel import LANES, ChannelLink, ChannelSender, Receiver
-from pipebench.distributed.cores import processor_shares, shared_processors, turn_of
+from pipebench.distributed.cores import processor_shares, shared_processors, turns_of
 from pipebench.distributed.ends import ReceivingEnd, SendingEnd
 from pipebench.distributed.launch_join import leave, peers
 from pipebench.distributed.reducer import RingSum, Sum
@@ -63,11 +63,11 @@ def host_costs(world: World, *, fetches: bool = False) -> HostCosts:
 
 def in_turns(world: World, work: Callable[[], T]) -> T:
     """Do some work in all processes, in turns so that each has cores, or a GPU, of its own; return its result."""
-    turn = turn_of(world.exchange(processor_shares(world.device)), world.rank)
+    turns = turns_of(world.exchange(processor_shares(world.device)))
     result: list[T] = []
-    for number in range(turn.of):
+    for turn in range(max(turns) + 1):
         world.barrier()
-        if number == turn.number:
+        if turn == turns[world.rank]:
             result.append(work())
     world.barrier()
     return result[0]

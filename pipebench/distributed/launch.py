@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # torch lists it nowhere
 
@@ -200,13 +200,6 @@ def run_workers(
     raise AssertionError("a run ends in its last attempt")
 
 
-class _AttemptEnd(NamedTuple):
-    """How an attempt ended that no signal ended."""
-
-    cause: Failure | None  # None: all workers finished
-    started: bool  # whether training had begun
-
-
 def _run_attempt(
     attempt: Attempt,
     start: Start,
@@ -214,16 +207,20 @@ def _run_attempt(
     passed: Mapping[str, int],
     signals: "_Signals",
     say: Callable[[str], None],
-) -> _AttemptEnd | None:
-    """Start all workers and wait for them; return None if a signal ended them."""
+) -> tuple[Failure | None, bool] | None:
+    """Start all workers and wait for them.
+
+    Returns:
+        The cause of a failure, if any, and whether training had begun; None if a signal ended the workers.
+    """
     try:
         attempt.start(start, settings, passed)
         if not _wait_for_end(attempt, signals, say):
             return None
         failures = attempt.failures()
-        return _AttemptEnd(root_cause(failures) if failures else None, attempt.started)
+        return root_cause(failures) if failures else None, attempt.started
     except SilentTemplateError as error:
-        return _AttemptEnd(Failure(0, "silent", str(error)), started=True)
+        return Failure(0, "silent", str(error)), True
     finally:
         attempt.close()
 

@@ -279,7 +279,8 @@ def _gather(room: Store, place: HostSlot, facts: Any, limit_s: float) -> tuple[s
             if room.check([f"{token}/here/{rank}"]):
                 size, joined[rank] = json.loads(room.get(f"{token}/here/{rank}"))
                 if size != place.size:
-                    raise _refusal(room, token, _different_sizes(place.size, rank, size))
+                    got = f"got {place.size} for rank 0 and {size} for rank {rank}"
+                    raise _refusal(room, token, f"environment: WORLD_SIZE: {got}, needed is the same for all ranks")
             elif room.check([f"hello/{rank}"]) and (word := room.get(f"hello/{rank}")) != answered.get(rank):
                 answered[rank] = word
                 room.set(f"welcome/{word.decode()}", token)
@@ -295,12 +296,6 @@ def _refusal(room: Store, token: str, sentence: str) -> UserError:
     """Let the workers that have joined know why rank 0 gives up; return the error."""
     room.set(f"{token}/failed", sentence)
     return UserError(sentence)
-
-
-def _different_sizes(size: int, rank: int, other: int) -> str:
-    return (
-        f"environment: WORLD_SIZE: got {size} for rank 0 and {other} for rank {rank}, needed is the same for all ranks"
-    )
 
 
 def _incomplete(place: HostSlot, missing: Sequence[int], limit_s: float) -> str:

@@ -58,20 +58,25 @@ class MeasuredLinks:
     """A cluster's links.
 
     Attributes:
+        device: a worker's.
+        backend: `NCCL`, or `Gloo` through the hosts' memory.
         levels: innermost first.
         pcie_bytes_per_s: bytes that a GPU copies to pinned memory of its host, while as much comes back and all other
             GPUs do the same; None for CPUs.
     """
 
+    device: str
+    backend: str
     levels: tuple[MeasuredLevel, ...]
     pcie_bytes_per_s: float | None = None
 
 
-def measure_links(world: World, on_progress: Callable[[str], None]) -> MeasuredLinks:
+def measure_links(world: World, device: str, on_progress: Callable[[str], None]) -> MeasuredLinks:
     """Measure the links between a job's workers; collective.
 
     Args:
         world: at least two workers.
+        device: the name of this one's.
         on_progress: gets what is being measured, in words.
 
     Raises:
@@ -92,7 +97,8 @@ def measure_links(world: World, on_progress: Callable[[str], None]) -> MeasuredL
     if len(hosts) > 1:
         pairs = [*zip(hosts[0], hosts[1], strict=True)]
         levels.append(links.level("cluster", pairs, [ranks[0] for ranks in hosts]))
-    return MeasuredLinks(tuple(levels), links.pcie() if world.device.type == "cuda" else None)
+    pcie_bytes_per_s = links.pcie() if world.device.type == "cuda" else None
+    return MeasuredLinks(device, "NCCL" if world.direct else "Gloo", tuple(levels), pcie_bytes_per_s)
 
 
 def _hosts(world: World) -> list[list[int]]:

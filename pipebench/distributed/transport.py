@@ -297,8 +297,7 @@ class ChannelTransport:
             answers = going != MIGRATION and channel.edge in self._returning
             answering = channel.answering if answers else None
             out, back = (channel, answering) if ends[0] == self._worker else (answering, channel)
-            cluster = self._setup.cluster
-            level = cluster.levels[cluster.level_between(*ends)].name
+            level = self._setup.level_between(*ends).name
             sender, receiver = out and self._senders.get(out), back and self._receivers.get(back)
             found = _Route(channel, sender, receiver, level)
             self._routes[key] = found

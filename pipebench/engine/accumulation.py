@@ -1,9 +1,9 @@
 """Sums of parameter gradients over the backwards of a round; each sum is passed on as soon as it is complete."""
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 
@@ -25,8 +25,11 @@ class Accumulation:
         self.gradients: list[torch.Tensor | None] = [None] * num_parameters
         self._num_parameters = num_parameters
         self._passed_on_bytes = 0  # of the round's sums passed on, until the sums over the replicas are there
-        self.tied_positions: frozenset[int] = frozenset()  # of tied weights, whose sums are not passed on
-        self._hooks: WeakKeyDictionary[Version, _GradientHooks] = WeakKeyDictionary()
+        self.tied_positions: frozenset[int] = (
+            frozenset()
+        )  # of tied weights: summed over all stages' copies, not passed on
+        self._hooked: WeakSet[Version] = WeakSet()  # versions whose parameters have hooks
+        self._on_gradient: OnGradient | None = None  # of the backward that runs; None: gradients stay in `grad`
 
     @property
     def num_bytes(self) -> int:
@@ -52,36 +55,26 @@ class Accumulation:
         for parameter, total in zip(parameters, self.gradients, strict=True):
             parameter.grad = total
         self.clear()
-        hooks = self._hooks.get(version)
-        if hooks is None and on_gradient is not None:
-            hooks = self._hooks[version] = _GradientHooks(version, self.tied_positions)
-        if hooks is not None and on_gradient is not None:
-            hooks.on_gradient = partial(self._pass_on, on_gradient)
+        if on_gradient is not None and version not in self._hooked:
+            self._hook(version)
+        self._on_gradient = on_gradient
         yield
-        if hooks is not None:
-            hooks.on_gradient = None
+        self._on_gradient = None
         self.gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
 
-    def _pass_on(self, on_gradient: OnGradient, index: int, gradient: torch.Tensor) -> None:
-        self._passed_on_bytes += gradient.nbytes
-        on_gradient(index, gradient)
-
-
-class _GradientHooks:
-    """Hooks on a version's parameters. They stay: creating them for every backward takes as long as calling them."""
-
-    def __init__(self, version: Version, tied_positions: Container[int]) -> None:
-        self.on_gradient: OnGradient | None = None  # None: gradients stay in `grad`
+    def _hook(self, version: Version) -> None:
+        """Add hooks to a version's parameters. They stay: adding them takes as long as calling them."""
+        self._hooked.add(version)
         for index, parameter in enumerate(version.parameters):
-            if index in tied_positions:
-                continue
-            parameter.register_post_accumulate_grad_hook(partial(self._completed, index))  # type: ignore[no-untyped-call]
+            if index not in self.tied_positions:
+                parameter.register_post_accumulate_grad_hook(partial(self._completed, index))  # type: ignore[no-untyped-call]
 
     def _completed(self, index: int, parameter: torch.Tensor) -> None:
-        if self.on_gradient is not None:
+        if self._on_gradient is not None:
             gradient = parameter.grad
             assert gradient is not None
             parameter.grad = None
-            self.on_gradient(index, gradient)
+            self._passed_on_bytes += gradient.nbytes
+            self._on_gradient(index, gradient)

@@ -32,7 +32,8 @@ def squared_norms(
         given_sizes = zip(gradients, wholes, strict=True)
         squares = iter([_squared_norm(gradient, size) for gradient, size in given_sizes if gradient is not None])
     else:
-        given = [_aligned(gradient) for gradient in gradients if gradient is not None]
+        # Copied into aligned memory: the order in which kernels add depends on the alignment.
+        given = [g if g.data_ptr() % _ALIGNMENT == 0 else g.clone() for g in gradients if g is not None]
         squares = iter([norm.square() for norm in torch._foreach_norm(given, 2.0, torch.float64)] if given else [])
     nothing = torch.zeros((), dtype=torch.float64, device=device)
     return [nothing if gradient is None else next(squares) for gradient in gradients]
@@ -72,11 +73,6 @@ def replace_each(
         gradient = gradients[index]
         if gradient is not None:
             gradients[index] = change(gradient)
-
-
-def _aligned(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient in aligned memory: the order in which kernels add depends on the alignment."""
-    return gradient if gradient.data_ptr() % _ALIGNMENT == 0 else gradient.clone()
 
 
 def _squared_norm(gradient: torch.Tensor, size: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from pipebench.engine.loss_scale import scale_metrics
 from pipebench.engine.protocols import Collectives, EngineExtension, SegmentExtension
 from pipebench.engine.scores import Scores, WholeModel
 from pipebench.engine.setup import Setup
-from pipebench.engine.worker import Worker, host_peaks
+from pipebench.engine.worker import Worker
 from pipebench.model.loading import Loaders
 from pipebench.model.plan import Plan
 from pipebench.schedule.instructions import Instruction
@@ -256,7 +256,7 @@ class TrainingEngine(Engine):
             return
         self.num_bytes.clear()
         self.num_bytes.update({(kind, level): count for kind, level, count in facts["num_bytes"]})
-        columns = (facts["peak_bytes"], facts["weight_versions_max"], host_peaks(facts))
+        columns = (facts["peak_bytes"], facts["weight_versions_max"], facts["host_peak_bytes"])
         for worker, *counted in zip(self.workers, *columns, strict=True):
             worker.recall(*counted)
         self._recall_meter(facts)
@@ -272,22 +272,10 @@ class TrainingEngine(Engine):
             "weight_versions_max": [worker.versions_max for worker in self.workers],
             "host_peak_bytes": [worker.peaks.host_bytes for worker in self.workers],
             **self._meter_facts(),
-            **facts_of(self.extensions),
+            "extensions": {name: extension.facts() for name, extension in self.extensions.items()},
         }
 
 
-# The first checkpoints had the asynchronous server's pushes, and no extensions, so that list keeps a key of its own.
-_KEYS: Final = {"asynchronous": "pushes"}
-_OTHERS = "extensions"
-
-
-def facts_of(extensions: Mapping[str, EngineExtension]) -> dict[str, Any]:
-    """Return extensions' counters in the form of an engine's `facts`."""
-    found = {name: extension.facts() for name, extension in extensions.items()}
-    others = {name: facts for name, facts in found.items() if facts and name not in _KEYS}
-    return {key: found.get(name, []) for name, key in _KEYS.items()} | ({_OTHERS: others} if others else {})
-
-
 def facts_by_extension(facts: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return extensions' counters, by name, from an engine's `facts`; those of checkpoints of 0.1.0 have none."""
-    return {name: facts.get(key, []) for name, key in _KEYS.items()} | dict(facts.get(_OTHERS, {}))
+    """Return extensions' counters, by name, from an engine's `facts`; those of 0.1.0 have the asynchronous server's."""
+    return {"asynchronous": facts.get("pushes", []), **facts.get("extensions", {})}

@@ -19,20 +19,20 @@ import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from pipebench import formats
 from pipebench.engine.feed import Feed
 from pipebench.engine.setup import Setup, loss_divisors
 from pipebench.engine.worker import Worker
 from pipebench.model.allocator import release_copies
-from pipebench.model.values import differentiable
+from pipebench.model.graph import cloned
+from pipebench.model.values import detached, differentiable
 from pipebench.profile.clocks import Reading, device_clock
 from pipebench.profile.enough import StopRule
 from pipebench.profile.model import LayerProfile, ParameterBytes, Profile
@@ -57,14 +57,6 @@ class Key(NamedTuple):
 
 
 InSituTimes = Mapping[Key, float]  # seconds
-
-
-@dataclass(frozen=True)
-class Stepped:
-    """A stage's optimizer step: bytes updated, and seconds."""
-
-    num_bytes: int
-    seconds: float
 
 
 def profile_in_situ(
@@ -166,9 +158,7 @@ def in_use(profile: Profile, setup: Setup, profiled_in_situ: InSituTimes) -> Pro
     rows = profile.layers[sizes[0]]
     held = [ParameterBytes.of(rows[i] for i in indices).trained for indices in bounds]
     stages = [(num_bytes, Key(Op.UPDATE, stage, 0)) for stage, num_bytes in enumerate(held)]
-    steps = [
-        Stepped(num_bytes, profiled_in_situ[key]) for num_bytes, key in stages if num_bytes and key in profiled_in_situ
-    ]
+    steps = [(num_bytes, profiled_in_situ[key]) for num_bytes, key in stages if num_bytes and key in profiled_in_situ]
     floor_s, s_per_byte = update_costs(steps)
     before_s, after_s = (sum(map(_seconds, each[sizes[-1]])) for each in (profile.layers, layers))
     return replace(
@@ -186,21 +176,21 @@ def fetches_itself(setup: Setup) -> bool:
     return setup.dataset.loader_processes == 0
 
 
-def update_costs(steps: Sequence[Stepped]) -> tuple[float, float]:
-    """Return an update's fixed seconds and its seconds per byte, from stages of different size.
+def update_costs(steps: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Return an update's fixed seconds and its seconds per byte, from the bytes and the seconds of stages' updates.
 
     They are those of a least-squares line: through 0 if it would start below 0, and level if it would fall.
     """
     if not steps:
         return 0.0, 0.0
-    num_bytes, seconds = [step.num_bytes for step in steps], [step.seconds for step in steps]
+    num_bytes, seconds = zip(*steps, strict=True)
     if min(num_bytes) < max(num_bytes):
         slope, floor_s = statistics.linear_regression(num_bytes, seconds)
         if slope < 0:
             return statistics.fmean(seconds), 0.0
         if floor_s >= 0:
             return floor_s, slope
-    return 0.0, sum(step.num_bytes * step.seconds for step in steps) / sum(n**2 for n in num_bytes)
+    return 0.0, sum(n * s for n, s in steps) / sum(n**2 for n in num_bytes)
 
 
 class _ListPlayer:
@@ -318,13 +308,13 @@ class _Others(AloneCollectives):
         """Store a copy of activations, unless the row has some; gradients are ignored."""
         key = (source, target, self.feed.row(unit))
         if kind != GRADIENT and key not in self._sent:
-            self._sent[key] = pytree.tree_map(_copied, values)
+            self._sent[key] = detached(cloned(values))
 
     def receive(self, kind: str, unit: int, source: int, target: int) -> Any:
         """Return the activations that the other stage sent, or zero gradients for this one's."""
         row = self.feed.row(unit)
         if kind != GRADIENT:
-            return pytree.tree_map(_copied, self._sent[source, target, row])
+            return detached(cloned(self._sent[source, target, row]))
         return zero_gradients(self._sent[target, source, row])
 
     def copied(self, kind: str, num_bytes: int) -> None:
@@ -366,10 +356,6 @@ def _keeping(setup: Setup) -> Setup:
     return replace(
         setup, plan=replace(setup.plan, stages=stages), pipeline=replace(setup.pipeline, swaps=(), shard=NOT_SHARDED)
     )
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def zero_gradients(values: Mapping[int, Any]) -> dict[int, list[torch.Tensor]]:

@@ -3,12 +3,12 @@
 It knows no schedule, clock, transport or mode. Callers choose the order of the passes, and each unit's weight version.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from pipebench.checkpoint.state import ModelState
 from pipebench.engine.accumulation import Accumulation, OnGradient
@@ -20,7 +20,7 @@ from pipebench.engine.prediction import AS_IT_IS, Displacement, MovedWeights
 from pipebench.engine.shards import Divide
 from pipebench.engine.split import SplitBackward, backward_weight, saved_bytes
 from pipebench.engine.streams import ALONE, StreamSlot, StreamStates
-from pipebench.engine.swap import Swap
+from pipebench.engine.swap import Saved, Swap
 from pipebench.engine.weights import Weights
 from pipebench.errors import GraphError
 from pipebench.model.large_batch import Adapted
@@ -132,7 +132,7 @@ class Replica:
         self.recomputed_bytes = 0  # that the last backward recomputed, and has freed
         self._fixed_storages = {each.untyped_storage().data_ptr() for each in untrained} | self._recomputation.storages
         self.states = StreamStates([self.module.get_submodule(path) for path in stage.stateful])
-        self._accumulation = Accumulation(len(self.weights.names))
+        self.accumulation = Accumulation(len(self.weights.names))
         stage.seeder.seed, stage.seeder.device = seed, device
         stage.enter()
         self._call: Callable[..., Any] = compiled(stage) if rules.compiled else self.module
@@ -190,7 +190,7 @@ class Replica:
         It reads no weights, so it may run after later updates. `on_gradient` gets the gradients of this part only.
         """
         item = self._in_flight[unit]
-        with self._accumulation.add(item.version, on_gradient):
+        with self.accumulation.add(item.version, on_gradient):
             backward_weight(item.rests, item.version.parameters)
         self.drop_unit(unit)
 
@@ -212,7 +212,7 @@ class Replica:
     def update(self, gradients: Sequence[torch.Tensor | None], lr: float, *, keep_from: int) -> None:
         """Apply one update and drop the accumulated gradients; see `Weights.update`."""
         (self.moved or self.weights).update(gradients, lr, keep_from=keep_from)
-        self._accumulation.clear()
+        self.accumulation.clear()
 
     def skip_update(self, *, keep_from: int) -> None:
         """Drop the accumulated gradients instead of applying them; see `Weights.skip`.
@@ -220,7 +220,7 @@ class Replica:
         Losses are scaled in fp16 only, where weights are not displaced (`recipe.suited`), so `moved` needs no update.
         """
         self.weights.skip(keep_from=keep_from)
-        self._accumulation.clear()
+        self.accumulation.clear()
 
     def evaluate(
         self, draw: tuple[int, ...], inputs: Sequence[torch.Tensor], received: Values, place: StreamSlot
@@ -276,7 +276,7 @@ class Replica:
             weights=self._untrained_bytes + weights.live_bytes,
             moved=moved,
             stepped=weights.master_bytes + weights.state_bytes,
-            gradients=self._accumulation.num_bytes,
+            gradients=self.accumulation.num_bytes,
             in_flight=in_flight + carried,
             gathered=weights.gathered_bytes,
         )
@@ -298,24 +298,16 @@ class Replica:
     @property
     def gradients(self) -> list[torch.Tensor | None]:
         """Accumulated gradients, or their sums over the replicas, in the order of the stage's parameters."""
-        return self._accumulation.gradients
+        return self.accumulation.gradients
 
     @gradients.setter
     def gradients(self, found: list[torch.Tensor | None]) -> None:
-        self._accumulation.gradients = found
-
-    def take_sums(self, gradients: list[torch.Tensor | None]) -> None:
-        """Take the sums over the replicas in place of the accumulated gradients."""
-        self._accumulation.take_sums(gradients)
-
-    def set_tied(self, positions: Iterable[int]) -> None:
-        """Leave parameters out of the sums over replicas: tied ones, which are summed over the copies of all stages."""
-        self._accumulation.tied_positions |= frozenset(positions)
+        self.accumulation.gradients = found
 
     @property
     def tied_positions(self) -> frozenset[int]:
-        """Positions of the tied weights in the stage's order; see `set_tied`."""
-        return self._accumulation.tied_positions
+        """Positions of the tied weights in the stage's order."""
+        return self.accumulation.tied_positions
 
     def _run(self, item: InFlight, arguments: Sequence[Any]) -> Any:
         """Run the module; measure what it saves for the backward at the first forward of these shapes."""
@@ -323,7 +315,7 @@ class Replica:
         if self.stage.swapped:
             item.swap = Swap(self.device)
             for each in self.stage.swapped:
-                each.keeper = item.swap
+                each.hooks = saved_tensors_hooks(item.swap.pack, Saved.checked)
         if shapes in self._saves:
             outputs = self._call(*arguments)
         else:
@@ -386,7 +378,7 @@ class Replica:
         wanted = [*leaves, *item.version.parameters]
         if not results or not wanted:
             return
-        with _naming_overwriting(), self._accumulation.add(item.version, on_gradient):
+        with _naming_overwriting(), self.accumulation.add(item.version, on_gradient):
             if self._split is None:
                 torch.autograd.backward(results, heads, inputs=wanted)
             else:

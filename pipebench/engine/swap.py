@@ -9,7 +9,7 @@ copies only after the work queued on a stream has finished with it.
 """
 
 from collections.abc import Callable, Container, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -99,10 +99,6 @@ class Swap:
         self._saved.append(saved)
         return saved
 
-    def unpack(self, saved: Saved) -> torch.Tensor:
-        """Return a saved tensor for its backward."""
-        return saved.checked()
-
     def saved_with(self, others: Container[int]) -> frozenset[int]:
         """Return the indices, in saving order, of tensors whose storages are among `others`, by address."""
         return frozenset(
@@ -139,8 +135,8 @@ class Swap:
             for saved in held:
                 copied[address].views.append(_view(saved.checked(), saved.take))
                 saved.take(None)
-        for tensor in self._inputs:
-            copied[_address(tensor, self._device)].views.append(_view(tensor, _into(tensor)))
+        for tensor in self._inputs:  # to which the graph itself refers
+            copied[_address(tensor, self._device)].views.append(_view(tensor, partial(setattr, tensor, "data")))
             tensor.data = torch.empty(1, dtype=tensor.dtype, device=self._device).expand(tensor.shape)
         self._to_copy, self._inputs, self._copied = {}, (), [*copied.values()]
         self.host_bytes, self.device_bytes = self.device_bytes, 0
@@ -201,15 +197,6 @@ def _host_copy(tensor: torch.Tensor, streams: _Streams | None) -> torch.Tensor:
 
 def _view(tensor: torch.Tensor, take: Callable[[torch.Tensor], None]) -> _View:
     return _View(take, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-
-
-def _into(leaf: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    """Return a function that sets the values of a leaf, to which the graph itself refers."""
-
-    def take(values: torch.Tensor) -> None:
-        leaf.data = values
-
-    return take
 
 
 def _address(tensor: torch.Tensor | None, device: torch.device) -> int:

@@ -10,7 +10,6 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pipebench.checkpoint.handover import keys_of, pieces, requests_of, retained, state_bytes
@@ -57,63 +56,6 @@ class InProcessTransport:
     def copied(self, kind: str, num_bytes: int) -> None:
         """Count bytes copied between a device and its host."""
         self._num_bytes[kind, PCIE] += num_bytes
-
-
-@dataclass(frozen=True)
-class DrainExchange:
-    """What workers exchange at a drain: from when the pipeline is empty until all messages have arrived."""
-
-    setup: Setup
-    workers: Sequence[Worker]
-    collectives: InProcessCollectives
-    network: Network
-    clock_s: float  # when the pipeline is empty
-
-    def average(self) -> float:
-        """Average running statistics over the replicas of every stage; return the end time.
-
-        Extensions' exchanges start at the same time.
-        """
-        pipeline, costs, collectives = self.setup.pipeline, self.setup.costs, self.collectives
-        for stage in stages_that_average(pipeline, costs):
-            ring = collectives.of_stage(stage)
-            for buffers in zip(*(self.workers[worker].buffers(stage) for worker in ring), strict=True):
-                flats = [buffer.reshape(-1) for buffer in buffers]
-                mean = collectives.sum_buffers(ring, flats) / len(ring)
-                for buffer in buffers:
-                    buffer.copy_(mean.view(buffer.shape))
-        ends_s = [self.clock_s]
-        average_statistics(pipeline, costs, self.network, self.clock_s, ends_s.append)
-        extensions = collectives.extensions.values()
-        messages = [self._send(*sent) for extension in extensions for sent in extension.drained()]
-        ends_s.append(self._deliver(messages))  # which also ends the averages
-        return max(ends_s)
-
-    def hand_over(self, before: Sequence[Worker]) -> float:
-        """Transfer state from the workers `before` to the present ones, of other cuts; return the end time."""
-        offered = [ModelState.merge(part for _, part in worker.parts()) for worker in before]
-        offered_keys = [keys_of(state) for state in offered]
-        messages = []
-        for worker, old in zip(self.workers, before, strict=True):
-            claim = worker.claim()
-            state = retained(old.held(), claim)
-            for giver, keys in requests_of(worker.index, offered_keys, keys_of(state), claim).items():
-                moved = pieces(offered[giver], keys)
-                messages.append(self._send(MIGRATION, giver, worker.index, state_bytes(moved), "layers"))
-                state = ModelState.merge([state, moved])
-            worker.restore(state)
-            worker.follow(old)
-        return self._deliver(messages)
-
-    def _send(self, kind: str, sender: int, receiver: int, num_bytes: int, label: str) -> Message:
-        self.collectives.count(kind, sender, receiver, num_bytes)
-        connection = self.network.connection(kind, sender, receiver)
-        return self.network.send(connection, num_bytes, self.clock_s, label)
-
-    def _deliver(self, messages: Sequence[Message]) -> float:
-        """Complete the transfers before anything else runs; return the end time."""
-        self.network.deliver(messages)
-        return max([self.clock_s, *(message.arrival_s for message in messages)])
 
 
 class VirtualEngine(TrainingEngine):
@@ -188,7 +130,7 @@ class VirtualEngine(TrainingEngine):
         """See `Engine`."""
         before = self.workers
         self._cut_stages(setup)
-        self.clock_s = self._drain.hand_over(before)
+        self.clock_s = self._hand_over(before)
         for worker in before:
             worker.close()
 
@@ -220,7 +162,7 @@ class VirtualEngine(TrainingEngine):
 
     def _recall_meter(self, facts: Mapping[str, Any]) -> None:
         self.meter.busy_s, self.meter.stall_s = facts["busy_s"], facts["stall_s"]
-        self.meter.again_s, self.meter.swap_stall_s = facts.get("again_s", 0.0), facts.get("swap_stall_s", 0.0)
+        self.meter.again_s, self.meter.swap_stall_s = facts["again_s"], facts["swap_stall_s"]
         self._not_training_s = facts["evaluation_s"]
 
     def measured(self, training_s: float) -> RunMeasurements:
@@ -250,7 +192,7 @@ class VirtualEngine(TrainingEngine):
             worker.end_training()
         self._end_segment()
         if segment.limit > 0:
-            self.clock_s = self._drain.average()
+            self.clock_s = self._average()
         before = setup.sampler.samples_before
         self._count_slices(before(first_minibatch + segment.limit) - before(first_minibatch))
         return segment.limit
@@ -277,26 +219,67 @@ class VirtualEngine(TrainingEngine):
             if verbose:
                 duration_s = event.end_s - event.start_s
                 _LOG.debug("t=%.9f s worker %d %s (%.3g s)", event.start_s, event.worker, event.instruction, duration_s)
-            self._execute(event)
+            worker = self.workers[event.worker]
+            worker.busy_until_s = event.end_s
+            worker.took(event.instruction, event.end_s - event.start_s)
+            loss = worker.execute(event.instruction, self._transport, self.collectives)
+            if loss is not None:
+                self._on_loss(*loss, self.now_s)
+                if not loss.total.is_cuda or self._num_losses % CUDA_LOSS_EVERY == 0:
+                    self._latest_loss = float(loss.total) / loss.weight
+                self._num_losses += 1
+                self._on_unit(loss.samples, self._latest_loss, self.now_s)
             self._observe(event)
             self.meter.event(event)
         self.clock_s = simulation.end_s
 
-    def _execute(self, event: TimelineEvent) -> None:
-        worker = self.workers[event.worker]
-        worker.busy_until_s = event.end_s
-        worker.took(event.instruction, event.end_s - event.start_s)
-        loss = worker.execute(event.instruction, self._transport, self.collectives)
-        if loss is not None:
-            self._on_loss(*loss, self.now_s)
-            if not loss.total.is_cuda or self._num_losses % CUDA_LOSS_EVERY == 0:
-                self._latest_loss = float(loss.total) / loss.weight
-            self._num_losses += 1
-            self._on_unit(loss.samples, self._latest_loss, self.now_s)
+    # Exchanges at a drain: they begin when the pipeline is empty, and end when all messages have arrived.
 
-    @property
-    def _drain(self) -> DrainExchange:
-        return DrainExchange(self.setup, self.workers, self.collectives, self.network, self.clock_s)
+    def _average(self) -> float:
+        """Average running statistics over the replicas of every stage; return the end time.
+
+        Extensions' exchanges start at the same time.
+        """
+        pipeline, costs, collectives = self.setup.pipeline, self.setup.costs, self.collectives
+        for stage in stages_that_average(pipeline, costs):
+            ring = collectives.of_stage(stage)
+            for buffers in zip(*(self.workers[worker].buffers(stage) for worker in ring), strict=True):
+                flats = [buffer.reshape(-1) for buffer in buffers]
+                mean = collectives.sum_buffers(ring, flats) / len(ring)
+                for buffer in buffers:
+                    buffer.copy_(mean.view(buffer.shape))
+        ends_s = [self.clock_s]
+        average_statistics(pipeline, costs, self.network, self.clock_s, ends_s.append)
+        extensions = collectives.extensions.values()
+        messages = [self._send(*sent) for extension in extensions for sent in extension.drained()]
+        ends_s.append(self._deliver(messages))  # which also ends the averages
+        return max(ends_s)
+
+    def _hand_over(self, before: Sequence[Worker]) -> float:
+        """Transfer state from the workers `before` to the present ones, of other cuts; return the end time."""
+        offered = [ModelState.merge(part for _, part in worker.parts()) for worker in before]
+        offered_keys = [keys_of(state) for state in offered]
+        messages = []
+        for worker, old in zip(self.workers, before, strict=True):
+            claim = worker.claim()
+            state = retained(old.held(), claim)
+            for giver, keys in requests_of(worker.index, offered_keys, keys_of(state), claim).items():
+                moved = pieces(offered[giver], keys)
+                messages.append(self._send(MIGRATION, giver, worker.index, state_bytes(moved), "layers"))
+                state = ModelState.merge([state, moved])
+            worker.restore(state)
+            worker.follow(old)
+        return self._deliver(messages)
+
+    def _send(self, kind: str, sender: int, receiver: int, num_bytes: int, label: str) -> Message:
+        self.collectives.count(kind, sender, receiver, num_bytes)
+        connection = self.network.connection(kind, sender, receiver)
+        return self.network.send(connection, num_bytes, self.clock_s, label)
+
+    def _deliver(self, messages: Sequence[Message]) -> float:
+        """Complete the transfers before anything else runs; return the end time."""
+        self.network.deliver(messages)
+        return max([self.clock_s, *(message.arrival_s for message in messages)])
 
 
 def _as_evaluation(before: Counter[tuple[str, str]], after: Counter[tuple[str, str]]) -> Counter[tuple[str, str]]:

@@ -280,7 +280,7 @@ class Worker(WorkerReplicas):
         summed = collectives.wait(it.stage, self.replica_index[it.stage], it.number)
         for position in replica.tied_positions:  # `_wait_tied` sums these
             summed[position] = replica.gradients[position]
-        replica.take_sums(summed)
+        replica.accumulation.take_sums(summed)
 
     def _wait_scatter(self, it: Instruction, transport: Transport, collectives: Collectives) -> None:
         self._wait_all_reduce(it, transport, collectives)
@@ -351,9 +351,3 @@ class Worker(WorkerReplicas):
     def _report_memory(self, num_bytes: int) -> None:
         for extension in self.extensions.values():
             extension.held(num_bytes)
-
-
-def host_peaks(facts: Mapping[str, Any]) -> list[int]:
-    """Return every worker's peak bytes on the host, from an engine's `facts`; those of early checkpoints have none."""
-    found: list[int] = facts.get("host_peak_bytes") or [0] * len(facts["peak_bytes"])
-    return found

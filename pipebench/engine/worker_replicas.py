@@ -82,7 +82,7 @@ class TiedCopies:
             if stage in replicas
         ]
         for replica, positions in self._copies:
-            replica.set_tied(positions)
+            replica.accumulation.tied_positions |= frozenset(positions)
 
     @property
     def like(self) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ its order don't change.
 
 import operator
 from collections.abc import Callable, Container, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -96,29 +96,19 @@ def _folded(
     return folded
 
 
-class Keeper(Protocol):
-    """Stores what the layers of one unit save for their backward."""
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """Take a tensor that autograd saves; return what replaces it in the graph."""
-
-    def unpack(self, packed: Any) -> torch.Tensor:
-        """Return that tensor for its backward."""
-
-
 class Swapped(FoldedRun):
-    """Runs layers whose saved tensors its keeper stores, on the host between forward and backward.
+    """Runs layers whose saved tensors its hooks store, on the host between forward and backward.
 
     Paper: vDNN (Rhu et al., MICRO'16); vPipe's virtualised tensors (TPDS'21).
     """
 
     def __init__(self, run: fx.GraphModule) -> None:
         super().__init__(run)
-        self.keeper: Keeper | None = None  # the running unit's; None: autograd stores saved tensors as usual
+        self.hooks: saved_tensors_hooks | None = None  # the running unit's; None: autograd stores tensors as usual
 
     def forward(self, *values: Any) -> Any:
         """Return the values that later layers read, as a tuple."""
-        if self.keeper is None or not torch.is_grad_enabled():
+        if self.hooks is None or not torch.is_grad_enabled():
             return self.run(*values)
-        with saved_tensors_hooks(self.keeper.pack, self.keeper.unpack):
+        with self.hooks:
             return self.run(*values)

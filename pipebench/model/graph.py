@@ -164,6 +164,17 @@ def carries_state(module: nn.Module) -> bool:
     return hasattr(module, "carried_state")
 
 
+def stateful_modules(root: nn.Module, layers: Iterable[Layer]) -> tuple[str, ...]:
+    """Return the qualified names of the layers' modules that carry a state."""
+    called = dict.fromkeys(str(layer.node.target) for layer in layers if layer.node.op == "call_module")
+    return tuple(
+        f"{path}.{inner}" if inner else path
+        for path in called
+        for inner, part in root.get_submodule(path).named_modules()
+        if carries_state(part)
+    )
+
+
 def forget_states(root: nn.Module) -> None:
     """Reset the states that modules carry from one minibatch to the next."""
     for module in filter(carries_state, root.modules()):

@@ -152,30 +152,16 @@ def make_plan(
     Raises:
         PlanError: a stage is empty, or layers of different stages share a buffer or, unless `ties`, a parameter.
     """
-    policies = [memory] * len(graph.layers) if isinstance(memory, str) else memory
-    stages = _stages(graph, starts, replicas, devices or placed("", replicas, chunks), policies, ties=ties)
-    crossed = crossings(graph, stage_of_layers(stages), len(stages) - 1, relay=relay)
-    return Plan(mode, stages, depth or noam(replicas[: len(replicas) // chunks]), chunks, crossed, relay, ties)
-
-
-def _stages(
-    graph: Cuttable,
-    starts: Sequence[int],
-    replicas: Sequence[int],
-    devices: Sequence[Sequence[int]],
-    memory: Sequence[str],
-    *,
-    ties: bool,
-) -> tuple[StagePlan, ...]:
-    """Return the stages of `make_plan`, which has the arguments and errors."""
     bounds = [0, *starts, len(graph.layers)]
     check_bounds(bounds)
-    policies = as_they_run(graph.layers, memory)
-    cuts = zip(bounds, bounds[1:], replicas, devices, strict=False)
+    given = [memory] * len(graph.layers) if isinstance(memory, str) else memory
+    policies = as_they_run(graph.layers, given)
+    cuts = zip(bounds, bounds[1:], replicas, devices or placed("", replicas, chunks), strict=False)
     stages = tuple(StagePlan(a, b, r, tuple(own), policies[a:b]) for a, b, r, own in cuts)
     for problem in split_ties(graph, stages, ties=ties):
         raise PlanError(f"{problem}; move parallelism.cuts or use plan: auto")
-    return stages
+    crossed = crossings(graph, stage_of_layers(stages), len(stages) - 1, relay=relay)
+    return Plan(mode, stages, depth or noam(replicas[: len(replicas) // chunks]), chunks, crossed, relay, ties)
 
 
 def check_bounds(bounds: Sequence[int]) -> None:
@@ -198,9 +184,8 @@ def recut(graph: Cuttable, plan: Plan, starts: Sequence[int], memory: Sequence[s
     """
     devices = [stage.devices for stage in plan.stages]
     memory = plan.memory if memory is None else memory
-    stages = _stages(graph, starts, plan.replicas, devices, memory, ties=plan.ties)
-    crossed = crossings(graph, stage_of_layers(stages), len(stages) - 1, relay=plan.relay)
-    return replace(plan, stages=stages, crossings=crossed)
+    cut = make_plan(graph, starts, plan.replicas, devices=devices, memory=memory, relay=plan.relay, ties=plan.ties)
+    return replace(plan, stages=cut.stages, crossings=cut.crossings)
 
 
 def stage_of_layers(stages: Sequence[StagePlan]) -> list[int]:

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from pipebench.model.evaluation import plan_evaluation
 from pipebench.model.folding import POLICY, Swapped, fold
-from pipebench.model.graph import Layer, LayerGraph, Rounding, attribute, carries_state, cloned, copied, tensors_read
+from pipebench.model.graph import Layer, LayerGraph, Rounding, attribute, cloned, copied, stateful_modules, tensors_read
 from pipebench.model.in_place import is_inplace, may_share_memory
 from pipebench.model.plan import Plan
 from pipebench.model.recompute import Recomputed
@@ -167,7 +167,7 @@ class _StageLayers:
             returns,
             self.is_last,
             random=tuple(layer.draws_as for layer in self.layers if layer.draws_as),
-            stateful=self._stateful(module),
+            stateful=stateful_modules(module, self.layers),
             seeder=seeder,
             loss=loss,
             recomputed=recomputed,
@@ -218,16 +218,6 @@ class _StageLayers:
         output: fx.Node
         (output,) = self.graph.graph.find_nodes(op="output")
         return output
-
-    def _stateful(self, module: nn.Module) -> tuple[str, ...]:
-        """Return the qualified names of the layers' modules that carry a state."""
-        called = [str(layer.node.target) for layer in self.layers if layer.node.op == "call_module"]
-        return tuple(
-            f"{path}.{inner}" if inner else path
-            for path in dict.fromkeys(called)
-            for inner, part in module.get_submodule(path).named_modules()
-            if carries_state(part)
-        )
 
     def _inputs(self) -> tuple[str, ...]:
         read = {name for layer in self.layers for name in layer.inputs}

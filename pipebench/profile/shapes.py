@@ -23,7 +23,7 @@ def output_bytes(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[
     Raises:
         ProfileError: a layer can't be run without data; names it.
     """
-    values = _values(graph, dataset, num_samples)
+    _, values = run_without_data(graph, dataset, num_samples)
     return {layer.index: bytes_in(values[layer.node]) for layer in graph.layers if not layer.idle}
 
 
@@ -33,12 +33,16 @@ def output_forms(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[
     Raises:
         ProfileError: a layer can't be run without data; names it.
     """
-    values = _values(graph, dataset, num_samples)
+    _, values = run_without_data(graph, dataset, num_samples)
     return {node.name: tuple(map(_form, tensors_in(value))) for node, value in values.items()}
 
 
-def _values(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[fx.Node, Any]:
-    """Run a model without data; return every node's output."""
+def run_without_data(graph: LayerGraph, dataset: Dataset, num_samples: int) -> tuple[nn.Module, dict[fx.Node, Any]]:
+    """Run a model without data; return its copy on the meta device, and every node's output.
+
+    Raises:
+        ProfileError: a layer can't be run without data; names it.
+    """
     root = without_data(graph.root)
     lower([root], graph.rounding)
     forget_states(root)
@@ -55,7 +59,7 @@ def _values(graph: LayerGraph, dataset: Dataset, num_samples: int) -> dict[fx.No
                     f"layer {layer.name} ({layer.kind}) can't be run without data, to know the size of what it puts "
                     f"out: {type(error).__name__}: {reason}"
                 ) from error
-    return env
+    return root, env
 
 
 def _form(tensor: torch.Tensor) -> str:

@@ -31,7 +31,7 @@ from pipebench.model.graph import (
 )
 from pipebench.model.in_place import is_inplace
 from pipebench.model.splitting import splittable
-from pipebench.model.values import tensors_in
+from pipebench.model.values import detached, tensors_in
 from pipebench.profile.clocks import Clock, Reading
 from pipebench.profile.model import LayerProfile
 from pipebench.profile.pieces import Pieces
@@ -111,7 +111,7 @@ def _in_turn(walked: "_Walk", pieces: Pieces, clock: Clock) -> None:
         with pieces.on_device(piece) as tensors:
             walked.leave_out(tensors)
             walked.begin_with(on_host, piece, pieces.to_device)
-            walked.forwards(piece, len(walked.steps), _untimed)
+            walked.forwards(piece, len(walked.steps), lambda work: (work(), float))  # untimed: they are repeated
             on_host |= walked.leave(piece, pieces.to_host)
     walked.stop_counting()
     for piece in reversed(pieces.ranges):
@@ -121,11 +121,6 @@ def _in_turn(walked: "_Walk", pieces: Pieces, clock: Clock) -> None:
             walked.move_sums(piece, pieces.to_device)
             walked.backwards(piece, clock)
             walked.move_sums(piece, pieces.to_host)
-
-
-def _untimed(work: Callable[[], Any]) -> tuple[Any, Reading]:
-    """Do some work without timing it: the clock of forwards that are repeated."""
-    return work(), float
 
 
 def idle_backward_s(device: torch.device, clock: Clock) -> Reading:
@@ -205,7 +200,7 @@ class _Walk:
         for step in self.steps[piece.start : piece.stop]:
             step.forget()
         for node in self._made(piece):
-            self._env[node] = tree_map_only(torch.Tensor, _without_graph, self._env[node])
+            self._env[node] = detached(self._env[node])
 
     def leave_out(self, parameters_and_buffers: Iterable[torch.Tensor]) -> None:
         """Don't count the storages of these tensors as saved."""
@@ -389,11 +384,6 @@ def _timed_gradients(
     if step.splits and not step.origins:  # its backward computes weight gradients only
         step.weight_s = step.backward_s
     return found
-
-
-def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor cut off from what computed it, which requires a gradient if it did before."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _failed(step: WalkStep, what: str, error: Exception) -> str:

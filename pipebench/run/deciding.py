@@ -14,11 +14,10 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from pipebench import errors
 from pipebench.cluster import Cluster
@@ -43,7 +42,6 @@ from pipebench.typed_json import JsonError, read
 
 _PLAN, _PROFILE, _OVERRIDES = "plan.json", "profile.json", "overrides.json"
 _FAILED = 3
-_HERE = "the process that decides"
 # Errors that the deciding process passes on; each is constructed from one sentence.
 _KINDS = (errors.UserCodeError, errors.GraphError, errors.PlanError, errors.ProfileError, UserError)
 
@@ -149,7 +147,7 @@ def decided_apart(recipe: Recipe, cluster: Cluster, on_progress: Callable[[str],
         WorkersFailedError: the process ended without an answer; the reason has been printed.
     """
     reads, writes = os.pipe()
-    with open(reads, encoding="utf-8") as answers:
+    with open(reads, "rb") as answers:
         try:
             command = [*python_module("pipebench.run.deciding"), str(os.getpid()), str(writes)]
             # In a process group of its own it doesn't get the terminal's Ctrl-C. This process does, and then ends it.
@@ -174,17 +172,14 @@ def _ask(process: "subprocess.Popen[bytes]", recipe: Recipe, cluster: Cluster) -
         pass
 
 
-def _answer(answers: TextIO, process: "subprocess.Popen[bytes]", on_progress: Callable[[str], None]) -> Decision:
-    """Read the process's messages up to its decision."""
-    for line in answers:
-        kind, *values = json.loads(line)
-        if kind == "progress":
-            on_progress(*values)
-        elif kind == "decided":
-            plan, profile = values
-            return Decision(parse_plan_file(plan, _HERE), read_profile(profile), _HERE)
-        else:
-            raise getattr(errors, kind)(values[0])
+def _answer(answers: BinaryIO, process: "subprocess.Popen[bytes]", on_progress: Callable[[str], None]) -> Decision:
+    """Read the process's words of progress up to its decision or error."""
+    with suppress(EOFError, pickle.UnpicklingError):
+        while not isinstance(answer := pickle.load(answers), Decision):
+            if isinstance(answer, UserError):
+                raise answer
+            on_progress(answer)
+        return answer
     code = process.wait()
     how = f"was ended by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     hint = "; the system sends SIGKILL when memory runs out, unless somebody did" if code == -9 else ""
@@ -195,19 +190,18 @@ def _answer(answers: TextIO, process: "subprocess.Popen[bytes]", on_progress: Ca
 def main(words: Sequence[str]) -> None:
     """Decide the run pickled on standard input; `words` are the parent's process id and the answer's descriptor."""
     end_with(int(words[0]))
-    with open(int(words[1]), "w", encoding="utf-8") as answers:
+    with open(int(words[1]), "wb") as answers:
 
-        def say(*answer: Any) -> None:
-            print(json.dumps(answer), file=answers, flush=True)
+        def say(answer: str | Decision | UserError) -> None:
+            pickle.dump(answer, answers)
+            answers.flush()
 
         recipe, cluster = pickle.load(sys.stdin.buffer)  # written by our parent
         try:
-            decision = decision_of(prepare(recipe, cluster, partial(say, "progress"), trains=False))
+            say(decision_of(prepare(recipe, cluster, say, trains=False)))
         except UserError as error:
-            kinds = (kind.__name__ for kind in type(error).__mro__ if kind in _KINDS)
-            say(next(kinds), str(error))
-        else:
-            say("decided", decision.plan.text(), write_profile(decision.profile))
+            kind = next(kind for kind in type(error).__mro__ if kind in _KINDS)
+            say(kind(str(error)))
 
 
 if __name__ == "__main__":

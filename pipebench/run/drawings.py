@@ -47,16 +47,11 @@ def record_run(
             drawn += record_forecast(log, forecast)
     if not suite.brief:
         if is_drawn:
-            record_plan_and_curves(log, job, result)
+            record_drawn(log, {"plan.png": lambda path: writes(plan_figure, answer_of(job))(path)}, "the plan")
+            if result.points:
+                record_drawn(log, {"curves.png": writes(curves_figure, [result])}, "the curves")
         _record_page_of(log, lambda: story(request, job.recipe, result, log.folder))
     log.describe(comparison_markdown([result]), [each for each in drawn if each.endswith(".png")])
-
-
-def record_plan_and_curves(log: RunLog, job: Job, result: RunResult) -> None:
-    """Record the pictures of a run's plan and of its curves, if it has any."""
-    record_drawn(log, {"plan.png": lambda path: writes(plan_figure, answer_of(job))(path)}, "the plan")
-    if result.points:
-        record_drawn(log, {"curves.png": writes(curves_figure, [result])}, "the curves")
 
 
 def record_comparison(log: RunLog, runs: Sequence[Run]) -> list[str]:
@@ -98,13 +93,6 @@ def record_forecast(log: RunLog, forecast: MemoryForecast) -> list[str]:
         whole = {part: peaks for part, peaks in parts.items() if peaks}
         drawings["memory.png"] = writes(peaks_figure, whole, forecast.memory)
     return record_drawn(log, drawings, "memory and occupancy")
-
-
-def record_features(log: RunLog, result: RunResult, job: Job) -> RunResult:
-    """Record the results of extensions; return the result without them."""
-    for record in job.setup.pipeline.hooks("record").values():
-        result = record(log, result, job)
-    return result
 
 
 def record_drawn(log: RunLog, drawings: Mapping[str, Callable[[Path], None]], what: str) -> list[str]:

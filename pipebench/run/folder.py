@@ -127,26 +127,15 @@ class RunFolder:
         """Return the content of one of the run's files; raises a UserError if unreadable."""
         return read_bytes(self.path / name)
 
-    def update(self, **changes: Any) -> RunFacts:
-        """Change facts atomically and return all.
-
-        Raises:
-            UserError: run.json is unreadable, an OSError if it can't be written.
-        """
-        facts = replace(self.read(), **changes)
-        self.write(facts)
-        return facts
+    def update(self, **changes: Any) -> None:
+        """Change facts atomically; raises a UserError if run.json is unreadable, an OSError if it can't be written."""
+        self.write(replace(self.read(), **changes))
 
     def say_how_to_go_on(self, changes: Sequence[str]) -> None:
         """Print the command that resumes the run if it has a checkpoint; `changes` are its previous overrides."""
         if self.checkpoints.steps():
             command = shlex.join(["pipebench", "run", "--resume", self.run_id, *changes])
             print_notice(f"its checkpoints are kept: {command}")
-
-    def say_from_where(self, step: int | None) -> None:
-        """Print after how many minibatches the run goes on, None for the beginning."""
-        where = "the beginning" if step is None else f"minibatch {step}"
-        print_notice(f"{self.run_id} goes on from {where}")
 
     def finish(self, result: RunResult, changes: Sequence[str], keep: int, *, prints: bool) -> None:
         """Say how to resume an interrupted run, or how to export the weights; remove the checkpoints if `keep` is 0."""

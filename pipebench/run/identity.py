@@ -9,7 +9,8 @@ from importlib.metadata import version
 import torch
 
 from pipebench.checkpoint.identity import RunIdentity
-from pipebench.checkpoint.store import Checkpoints
+from pipebench.checkpoint.store import Checkpoints, reason_of
+from pipebench.errors import UserError, print_notice
 from pipebench.model.device import tree_of
 from pipebench.model.memory_format import as_bytes, in_order
 from pipebench.model.rounded_data import RoundedData
@@ -19,6 +20,7 @@ from pipebench.recipe.load import LoadedRecipe
 from pipebench.run.folder import RunFolder
 from pipebench.tracking.identity import source_version
 from pipebench.tracking.inputs import Inputs
+from pipebench.train.checkpointing import ResumePoint, newest
 from pipebench.train.job import Job
 from pipebench.zoo.registry import Dataset
 
@@ -73,6 +75,21 @@ def _first_samples(dataset: Dataset) -> Iterator[torch.Tensor]:
 def checkpoints_of(folder: RunFolder, job: Job, identity: RunIdentity) -> Checkpoints:
     """Return the checkpoints of a run."""
     return Checkpoints(folder.checkpoints.folder, max(1, job.recipe.train.checkpoint_keep), identity)
+
+
+def resumed_from(folder: RunFolder, checkpoints: Checkpoints, job: Job, *, required: bool = True) -> ResumePoint | None:
+    """Return the newest checkpoint of a run that fits, if any, and print where the run goes on.
+
+    Raises:
+        UserError: there is none, and one is required.
+    """
+    found, remarks = newest(checkpoints, job)
+    if found is None and required:
+        raise UserError(f"--resume: run {folder.run_id} has no checkpoint to go on from{reason_of(remarks)}")
+    where = "the beginning" if found is None else f"minibatch {found.step}"
+    for sentence in (*remarks, f"{folder.run_id} goes on from {where}"):
+        print_notice(sentence)
+    return found
 
 
 def _text(inputs: Inputs) -> str:

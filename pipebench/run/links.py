@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from typing import NamedTuple
 
 import torch
 
@@ -17,15 +16,7 @@ _BINDS = 0.95
 _JOIN_S = 600.0  # for all workers to join
 
 
-class LinksHere(NamedTuple):
-    """A cluster's links, and the devices and the backend with which they were measured."""
-
-    links: MeasuredLinks
-    device: str  # a worker's
-    backend: str  # `NCCL`, or `Gloo` through the hosts' memory
-
-
-def measure_here(device: str, on_progress: Callable[[str], None]) -> LinksHere:
+def measure_here(device: str, on_progress: Callable[[str], None]) -> MeasuredLinks:
     """Join the other processes of a launcher's job on a device as for `join`, and measure their links.
 
     Raises:
@@ -33,9 +24,9 @@ def measure_here(device: str, on_progress: Callable[[str], None]) -> LinksHere:
         PeerLostError: one is gone.
     """
     world = join(device, limit_s=_JOIN_S)
-    links = measure_links(world, on_progress)
+    found = measure_links(world, local_device_name(world.device), on_progress)
     world.close()
-    return LinksHere(links, local_device_name(world.device), "NCCL" if world.direct else "Gloo")
+    return found
 
 
 def check_device(device: str) -> None:
@@ -44,23 +35,23 @@ def check_device(device: str) -> None:
         raise UserError(NO_LINKS)
 
 
-def cluster_text(found: LinksHere, made_by: str) -> str:
+def cluster_text(found: MeasuredLinks, made_by: str) -> str:
     """Return the text of a cluster's file; `made_by` ends its first line."""
     return "\n".join([f"# workers on {found.device}, and their links, {made_by}", *_lines(found), ""])
 
 
-def _lines(found: LinksHere) -> Iterator[str]:
+def _lines(found: MeasuredLinks) -> Iterator[str]:
     yield "#"
     yield "# Times of layers are measured where this is used; a device of the catalogue for `local` has them computed."
     yield f'device: {{value: local, assumed: "{found.device}"}}'
     yield 'memory: {value: null, assumed: "of the GPUs that are there"}'
     day = f"{datetime.now(UTC):%Y-%m-%d}"
     way = f"{found.backend}, {day}"
-    if found.links.pcie_bytes_per_s is not None:
-        pcie = _rate(found.links.pcie_bytes_per_s)
+    if found.pcie_bytes_per_s is not None:
+        pcie = _rate(found.pcie_bytes_per_s)
         yield f'pcie: {{value: {pcie}, measured: "copies to pinned memory and back, of all GPUs at once, {day}"}}'
     yield "levels:"
-    for level in found.links.levels:
+    for level in found.levels:
         size, latency = formats.num_bytes(level.message_bytes), f"{level.latency_s * 1e6:.3g} us"
         port, pair, ring = level.port_bytes_per_s, level.pair_bytes_per_s, level.sum_bytes_per_s
         yield f"  - name: {level.name}"

@@ -16,6 +16,7 @@ _NAME = "lock"
 _POLL_S = 0.2
 _LONGEST = 120  # characters of a holder's description
 _held: dict[Path, FileLock] = {}  # by folder
+_print_once = cache(print_notice)
 
 
 @contextmanager
@@ -61,8 +62,3 @@ def _lock(path: Path, patience_s: float) -> FileLock | None:
             holder = path.read_text(errors="replace")[:_LONGEST] or "another process trains it"
             raise UserError(f"run {path.parent.name} is running: {holder}; wait until it ends, or stop it")
         time.sleep(_POLL_S)
-
-
-@cache
-def _print_once(problem: str) -> None:
-    print_notice(problem)

@@ -27,6 +27,7 @@ from pipebench.profile.choose import measured_key, profile_for, profile_request
 from pipebench.profile.devices import local_device_name
 from pipebench.profile.measure import mean_profile, measured_profile
 from pipebench.profile.model import Profile
+from pipebench.profile.request import ProfileRequest
 from pipebench.profile.stored import read_profile, write_profile
 from pipebench.recipe.load import LoadedRecipe
 from pipebench.recipe.ranges import ANEW
@@ -70,10 +71,10 @@ class Together:
 
     def profile(self, known: ProfiledModel, profile: Profile) -> Profile:
         """Return a model's profile at the sizes that travel, measured for a run that was planned with `profile`."""
-        if self._alone:
-            return self._by_kind(known, profile)
         sizes = travelling_sizes(self._recipe, known.dataset)
         request = profile_request(self._recipe, known.graph, known.dataset, sizes)
+        if self._alone:
+            return self._by_kind(request, profile)
         key = measured_key(self._recipe, request, self._world.device)
         self._layers_key = {**key, "together": self._shares}
         with lasting(self._recipe.name, "measuring layers in all workers", shown=self._is_first) as say:
@@ -112,14 +113,12 @@ class Together:
         found = self._world.exchange(entries(in_situ(self._world, job.setup)))
         return mean(found) if all(found) else {}
 
-    def _by_kind(self, known: ProfiledModel, profile: Profile) -> Profile:
+    def _by_kind(self, request: ProfileRequest, profile: Profile) -> Profile:
         """Return the mean over the workers' devices, each kind measured by the first worker that has one."""
         kinds, rank = self._kinds, self._world.rank
         mine = None
         if kinds[rank] != profile.device and kinds.index(kinds[rank]) == rank:
             with lasting(self._recipe.name, f"measuring layers on {kinds[rank]}") as say:
-                sizes = travelling_sizes(self._recipe, known.dataset)
-                request = profile_request(self._recipe, known.graph, known.dataset, sizes)
                 here = profile_for(self._recipe, self._loaded.cluster, request, self._world.device, say)
                 mine = write_profile(here)
         found = {profile.device: profile}

@@ -13,14 +13,14 @@ from pipebench.recipe.users_code import during
 from pipebench.run.collected_log import collected_log
 from pipebench.run.deciding import prepare_job
 from pipebench.run.folder import RunFolder
-from pipebench.run.identity import checkpoints_of, identity_of, samples_of
+from pipebench.run.identity import checkpoints_of, identity_of, resumed_from, samples_of
 from pipebench.run.lock import locked
 from pipebench.run.recorder import EndedRunInterrupt, RunRecorder
 from pipebench.run.request import RunRequest
 from pipebench.show.answers import Run
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking.run_log import RunLog, Tracking
-from pipebench.train.checkpointing import CheckpointPolicy, newest, nothing_to_go_on_from
+from pipebench.train.checkpointing import CheckpointPolicy
 from pipebench.train.engines import on_virtual_clock, simulate
 from pipebench.train.interfaces import OnPoint, ProgressSink
 from pipebench.train.job import Job
@@ -102,13 +102,7 @@ class _LateFolder:
         if self.made is not None:
             self._held.enter_context(locked(self.made.path))
             checkpoints = self._checkpoints(self.made, job, samples_of(job))
-            found, remarks = newest(checkpoints, job)
-            if found is None:
-                raise nothing_to_go_on_from(self.made.run_id, remarks)
-            for sentence in remarks:
-                print_notice(sentence)
-            self.made.say_from_where(found.step)
-            return CheckpointPolicy(checkpoints, found)
+            return CheckpointPolicy(checkpoints, resumed_from(self.made, checkpoints, job))
         if job.recipe.train.checkpoint_every is None:
             keeps = job.recipe.train.checkpoint_keep > 0 and not self._request.suite.brief
             return CheckpointPolicy(late=cache(partial(self._make_late, job, samples_of(job))), keeps=keeps)

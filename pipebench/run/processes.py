@@ -15,6 +15,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.distributed.control import LONGEST_WORK, Control, end_quietly
 from pipebench.distributed.engine import DistributedEngine
@@ -39,7 +41,7 @@ from pipebench.run.agreement import check_agreement, check_made_alike, check_sam
 from pipebench.run.collected_log import collected_log
 from pipebench.run.deciding import decision_of, prepare_job, read_decision, store_decision, stored_decision
 from pipebench.run.folder import RunFolder
-from pipebench.run.identity import checkpoints_of, identity_of, samples_of
+from pipebench.run.identity import checkpoints_of, identity_of, resumed_from, samples_of
 from pipebench.run.lock import locked
 from pipebench.run.measuring import Together
 from pipebench.run.recorder import EndedRunInterrupt, RunRecorder
@@ -52,7 +54,7 @@ from pipebench.simulate.timeline import Timeline
 from pipebench.tracking.entries import outcome_status
 from pipebench.tracking.record import read_record
 from pipebench.tracking.run_log import RunLog, Tracking
-from pipebench.train.checkpointing import CheckpointPolicy, load_checked, newest, nothing_to_go_on_from
+from pipebench.train.checkpointing import CheckpointPolicy, load_checked
 from pipebench.train.interfaces import OnPoint, ProgressSink
 from pipebench.train.job import Decision, Job
 from pipebench.train.loop import TrainingLoop
@@ -90,7 +92,7 @@ def run_distributed(request: RunRequest, tracking: Tracking) -> Run:
 def _launch(request: RunRequest, job: Job, folder: RunFolder, log: RunLog, ready: Mapping[str, int]) -> Run:
     """Start the workers of a run whose folder exists; see `run_distributed`."""
     suite, setup = request.suite, job.setup
-    release_copies(setup.device, setup.graph.root)  # this process has measured on the device, but doesn't train
+    release_copies(torch.device("cpu"), setup.graph.root)  # no GPU's: `decided_apart` measures there
     if stored_decision(folder, suite.changes) is None:
         store_decision(folder, decision_of(job), suite.changes)
     if suite.resumed is not None:
@@ -339,12 +341,7 @@ def _checkpoint_policy(
     """Return where checkpoints go and the one to resume from: rank 0's newest whole one that fits."""
     found = None
     if world.rank == 0 and (restarted or goes_on):
-        found, remarks = newest(checkpoints, job)
-        if found is None and not restarted:
-            raise nothing_to_go_on_from(folder.run_id, remarks)
-        for sentence in remarks:
-            print_notice(sentence)
-        folder.say_from_where(None if found is None else found.step)
+        found = resumed_from(folder, checkpoints, job, required=not restarted)
     chosen = world.exchange(None if found is None else [found.step, list(found.state.optimizer)])[0]
     since_s = folder.read().started_at_s
     if chosen is not None:

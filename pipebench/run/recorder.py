@@ -42,7 +42,6 @@ from pipebench.tracking.writers import RunDescription, Writers
 from pipebench.train.interfaces import OnPoint, ProgressSink
 from pipebench.train.job import Job
 from pipebench.train.memory_forecast import MemoryForecast
-from pipebench.train.periods import Periods
 from pipebench.train.prediction import compare, prediction_markdown
 from pipebench.train.result import Point, RunResult
 from pipebench.train.simulated import predicted_metrics
@@ -196,7 +195,9 @@ class RunRecorder:
             from pipebench.show.pictures import text_picture
 
             forecast = forecast or self._forecast(result)
-            result = drawings.record_features(log, self._completed(result, forecast), self._job)
+            result = self._completed(result, forecast)
+            for record in self._job.setup.pipeline.hooks("record").values():
+                result = record(log, result, self._job)
             self._log_result(result)
             drawings.record_run(log, self._request, self._job, result, timeline, forecast)
         except KeyboardInterrupt:
@@ -301,10 +302,9 @@ class RunRecorder:
         keeps_first_stages = not result.moves and result.search is None  # the prediction is for these
         if not (is_measured_here and keeps_first_stages):
             return unpredicted
-        periods = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch)
         metrics = {**result.metrics}
         try:
-            metrics |= compare(metrics, predicted_metrics(job.setup, periods))
+            metrics |= compare(metrics, predicted_metrics(job.setup, job.periods))
             self.log.text("prediction.md", prediction_markdown(metrics, note))
         except Exception as error:  # a failed prediction must not lose the training's result
             _LOG.warning("the run could not be predicted: %s", error)

@@ -100,7 +100,7 @@ def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> 
     hint = _classes_last(output, targets) if recipe.dataset.get("loss") == "cross_entropy" else ""
     with users_code(f"the loss of {data_name} doesn't suit the output of {model_name}{hint}", loss_key):
         total = dataset.loss(output, targets)
-        _check_sum("the loss", lambda o, t: dataset.loss(o, t), output, targets, total, loss_key)
+        _check_sum("the loss", dataset.loss, output, targets, total, loss_key)
         if not total.requires_grad:
             raise UserCodeError("the loss has no gradient: nothing in it depends on the model's parameters", loss_key)
         initial = float(total.detach())

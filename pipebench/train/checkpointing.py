@@ -13,9 +13,8 @@ from pipebench.checkpoint.identity import RunIdentity, changes, check_same_run
 from pipebench.checkpoint.optimizers import check_updates
 from pipebench.checkpoint.progress import Facts, SavedProgress
 from pipebench.checkpoint.state import CheckpointError, ModelState
-from pipebench.checkpoint.store import Checkpoint, CheckpointFile, Checkpoints, reason_of
+from pipebench.checkpoint.store import Checkpoint, CheckpointFile, Checkpoints
 from pipebench.engine.engine import Gather, TrainingEngine
-from pipebench.errors import UserError
 from pipebench.model.sampling import Sampler
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.users_code import reason
@@ -93,11 +92,6 @@ def newest(checkpoints: Checkpoints, job: Job) -> tuple[ResumePoint | None, list
 def last_samples(sampler: Sampler, step: int) -> tuple[int, ...]:
     """Return the first samples of the last of `step` minibatches."""
     return tuple(sampler.indices(step - 1)[:_SAMPLES_COMPARED]) if step else ()
-
-
-def nothing_to_go_on_from(run_id: str, skipped: Sequence[str]) -> UserError:
-    """Return the error for a run without a usable checkpoint."""
-    return UserError(f"--resume: run {run_id} has no checkpoint to go on from{reason_of(skipped)}")
 
 
 def taken_by(job: Job) -> str:

@@ -18,10 +18,10 @@ from pipebench.checkpoint.share import own_names
 from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.tensors import Form, check_form, has_infinite, has_nan, kind_of
 from pipebench.engine.setup import Setup
-from pipebench.model.graph import LayerGraph, attribute, carries_state, forget_states, run_node
-from pipebench.model.precision import LOW_TYPES, lower
+from pipebench.model.graph import LayerGraph, attribute, stateful_modules
+from pipebench.model.precision import LOW_TYPES
 from pipebench.model.sampling import microbatch_sizes
-from pipebench.profile.shapes import without_data
+from pipebench.profile.shapes import run_without_data
 
 _PRECISIONS = {torch.float32, *LOW_TYPES.values()}  # types that a computed tensor may have, by `train.precision`
 
@@ -150,7 +150,7 @@ def fitting_carried(carried: Mapping[str, Any], setup: Setup, step: int) -> dict
     There must be one for every stream that has begun by minibatch `step`, every microbatch and every module.
     """
     streams = range(min(setup.sampler.streams or 0, step))
-    modules = _stateful(setup.graph) if streams else []
+    modules = stateful_modules(setup.graph.root, setup.graph.layers) if streams else ()
     num_samples = setup.sampler.size(0)
     numbers = [key.split("/", 2)[1] for key in carried if key.count("/") >= 2]
     last = max((int(number) for number in numbers if number.isdecimal() and len(number) < 10), default=0)
@@ -171,30 +171,9 @@ def fitting_carried(carried: Mapping[str, Any], setup: Setup, step: int) -> dict
     return fitting
 
 
-def _stateful(graph: LayerGraph) -> list[str]:
-    called = dict.fromkeys(str(layer.node.target) for layer in graph.layers if layer.node.op == "call_module")
-    return [
-        f"{path}.{inner}" if inner else path
-        for path in called
-        for inner, part in graph.root.get_submodule(path).named_modules()
-        if carries_state(part)
-    ]
-
-
 def _carried_forms(setup: Setup, modules: Sequence[str], num_samples: int) -> dict[str, Any]:
     """Return the states after `num_samples` samples, as tensors without data, by module."""
-    graph, dataset = setup.graph, setup.dataset
-    root = without_data(graph.root).train()
-    lower([root], graph.rounding)
-    forget_states(root)
-    fields = dataset.example(num_samples)
-    env: dict[Any, Any] = {
-        node: fields[name].to("meta")
-        for node, name in zip(graph.graph.find_nodes(op="placeholder"), dataset.inputs, strict=True)
-    }
-    with torch.no_grad():
-        for layer in graph.layers:
-            env[layer.node] = run_node(root, layer.node, env)
+    root, _ = run_without_data(setup.graph, setup.dataset, num_samples)
     return {module: root.get_submodule(module).carried_state for module in modules}
 
 

@@ -12,6 +12,7 @@ from pipebench.planner.plans import Comparison
 from pipebench.profile.model import Profile
 from pipebench.recipe.plan_file import PlanForm
 from pipebench.recipe.schema import Recipe
+from pipebench.train.periods import Periods
 from pipebench.train.profiled_model import ProfiledModel
 
 
@@ -65,6 +66,11 @@ class Job:
     def profile(self) -> Profile:
         """Layer costs at every size of a unit."""
         return self.setup.profile
+
+    @property
+    def periods(self) -> Periods:
+        """The run's drains."""
+        return Periods.of(self.recipe.train, self.setup.sampler.minibatches_per_epoch)
 
     @property
     def whole_profile(self) -> Profile:

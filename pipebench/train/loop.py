@@ -45,7 +45,6 @@ from pipebench.train.metrics import (
     stage_rows,
     sum_facts,
 )
-from pipebench.train.periods import Periods
 from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, Point, RunResult
 
 # Seconds between the checkpoints that a run in one process writes without being asked to: what a kill costs at most.
@@ -79,7 +78,7 @@ class TrainingLoop:
         self._job, self._policy = job, policy
         self._progress, self._on_point = progress, on_point
         self._sampler = job.setup.sampler
-        self._periods = Periods.of(job.recipe.train, self._sampler.minibatches_per_epoch)
+        self._periods = job.periods
         self._done = 0  # minibatches trained, as of the last drain
         self._samples = 0  # samples trained, as of the last drain
         self._seen = 0  # samples whose loss this process has
@@ -184,7 +183,7 @@ class TrainingLoop:
                 with self._clock.spending("training_s"):
                     for extension in self._extensions:
                         extension.drained(self._done)
-            if periods.drains_at(self._done):
+            if periods.saves_at(self._done) or periods.evaluates_at(self._done):
                 self._save(self._store())
 
     def _train(self, drain: int) -> None:

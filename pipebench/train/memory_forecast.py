@@ -24,7 +24,7 @@ from pipebench.simulate.meter import Listener, Meter
 from pipebench.simulate.occupancy import Occupancy, OccupancyMeter
 from pipebench.simulate.steady import simulate_segment
 from pipebench.train.job import Job
-from pipebench.train.periods import Periods
+from pipebench.train.largest import most_within
 from pipebench.train.profiled_model import input_bytes
 from pipebench.train.result import RunResult
 
@@ -50,7 +50,7 @@ class MemoryForecast:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._num_minibatches = _periods(job).longest_segment
+        self._num_minibatches = job.periods.longest_segment
         self._occupancy = OccupancyMeter(job.setup.pipeline)
         self.memory = _memory(job, self._num_minibatches, self._occupancy)
 
@@ -141,7 +141,7 @@ def _with_highest(
 
 def _memory(job: Job, num_minibatches: int, *listeners: Listener) -> MemoryTimeline:
     """Return workers' memory over a simulated segment, followed by a later one if that may take more."""
-    later = _periods(job).longest_later_segment
+    later = job.periods.longest_later_segment
     found = _segment_memory(job, num_minibatches, listeners, has_state=_is_later(job, num_minibatches))
     if _is_short(job, num_minibatches) and 0 < later < num_minibatches:
         found = found.followed_by(_segment_memory(job, later, (), has_state=True))
@@ -153,7 +153,7 @@ def _is_later(job: Job, num_minibatches: int) -> bool:
 
     So it is if the segment is short and a later one is as long.
     """
-    return _is_short(job, num_minibatches) and num_minibatches <= _periods(job).longest_later_segment
+    return _is_short(job, num_minibatches) and num_minibatches <= job.periods.longest_later_segment
 
 
 def _is_short(job: Job, num_minibatches: int) -> bool:
@@ -191,10 +191,6 @@ def _at_depth(job: Job, depth: int) -> Job:
     return replace(job, setup=replace(setup, plan=plan, pipeline=pipeline))
 
 
-def _periods(job: Job) -> Periods:
-    return Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch)
-
-
 def what_would_help(job: Job) -> str:
     """Return a sentence on what would help after a worker ran out of memory, by the memory model."""
     count = min(job.setup.sampler.minibatches_per_epoch, _MOST_MINIBATCHES)
@@ -225,19 +221,16 @@ def _what_would_fit(job: Job, limit: int, num_minibatches: int) -> Iterator[str]
     """Yield changes that fit in memory: recomputation, swapping, and the largest smaller depth."""
     pipeline = job.setup.pipeline
 
-    def fits(changed: Job) -> bool:
-        return _memory(changed, num_minibatches).fullest.num_bytes <= limit
+    def needs(changed: Job) -> int:
+        return _memory(changed, num_minibatches).fullest.num_bytes
 
     policies = {*job.setup.plan.memory}
-    if policies != {RECOMPUTE} and fits(_with_policy(job, RECOMPUTE)):
+    if policies != {RECOMPUTE} and needs(_with_policy(job, RECOMPUTE)) <= limit:
         yield "parallelism.recompute: true"
     can_swap = job.cluster.pcie_bytes_per_s is not None and pipeline.backward != SPLIT
-    if can_swap and policies != {SWAP} and fits(_with_policy(job, SWAP)):
+    if can_swap and policies != {SWAP} and needs(_with_policy(job, SWAP)) <= limit:
         yield "parallelism.swap_layers: ['*']"
     if job.recipe.parallelism.row.depth is None and pipeline.order != ALL_FORWARDS and pipeline.depth > 1:
-        most, least = pipeline.depth, 1  # `most` doesn't fit
-        if fits(_at_depth(job, least)):
-            while most - least > 1:
-                middle = (most + least) // 2
-                least, most = (middle, most) if fits(_at_depth(job, middle)) else (least, middle)
-            yield f"parallelism.depth: {least}"
+        depth = most_within(limit, lambda depth: needs(_at_depth(job, depth)), pipeline.depth - 1)
+        if depth:
+            yield f"parallelism.depth: {depth}"

@@ -9,7 +9,6 @@ from typing import Any
 from pipebench import formats
 from pipebench.engine.engine import facts_by_extension
 from pipebench.engine.setup import Setup
-from pipebench.engine.worker import host_peaks
 from pipebench.formats import a_or_an, seconds
 from pipebench.metrics import as_number
 from pipebench.recipe.engines import engine_kind
@@ -27,7 +26,6 @@ from pipebench.train.curves import Curves
 from pipebench.train.job import Job
 from pipebench.train.largest import most_of_epoch
 from pipebench.train.learning_rate import lr_scales
-from pipebench.train.periods import Periods
 from pipebench.typed_json import shown
 
 
@@ -79,10 +77,9 @@ def _short_updates(job: Job) -> str:
     sampler, update = job.setup.sampler, job.setup.pipeline.round_size(0)
     if update * sampler.minibatch_size > sampler.num_samples:
         return f"an epoch has {sampler.num_samples:,} samples, fewer than an update takes"
-    periods = Periods.of(job.recipe.train, sampler.minibatches_per_epoch)
     done = num_updates = 0
     for _ in range(_MOST_SEGMENTS):
-        drain = periods.next_drain(done)
+        drain = job.periods.next_drain(done)
         num_updates += math.ceil((drain - done) / update)
         done = drain
         if done >= sampler.minibatches_per_epoch:
@@ -229,12 +226,12 @@ def sum_facts(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     num_bytes: Counter[tuple[str, str]] = Counter()
     for each in facts:
         num_bytes.update({(kind, level): count for kind, level, count in each["num_bytes"]})
-    lists = {name: [value for each in facts for value in each[name]] for name in ("peak_bytes", "weight_versions_max")}
+    names = ("peak_bytes", "weight_versions_max", "host_peak_bytes")
+    lists = {name: [value for each in facts for value in each[name]] for name in names}
     extensions: dict[str, list[Any]] = {}
     for name, counted in (item for each in facts for item in facts_by_extension(each).items()):
         extensions.setdefault(name, []).extend(counted)
-    on_hosts = [peak for each in facts for peak in host_peaks(each)]
-    return {"num_bytes": num_bytes, "extensions": extensions, "host_peak_bytes": on_hosts, **lists}
+    return {"num_bytes": num_bytes, "extensions": extensions, **lists}
 
 
 def result_fields(job: Job, facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,10 +44,6 @@ class Periods:
         """Return after how many minibatches of the run the first drain after `done` minibatches is."""
         return min(self.total, *((done // period + 1) * period for period in (self.evaluation, self.checkpoint)))
 
-    def drains_at(self, done: int) -> bool:
-        """Return whether the run drains after `done` minibatches, to evaluate or to write a checkpoint."""
-        return self.saves_at(done) or self.evaluates_at(done)
-
     def saves_at(self, done: int) -> bool:
         """Return whether a checkpoint is due after `done` minibatches."""
         return done % self.checkpoint == 0

@@ -30,7 +30,7 @@ def simulate_epoch(job: Job, forecast: MemoryForecast | None = None) -> tuple[Ru
     """
     setup = job.setup
     meter = Meter(setup.pipeline)
-    totals, lengths = _first_epoch(setup, Periods.of(job.recipe.train, setup.sampler.minibatches_per_epoch), meter)
+    totals, lengths = _first_epoch(setup, job.periods, meter)
     done = sum(lengths)
     samples = setup.sampler.samples_before(done)
     metrics, epochs = totalled(setup, samples, totals), num_epochs(round(samples / setup.sampler.num_samples, 3))

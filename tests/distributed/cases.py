@@ -217,7 +217,7 @@ def in_processes(
     tensors = [{name: tensor.detach().cpu().clone() for name, tensor in r.tensors().items()} for r in replicas]
     bytes_sent, versions = dict(engine.num_bytes), [engine.worker.versions_max]
     peaks = [engine.worker.peaks.device_bytes]
-    pushes = unpacked(engine.facts()["pushes"])
+    pushes = unpacked(engine.facts()["extensions"].get("asynchronous", ()))
     engine.close()
     return Outcome(engine.worker.index, tensors, losses, scores, bytes_sent, versions, done, pushes, peaks)
 
@@ -271,7 +271,7 @@ def on_virtual_engine(
     ]
     versions = [worker.versions_max for worker in engine.workers]
     peaks = engine.peak_bytes
-    pushes = unpacked(engine.facts()["pushes"])
+    pushes = unpacked(engine.facts()["extensions"].get("asynchronous", ()))
     return Outcome(0, tensors, losses, scores, dict(engine.num_bytes), versions, list(segments), pushes, peaks)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipebench.distributed import cores
-from pipebench.distributed.cores import crowding, numbered, processor_shares, shared_processors, turn_of
+from pipebench.distributed.cores import crowding, numbered, processor_shares, shared_processors, turns_of
 from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.meter import MeasuredMeter
 from pipebench.model.cores import name_of_cores, usable_cores
@@ -178,9 +178,7 @@ def test_who_knows_of_shared_cores_says_so() -> None:
     ],
 )
 def test_in_its_turn_every_thread_has_a_core(shares: list[Shares], turns: list[int]) -> None:
-    found = [turn_of(shares, rank) for rank in range(len(shares))]
-    assert [turn.number for turn in found] == turns
-    assert {turn.of for turn in found} == {max(turns) + 1}
+    assert turns_of(shares) == turns
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pipebench.cli import links
 from pipebench.cli.main import cli
 from pipebench.distributed.links import MeasuredLevel, MeasuredLinks, copies
 from pipebench.recipe.clusters import load_cluster, sources
-from pipebench.run.links import LinksHere, cluster_text
+from pipebench.run.links import cluster_text
 from tests.distributed.test_launch import ROOT
 from tests.made_up_gpu import made_up_gpu
 
@@ -28,7 +28,7 @@ def level(name: str, port: float, pair: float, ring: float) -> MeasuredLevel:
 def test_a_limit_is_written_where_it_binds(tmp_path: Path) -> None:
     path = tmp_path / "ours.yaml"
     found = (level("server", 1e11, 1e11, 7e10), level("cluster", 4e9, 1e9, 0.98e9))
-    path.write_text(cluster_text(LinksHere(MeasuredLinks(found, 5e10), "NVIDIA H100", "NCCL"), links._MADE_BY))
+    path.write_text(cluster_text(MeasuredLinks("NVIDIA H100", "NCCL", found, 5e10), links._MADE_BY))
     server, cluster = load_cluster(str(path), 1).levels
     assert load_cluster(str(path), 1).pcie_bytes_per_s == 5e10
     assert (server.bandwidth_bytes_per_s, server.flow_bytes_per_s, server.ring_bytes_per_s) == (1e11, None, 7e10)

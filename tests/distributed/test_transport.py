@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from pipebench.cluster import Cluster, Level
 from pipebench.distributed.message import HEADER_BYTES
 from pipebench.model.graph import trace
 from pipebench.model.plan import Plan, make_plan
@@ -69,6 +70,13 @@ def test_values_go_straight_to_every_stage_that_reads_them(four: Processes, colu
     assert {(0, 1), (0, 2), (0, 3)} <= set(edges)
     for each in (case, by_sockets):
         compare(four.run("tests.distributed.cases:distributed", each), virtually(case), 0.0)
+
+
+def test_bytes_count_on_the_links_between_devices(four: Processes) -> None:
+    """Distributed runs counted them on those between the devices that have the workers' numbers."""
+    servers = Cluster("servers", "unit", None, (Level("server", 2, 1e6, 1e-3), Level("cluster", 2, 1e5, 1e-3)))
+    case = Case("mlp", (2,), (2, 2), {"cluster": servers}, devices=(0, 2, 1, 3))
+    compare(four.run("tests.distributed.cases:distributed", case), virtually(case), 0.0)
 
 
 def test_values_without_a_gradient_cross_forward_only(three: Processes) -> None:

@@ -44,7 +44,7 @@ def asp(model: torch.nn.Module | None = None, num_workers: int = 4, **columns: A
 
 
 def pushes_of(engine: VirtualEngine) -> list[Pushes]:
-    return unpacked(engine.facts()["pushes"])
+    return unpacked(engine.facts()["extensions"]["asynchronous"])
 
 
 def trained(setup: Setup, segments: Sequence[int]) -> VirtualEngine:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipebench.engine import in_situ
-from pipebench.engine.in_situ import Key, Stepped, entries, in_use, mean, profile_in_situ, update_costs
+from pipebench.engine.in_situ import Key, entries, in_use, mean, profile_in_situ, update_costs
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker
 from pipebench.profile.enough import StopRule
@@ -202,14 +202,14 @@ def test_loads_count_where_workers_fetch_themselves() -> None:
 def test_update_costs_are_a_line_that_makes_sense(
     steps: list[tuple[int, float]], expected: tuple[float, float]
 ) -> None:
-    assert update_costs([Stepped(*step) for step in steps]) == pytest.approx(expected)
+    assert update_costs(steps) == pytest.approx(expected)
 
 
 def test_update_costs_of_many_stages_are_least_squares() -> None:
     num_bytes = np.array([1e6, 2e6, 5e6, 9e6])
     seconds = 2e-3 + 1e-9 * num_bytes + np.array([1, -2, 2, -1]) * 1e-4
     slope, floor = np.polyfit(num_bytes, seconds, 1)
-    found = update_costs([Stepped(int(n), float(s)) for n, s in zip(num_bytes, seconds, strict=True)])
+    found = update_costs([(int(n), float(s)) for n, s in zip(num_bytes, seconds, strict=True)])
     assert found == pytest.approx((floor, slope))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipebench.engine.virtual import DrainExchange
+from pipebench.engine.virtual import VirtualEngine
 from pipebench.schedule.modes import MODES
 from tests.random_recipes.compare import differences, expected_of, of_clock, of_plan, prepared, run_virtual, written
 from tests.random_recipes.drawing import draw_recipe
@@ -95,9 +95,9 @@ def test_a_dropped_average_of_running_statistics_is_told_apart(tmp_path: Path, m
 
 
 def test_averages_at_drains_that_take_no_time_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    average = DrainExchange.average
-    for changed in (average, lambda drain: min(average(drain), drain.clock_s)):
-        monkeypatch.setattr(DrainExchange, "average", changed)
+    average = VirtualEngine._average
+    for changed in (average, lambda engine: min(average(engine), engine.clock_s)):
+        monkeypatch.setattr(VirtualEngine, "_average", changed)
         # Links so slow that the sums are still on them when the next segment sends.
         loaded, job = prepared(written(RECIPE | {"cluster": {"name": "vpipe-unlimited", "servers": 3}}, tmp_path))
         metrics = run_virtual(loaded, job).metrics

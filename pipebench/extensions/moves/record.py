@@ -17,7 +17,6 @@ from pipebench.show.inline import InlineFigure, writes
 from pipebench.show.pictures import axis_unit
 from pipebench.tracking.run_log import RunLog
 from pipebench.train.job import Job
-from pipebench.train.periods import Periods
 from pipebench.train.result import Point, RunResult
 
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")  # of stages, again after the last
@@ -33,8 +32,9 @@ def record(log: RunLog, result: RunResult, job: Job) -> RunResult:
     log.text(FILE_NAME, to_text(result.moves))
     log.text("plan-last.json", form_of(under(job.setup, result.moves), layers).text())
     log.text("cuts.md", cuts_markdown(result.moves))
-    end = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch).total
-    drawings: dict[str, Callable[[Path], None]] = {"cuts.png": writes(cuts_figure, result.moves, layers, end)}
+    drawings: dict[str, Callable[[Path], None]] = {
+        "cuts.png": writes(cuts_figure, result.moves, layers, job.periods.total)
+    }
     if result.points and all({RATE, SENT, MOVED} <= point.metrics.keys() for point in result.points):
         drawings["moves.png"] = writes(moves_figure, result.points, result.moves)
     record_drawn(log, drawings, "cuts over time")

@@ -49,7 +49,7 @@ def simulate_moving(job: Job, forecast: MemoryForecast | None = None) -> tuple[R
     setup = job.setup
     engine = SimulatedEngine(setup, inputs=input_bytes(setup.graph, setup.dataset, setup.profile.by_size))
     moves = Repartitioning(job, engine)
-    periods = Periods.of(job.recipe.train, setup.sampler.minibatches_per_epoch)
+    periods = job.periods
     points = tuple(_trained(periods, engine, moves))
     made = tuple(replace(move, clock_s=engine.began_s.get(move.minibatch, move.clock_s)) for move in moves.made)
     per_epoch, samples = setup.sampler.minibatches_per_epoch, setup.sampler.samples_before(periods.total)

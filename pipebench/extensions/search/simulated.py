@@ -29,7 +29,6 @@ from pipebench.train.job import Job
 from pipebench.train.largest import most_within
 from pipebench.train.memory_forecast import MemoryForecast, with_peaks
 from pipebench.train.metrics import describe, describe_stages, recipe_notes
-from pipebench.train.periods import Periods
 from pipebench.train.result import COMPLETED, Point, RunResult
 from pipebench.train.simulated import totalled
 
@@ -111,7 +110,7 @@ def _periods(
 ) -> Iterator[ArchitecturePeriod]:
     """Simulate the run; yield its periods."""
     assert search.steps is not None
-    total = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch).total
+    total = job.periods.total
     steps = [step for step in search.steps if step.minibatch or step.second]
     cells, done, samples = search.first, 0, 0
     for step in [*steps, Step(None if search.end_second else total, search.end_second, search.first)]:
@@ -136,9 +135,8 @@ def _train(job: Job, moves: Repartitioning, done: int, stop: int) -> int:
 
     `done` are those of the run so far.
     """
-    periods = Periods.of(job.recipe.train, job.setup.sampler.minibatches_per_epoch)
     while done < stop:
-        done = moves.train(done, min(stop, periods.next_drain(done)))
+        done = moves.train(done, min(stop, job.periods.next_drain(done)))
         if done < stop:
             moves.drained(done)
     return done
