@@ -25,9 +25,8 @@ class Accumulation:
         self.gradients: list[torch.Tensor | None] = [None] * num_parameters
         self._num_parameters = num_parameters
         self._passed_on_bytes = 0  # of the round's sums passed on, until the sums over the replicas are there
-        self.tied_positions: frozenset[int] = (
-            frozenset()
-        )  # of tied weights: summed over all stages' copies, not passed on
+        # Of tied weights, whose sums are not passed on: they are summed over all stages' copies
+        self.tied_positions: frozenset[int] = frozenset()
         self._hooked: WeakSet[Version] = WeakSet()  # versions whose parameters have hooks
         self._on_gradient: OnGradient | None = None  # of the backward that runs; None: gradients stay in `grad`
 
