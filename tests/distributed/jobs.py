@@ -1,4 +1,4 @@
-"""Whole training loops in the processes of the tests: with moves or a search, killed at a place, and gone on."""
+"""Training loops for the processes of the tests: with moves or a search, killed at a given place, and resumed."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ SEGMENT, MOVES_AT = 10, (8, 18)  # minibatches between checkpoints; of the run, 
 
 @dataclass(frozen=True)
 class Moving:
-    """A run of three stages, between the first two of which a layer moves to and fro."""
+    """A run of three stages in which a layer moves from the first to the second and back."""
 
     last: str  # which way it moves the second time, `left` or `right`
     live: bool = True  # whether training goes on meanwhile
@@ -74,7 +74,7 @@ class Searching:
 
 @dataclass(frozen=True)
 class Fault:
-    """Where a worker is killed."""
+    """The place where a worker is killed."""
 
     rank: int  # which one
     place: str  # an instruction's name in `Op`, or that of a function below
@@ -102,8 +102,8 @@ def trained(
     given = replace(given, recipe=replace(given.recipe, engine=replace(given.recipe.engine, kind="distributed")))
     store, engines = Checkpoints(Path(folder)), list[DistributedEngine]()
 
-    def make(*told: Callable[..., None]) -> TrainingEngine:
-        on_loss, on_unit = told
+    def make(*listeners: Callable[..., None]) -> TrainingEngine:
+        on_loss, on_unit = listeners
         there = replace(world, shares_memory=shares_memory)
         engines.append(DistributedEngine(given.setup, there, unwatched(given.setup), on_loss=on_loss, on_unit=on_unit))
         return engines[0]
@@ -133,7 +133,7 @@ def _is(instruction: Instruction, op: Op) -> bool:
 
 
 def _strike(where: type, fault: Fault, folder: Path, counts: Callable[..., bool]) -> None:
-    """Stand before a method, and kill this process when it is called for the nth time."""
+    """Wrap a method, and kill this process when it is called for the nth time."""
     name = fault.place if fault.place in _FUNCTIONS else "execute"
     function, times = getattr(where, name), [0]
 

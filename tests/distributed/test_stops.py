@@ -61,7 +61,7 @@ class _Agreed(AdmissionControl):
 
 @settings(deadline=None, max_examples=150)
 @given(pipelines(), st.integers(1, 24), st.data())
-def test_a_program_goes_over_to_the_shorter_one(pipeline: Pipeline, num_minibatches: int, data: st.DataObject) -> None:
+def test_a_program_switches_to_the_shorter_one(pipeline: Pipeline, num_minibatches: int, data: st.DataObject) -> None:
     size = pipeline.period
     cuts = [*range(0, num_minibatches, size), num_minibatches]
     cut = data.draw(st.sampled_from(cuts))
@@ -75,7 +75,7 @@ def test_a_program_goes_over_to_the_shorter_one(pipeline: Pipeline, num_minibatc
 
 @settings(deadline=None, max_examples=100)
 @given(pipelines(), st.integers(1, 24))
-def test_what_ran_before_the_stop_is_the_beginning_of_the_shorter_program(pipeline: Pipeline, count: int) -> None:
+def test_instructions_before_the_stop_are_a_prefix_of_the_shorter_program(pipeline: Pipeline, count: int) -> None:
     """Whatever the cut, the instructions before the first one asked for beyond it are in both lists."""
     for cut in range(0, count, pipeline.period):
         for worker, program in enumerate(programs(pipeline, cut)):
@@ -88,7 +88,7 @@ def test_what_ran_before_the_stop_is_the_beginning_of_the_shorter_program(pipeli
             assert list(programs(pipeline, count)[worker])[:ran] == shorter[:ran]
 
 
-def test_a_gate_lets_in_what_has_begun_and_nothing_else_until_the_cut_is_known() -> None:
+def test_admission_control_admits_only_begun_minibatches_until_the_stop_is_known() -> None:
     gate = AdmissionControl(2)
     gate.begin(3, 9)
     assert gate.admit(2)
@@ -101,7 +101,7 @@ def test_a_gate_lets_in_what_has_begun_and_nothing_else_until_the_cut_is_known()
     assert [gate.admit(minibatch) for minibatch in (4, 5, 6)] == [True, True, False]
 
 
-def test_a_gate_is_cut_in_the_segment_of_the_worker_that_is_furthest() -> None:
+def test_the_stop_is_in_the_segment_of_the_furthest_worker() -> None:
     for cut, limits in ((Position(1, 5), (5, 0)), (Position(2, 2), (5, 2)), (Position(2, 0), (5, 0))):
         gate = AdmissionControl(2)
         gate.begin(1, 5)
@@ -116,7 +116,7 @@ def test_a_gate_is_cut_in_the_segment_of_the_worker_that_is_furthest() -> None:
         assert not gate.admit(0)
 
 
-def test_a_closed_gate_holds_back_the_next_segment() -> None:
+def test_a_closed_admission_control_delays_the_next_segment() -> None:
     gate = AdmissionControl(1)
     assert gate.stop_admitting() == Position(-1, 0)
     gate.begin(0, 4)
@@ -233,7 +233,7 @@ def test_all_workers_stop_at_the_same_minibatch(
     assert all(len(reasons - {None}) <= 1 for reasons in job.reasons)
 
 
-def test_a_stop_cuts_a_long_segment_short_and_everybody_knows_why() -> None:
+def test_a_stop_shortens_a_long_segment_and_all_workers_know_the_reason() -> None:
     job = _Job(Pipeline((2, 1), chain(2), "1f1b", False, 2), [100_000, 10], 0, pause_s=0.001)
 
     def ask() -> None:
