@@ -29,7 +29,7 @@ NEAR = 1.03  # times the smallest bottleneck; 1.01 was the worst seen
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
+def coarsen_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Coarsen beyond 100 states already, to a fifth of the usual number."""
     numbers = {"MOST_EXACT": 100, "_MOST_EXACT_BRANCHES": 50, "NUM_GROUPS": 200}
     for name, value in {**numbers, "_COARSE": 100, "_BACKDROP": 50, "_FINE": 80}.items():
@@ -100,7 +100,7 @@ def test_plans_of_a_wide_graph_are_near_the_exact_ones(model: str, monkeypatch: 
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("replicas", [(3, 1), (1, 2, 1), (1,) * 4])
-def test_given_plans_are_cut_near_the_best_cuts(replicas: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_replicas_are_cut_near_the_best_cuts(replicas: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     work, cluster = UnitWork(prefixes(chain(400, 1))), Cluster("one", "V100", None, SERVERS[:1])
 
     def seconds() -> float:
@@ -116,7 +116,7 @@ def test_given_plans_are_cut_near_the_best_cuts(replicas: tuple[int, ...], monke
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("seed", range(4))
-def test_around_the_first_cut_all_places_are_looked_at(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_places_around_the_first_cut_are_searched(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     work, cluster = UnitWork(prefixes(chain(400, seed))), Cluster("one", "V100", None, SERVERS[:1])
     found = plan_fixed(work, COST_MODELS["overlap"], cluster, (1, 1))
     _exactly(monkeypatch)
@@ -183,7 +183,7 @@ def test_slow_layers_lie_between_groups_and_count_in_bounds(model: str, cluster:
 
 
 @pytest.mark.slow
-def test_10_000_layers_on_two_levels_are_planned_without_crawling() -> None:
+def test_10_000_layers_on_two_levels_are_planned_in_seconds() -> None:
     rows = chain(10_000, seed=3)
     profile = Profile("chain", "random", "file", "random", {1: rows}, 0.0, 0.0, {1: 0.0}, {})
     request = Request(profile, Cluster("two", "random", None, SERVERS), COST_MODELS["artifact"], 1)

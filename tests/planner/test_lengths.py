@@ -68,7 +68,7 @@ def test_cuts_for_a_flush_are_taken_only_where_they_fit() -> None:
         assert Planner(limited, "gpipe").for_replicas([1, 1]).plan.starts == (start,)
 
 
-def test_more_devices_of_the_same_memory_are_no_slower() -> None:
+def test_more_devices_of_the_same_memory_are_no_slower_in_zero_bubble() -> None:
     """Zero bubble's first stage has as many units in flight as there are stages, whose number is a choice."""
     mode = "zero-bubble"
     alone = Planner(asked(mode), mode).for_replicas([1]).memory_bytes
