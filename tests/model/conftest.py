@@ -1,4 +1,4 @@
-"""A model and data of the user's own in a folder, which do wrong what they are asked to."""
+"""A user's model and data in a folder, with faults that the recipe's options choose."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Where modules of the user's own are found, and which of two of one name."""
+"""Where users' modules are found, and which of two with one name."""
 
 import sys
 from pathlib import Path
@@ -66,7 +66,7 @@ def test_a_model_is_the_same_in_every_process_whatever_it_draws_from() -> None:
 
 
 def test_code_is_found_while_another_thread_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python goes over its finders unguarded; a run's import of MLflow added one meanwhile, and the command failed."""
+    """Python iterates over its finders without a lock; a run's import of MLflow added one, and the command failed."""
 
     class Disturbed(dict[str, Any]):
         left = 2
