@@ -78,7 +78,7 @@ def test_pictures_of_the_modes(mode: str, replicas: tuple[int, ...], num_minibat
     ("mode", "count", "microbatches", "width"),
     [("spectrain", 6, 1, 120), ("xpipe", 2, 4, 129), ("pipemare", 6, 1, 126)],
 )
-def test_pictures_of_what_passes_read(mode: str, count: int, microbatches: int, width: int) -> None:
+def test_pictures_of_the_versions_that_passes_read(mode: str, count: int, microbatches: int, width: int) -> None:
     text, row = (ROOT / "docs/modes.md").read_text(), MODES[mode]
     pipeline = Pipeline((1,) * 4, chain(4), row.order, row.flush, 4, microbatches, weights=row.weights)
     assert f"```\n{draw(pipeline, count, [1] * 4, [2] * 4, width=width, versions=True)}\n```" in text
@@ -113,7 +113,7 @@ def columns_of(name: str) -> list[str]:
     ]  # fmt: skip
 
 
-def test_the_table_of_modes_is_the_table_of_modes() -> None:
+def test_the_documented_table_of_modes_is_the_package_s() -> None:
     lines = (ROOT / "docs/reference/modes.md").read_text().split("\n| mode | plans |")[1].split("\n\n")[0].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert rows[2:] == [columns_of(name) for name in MODES]
@@ -132,7 +132,7 @@ def test_readme_s_pipeline_is_drawn_by_the_schedule() -> None:
     assert shown == drawn
 
 
-def test_the_minibatch_of_the_architecture_page_is_the_schedule_s() -> None:
+def test_the_architecture_page_shows_the_schedule_s_minibatch() -> None:
     pipeline = Pipeline((1, 1), chain(2), "1f1b", False, 2)
     text = (ROOT / "docs/architecture.md").read_text()
     for worker, program in enumerate(programs(pipeline, 5)):
@@ -148,7 +148,7 @@ def test_the_index_has_every_page_of_the_folder() -> None:
     assert sorted(listed) == sorted(name for name in pages if name != "index.md")
 
 
-def test_the_architecture_page_names_packages_and_files_that_are_there() -> None:
+def test_the_architecture_page_names_existing_packages_and_files() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
     rooms = [*re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE), "root"]
     assert rooms == list(ROOMS)
@@ -173,7 +173,7 @@ def test_links_between_pages_are_not_dead() -> None:
             assert file.exists(), f"{page.relative_to(ROOT)} links {link}"
 
 
-def test_the_pictures_of_readme_show_something() -> None:
+def test_the_pictures_of_readme_are_not_empty() -> None:
     pictures = [file for _, file in links(ROOT / "README.md") if file.suffix == ".png"]
     assert len(pictures) == 2
     assert all(picture.stat().st_size > 1000 for picture in pictures)
@@ -227,8 +227,8 @@ def four_ways() -> tuple[list[str], dict[str, list[str]]]:
     return lines[0], {line[0]: line for line in lines[1:]}
 
 
-def test_what_readme_says_of_the_four_ways_is_their_table_s_and_the_results_page_s() -> None:
-    """It had one processor's epochs at one seed as its reason."""
+def test_readme_s_sentences_on_the_four_ways_agree_with_their_table_and_the_results_page() -> None:
+    """Once its reason was one processor's epochs at one seed."""
     header, rows = four_ways()
     memory = header.index("memory")
     one, other = (float(rows[mode][memory].split()[0]) for mode in ("pipedream", "dp"))
@@ -261,10 +261,10 @@ def test_what_readme_says_of_the_four_ways_is_their_table_s_and_the_results_page
         ),
     ],
 )
-def test_what_the_results_say_of_vpipe_s_systems_is_the_pages(
+def test_the_results_sentences_on_vpipe_s_systems_agree_with_the_report(
     report: str, measure: str, systems: str, text: str
 ) -> None:
-    """Of both columns: what one of them misses was left out, and what the paper doesn't print was called published."""
+    """Once values that one column lacks were left out, and ones that the paper doesn't print were called published."""
     found: dict[str, list[float]] = {"table2": [], "planned": []}
     models = ("bert", "transformer", "amoebanet", "gnmt")
     for cell in read_values(ROOT / "reports/rendered" / report / VALUES).cells:
@@ -334,7 +334,9 @@ def test_the_quick_start_prints_what_readme_says(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("rendered")
-def test_the_plan_of_its_page_is_what_the_planner_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_of_the_planner_page_is_what_the_planner_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "110")
     page = (ROOT / "docs/planner.md").read_text()
     command, shown = re.findall(r"```\n(.*?)\n```", page, re.DOTALL)[:2]
@@ -363,8 +365,10 @@ def test_how_recipes_scale_is_what_sweeps_print(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.usefixtures("rendered")
 @pytest.mark.parametrize("name", ["memory", "occupancy", pytest.param("swap", marks=pytest.mark.slow)])
-def test_pictures_of_memory_are_what_is_drawn(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the command beside each, and what that says of too little memory stands there, too."""
+def test_pictures_of_memory_are_what_their_commands_draw(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page also has the command's message on too little memory."""
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs/memory.md").read_text()
     (command,) = re.findall(rf"^    pipebench (draw .*--picture {name}\.png.*)$", page, re.MULTILINE)

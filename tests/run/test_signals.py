@@ -30,7 +30,7 @@ MOMENTS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hears_sighup: None) -> None:
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handles_sighup: None) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     (tmp_path / "small.yaml").write_text(uniform_recipe(2, 16, 8, 8, "mode: gpipe, plan: 1-1"))

@@ -69,7 +69,7 @@ def test_microbatches_of_different_sizes_take_each_its_own_time(first: int) -> N
     assert simulate_all(setup, 10, first=first).busy_s == pytest.approx(10 * (3.0 + 3.0 + 4.0 + 0.25))
 
 
-@pytest.mark.usefixtures("little_to_search")
+@pytest.mark.usefixtures("few_objects_to_collect")
 def test_what_is_over_is_freed_without_a_search_for_cycles() -> None:
     """A message and what was to happen when it arrived held each other; searching took half the time of 4,096 workers.
 
