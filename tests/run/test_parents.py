@@ -1,4 +1,4 @@
-"""What MLflow has of a comparison: its runs' ways of parallelising, its summary and its table."""
+"""A comparison in MLflow: its runs' modes, its summary and its table."""
 
 import json
 from pathlib import Path

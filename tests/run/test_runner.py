@@ -76,7 +76,7 @@ def test_two_seeds_are_children_of_a_run_with_their_spread(folder: Path) -> None
     assert "quickstart-seed1  training, at most 1 epoch" in told
 
 
-def test_a_run_keeps_all_it_takes_to_run_it_again(folder: Path) -> None:
+def test_a_run_stores_all_that_is_needed_to_repeat_it(folder: Path) -> None:
     assert run("quickstart/gpipe", *SHORT, "name=again").exit_code == 1
     (recipe,) = [path for path in folder.rglob("artifacts/recipe.yaml") if "name: again" in path.read_text()]
     artifacts = {path.name for path in recipe.parent.iterdir()}
@@ -127,7 +127,7 @@ def test_a_simulated_run_trains_nothing() -> None:
     assert "nothing was trained" in result.output
 
 
-def test_a_simulated_run_tells_the_peak_of_memory_and_where_it_is_too_much(folder: Path) -> None:
+def test_a_simulated_run_reports_its_peak_memory_and_where_it_exceeds_the_limit(folder: Path) -> None:
     assert "memory           30.3 MB at most on a worker\n" in run("quickstart", "engine.kind=simulated").stdout
     text = Path(pipebench.__file__).parent.parent.joinpath("recipes/clusters/cluster-a.yaml").read_text()
     (folder / "small.yaml").write_text(re.sub(r"(?m)^memory: .*", "memory: {value: 20 MB, assumed: small}", text))
@@ -181,7 +181,7 @@ def test_a_cut_that_does_not_exist_stops_every_recipe_before_the_first_runs() ->
     assert "epoch 1" not in result.output
 
 
-def test_a_run_whose_mode_the_planner_chose_keeps_the_runner_ups(folder: Path) -> None:
+def test_a_run_whose_mode_the_planner_chose_records_the_other_modes(folder: Path) -> None:
     result = run("modes/auto", *SHORT, "engine.kind=simulated")
     assert result.exit_code == 0, result.output
     (path,) = folder.rglob("modes.json")
@@ -192,7 +192,7 @@ def test_a_run_whose_mode_the_planner_chose_keeps_the_runner_ups(folder: Path) -
     assert plan["mode"] == told["compared"][0]["mode"]
 
 
-def test_a_run_that_mlflow_has_not_keeps_its_speed_up(tmp_path: Path) -> None:
+def test_a_run_that_is_not_in_mlflow_yet_keeps_its_speed_up(tmp_path: Path) -> None:
     """Those of runs that were sent after an outage of MLflow were missing for good."""
     elsewhere = Tracking("suite", lambda limit_s: True)
     parent, run = (
@@ -269,7 +269,7 @@ def test_a_sweep_is_one_comparison_with_a_child_per_element(folder: Path) -> Non
     assert "![top1.png](get-artifact?path=top1.png" in note
 
 
-def test_of_many_simulated_runs_only_the_comparison_has_pictures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_comparison_of_many_simulated_runs_has_pictures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_MOST_DRAWN", 1)
     result = run("quickstart/dp", "cluster.servers=1,2", "engine.kind=simulated", "name=undrawn")
     assert result.exit_code == 0, result.output

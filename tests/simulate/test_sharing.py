@@ -70,7 +70,7 @@ def test_threads_get_equal_parts_of_the_cores() -> None:
     assert [flow.end_s for flow in played([2.0], [on_port(0.0, 3.0, 1.0, 1.0)] * 4)] == [6.0] * 4
 
 
-def test_a_flow_that_was_over_before_is_not_met() -> None:
+def test_a_flow_does_not_share_with_an_ended_one() -> None:
     flows = played([1.0], [on_port(0.0, 2.0), on_port(2.0, 3.0), on_port(9.0, 1.0)])
     assert [flow.end_s for flow in flows] == [2.0, 5.0, 10.0]
 
@@ -94,7 +94,7 @@ def test_flows_of_one_connection_follow_each_other() -> None:
     assert told[-1] == ("late", 7.0)
 
 
-def test_who_waits_is_told_of_the_end_that_came_true() -> None:
+def test_waiters_get_the_actual_end() -> None:
     """Its end is scheduled at 4; from 2 on another flow takes half of the rate, so it ends at 6."""
     agenda = Agenda()
     sharing, port = Sharing(agenda), Resource(1.0)
@@ -129,7 +129,7 @@ def test_ends_are_those_of_tiny_steps(seed: int) -> None:
 
 
 @in_turn(*zip(range(200), strict=True))
-def test_rates_are_fair_and_nothing_is_left_lying(seed: int) -> None:
+def test_rates_are_fair_and_use_all_capacity(seed: int) -> None:
     """Max-min: each flow is at its cap, or uses a full resource on which no flow is faster."""
     capacities, given = drawn(seed)
     resources = [Resource(capacity) for capacity in capacities]
