@@ -212,7 +212,7 @@ def test_odd_replicas_of_the_last_stage_never_read_a_loss(replica: int, monkeypa
     engine.workers = [SimpleNamespace(execute=lambda *given: loss)]
     engine._transport, engine.collectives = SimpleNamespace(latest_loss=math.nan), SimpleNamespace()
     engine._pace = SimpleNamespace(step=lambda: None)
-    engine._on_loss = lambda *told: None
+    engine._on_loss = lambda *_: None
     engine._origin_s, engine._num_losses = 0.0, 0
     for unit in range(replica, 3 * 120, 3):
         engine._executed(Instruction(Op.FORWARD, 1, unit))
@@ -227,10 +227,12 @@ def test_a_fault_held_control_characters_of_terminals(tmp_path: Path, monkeypatc
     for key in ("\ud7fc", "\x1b[2J", "a\u2028b"):
         answer = CliRunner().invoke(cli, ["show", "r.yaml", f"model.name={{{json.dumps(key)}: {{'': '${{.seed}}'}}}}"])
         assert answer.exit_code == 2
-        told, end = answer.stderr[:-1], answer.stderr[-1]
+        message, end = answer.stderr[:-1], answer.stderr[-1]
         # How OmegaConf goes on depends on its version.
-        assert told.startswith("pipebench: error: command line: model.name: a mapping can't be resolved: Interpolation")
-        assert told.isprintable()
+        assert message.startswith(
+            "pipebench: error: command line: model.name: a mapping can't be resolved: Interpolation"
+        )
+        assert message.isprintable()
         assert end == "\n"
     assert str(Fault("r.yaml", "name", "got a\nb")) == "r.yaml: name: got a\\nb"
 

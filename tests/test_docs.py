@@ -104,8 +104,8 @@ def columns_of(name: str) -> list[str]:
     """Return a mode's row as the documentation has it."""
     row = MODES[name]
     accumulate = "depth" if row.accumulate is None else str(row.accumulate)
-    told = (row.flush, row.recompute, row.reshard_after_forward)
-    flush, recompute, reshards = ("yes" if each else "no" for each in told)
+    stated = (row.flush, row.recompute, row.reshard_after_forward)
+    flush, recompute, reshards = ("yes" if each else "no" for each in stated)
     depth = "NOAM" if row.depth is None else str(row.depth)
     return [
         name, row.shape, row.order, flush, row.weights, row.sync, accumulate, str(row.chunks), row.backward, depth,
@@ -276,8 +276,8 @@ def test_the_results_sentences_on_vpipe_s_systems_agree_with_the_report(
     ends = {name: f"{min(each):.2f}{x} to {max(each):.2f}{x}" for name, each in found.items()}
     if x:
         ends = {name: f"{sum(each) / len(each):.2f}x ({ends[name]})" for name, each in found.items()}
-    told = text.format(**ends, both=ends["table2"])
-    assert told in (ROOT / "docs/results.md").read_text()
+    stated = text.format(**ends, both=ends["table2"])
+    assert stated in (ROOT / "docs/results.md").read_text()
     assert "either" not in text or ends["table2"] == ends["planned"]
 
 
@@ -326,8 +326,8 @@ def test_the_quick_start_prints_what_readme_says(tmp_path: Path) -> None:
         shown = re.split(r"; \d+ MB in all", shown)[0]  # totals grow with the epochs it takes
         assert shown in done.stdout, shown
     # How many epochs it takes varies, and the seconds with them, but not what is said of them.
-    ((of_readme,), (told,)) = (re.findall(r"time to accuracy +(.*)", text) for text in (readme, done.stdout))
-    assert re.sub(r"[\d.]+ m?s", "", told) == re.sub(r"[\d.]+ m?s", "", of_readme)
+    ((of_readme,), (stated,)) = (re.findall(r"time to accuracy +(.*)", text) for text in (readme, done.stdout))
+    assert re.sub(r"[\d.]+ m?s", "", stated) == re.sub(r"[\d.]+ m?s", "", of_readme)
     assert "52.9 ms each" in done.stdout
     assert (tmp_path / "mlflow.db").exists()
 
@@ -359,8 +359,8 @@ def test_how_recipes_scale_is_what_sweeps_print(tmp_path: Path, monkeypatch: pyt
     for command, shown in found:
         done = CliRunner().invoke(cli, command.split()[1:])
         assert done.exit_code == 0, done.output
-        told, printed = ({" ".join(line.split()) for line in text.splitlines()} for text in (shown, done.output))
-        assert told <= printed
+        stated, printed = ({" ".join(line.split()) for line in text.splitlines()} for text in (shown, done.output))
+        assert stated <= printed
 
 
 @pytest.mark.usefixtures("rendered")
@@ -376,8 +376,8 @@ def test_pictures_of_memory_are_what_their_commands_draw(
     assert done.exit_code == 0, done.output
     again = f"docs/{name}.png is old: `pipebench {command}` draws it again"
     assert unlike(tmp_path / f"{name}.png", ROOT / f"docs/{name}.png") < MOST_UNLIKE, again
-    told = " ".join(line for line in done.output.splitlines() if line.startswith("out of memory"))
-    assert told in " ".join(page.split())
+    stated = " ".join(line for line in done.output.splitlines() if line.startswith("out of memory"))
+    assert stated in " ".join(page.split())
 
 
 def unlike(one: Path, other: Path) -> float:
@@ -395,7 +395,7 @@ def test_the_runs_of_mlflow_s_picture_are_those_of_readme_s_table() -> None:
         about = json.loads(picture.info["Description"])
     cells = [dict(zip(about["columns"], row, strict=True)) for row in about["rows"]]
     shown = {cell["mode"]: cell for cell in cells if "," not in cell["mode"]}
-    told = {
+    stated = {
         mode: [seconds(float(cell["time_to_accuracy_s"])), ratio(float(cell["speedup_over_dp"])),
                num_bytes(float(cell["comm_bytes_per_sample"])), num_bytes(float(cell["peak_memory_bytes_max"])),
                percent(float(cell["bubble_fraction"])), cell["epochs_to_target"], seconds(float(cell["epoch_time_s"])),
@@ -407,9 +407,9 @@ def test_the_runs_of_mlflow_s_picture_are_those_of_readme_s_table() -> None:
         *("time to accuracy", "vs dp", "bytes per sample", "memory", "bubble", "epochs", "epoch time", "samples/s"),
         "plan",
     )
-    assert rows.keys() == told.keys()
+    assert rows.keys() == stated.keys()
     for name, row in rows.items():
-        for column, cell in zip(columns, told[name], strict=True):
+        for column, cell in zip(columns, stated[name], strict=True):
             (given, unit), (shown_as, its_unit) = map(_parted, (row[header.index(column)], cell))
             assert unit == its_unit, f"{name}, {column}"
             assert given == pytest.approx(shown_as, rel=0.01), f"{name}, {column}"

@@ -56,8 +56,8 @@ def test_a_data_set_that_cannot_be_pickled_is_refused_where_processes_are_spawne
     loaders = Loaders(data, torch.device("cpu"))
     processes = loaders.of("reader", 1)
     assert processes is not None
-    told = r"can't be given the data set \(\w+Error: .*<lambda>.*loader_processes to 0"
-    with pytest.raises(UserCodeError, match=told):
+    message = r"can't be given the data set \(\w+Error: .*<lambda>.*loader_processes to 0"
+    with pytest.raises(UserCodeError, match=message):
         next(iter(processes.minibatches("train", ["x"], iter([([0], 0)]))))
     loaders.close()
 

@@ -22,7 +22,7 @@ from tests.patience import PATIENCE_S
 ROOT = Path(__file__).parents[1]
 README, TUTORIAL, HOW_TO = ROOT / "README.md", ROOT / "docs/tutorial.md", ROOT / "docs/how-to.md"
 NOTEBOOK = ROOT / "docs/tutorial.ipynb"
-PHASE = re.compile(r"^\w+  \w+ing .*\n?", re.MULTILINE)  # what is told of phases that last two seconds
+PHASE = re.compile(r"^\w+  \w+ing .*\n?", re.MULTILINE)  # lines on phases that last two seconds
 ELSEWHERE = ("pipebench run quickstart", "pipebench report modes.yaml")  # each has a test of its own
 
 
@@ -61,9 +61,9 @@ def test_the_tutorial_s_commands_print_what_it_says(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("COLUMNS", "110")
     monkeypatch.chdir(tmp_path)
     assert write_files(TUTORIAL, tmp_path) == ["gpt.py", "gpt.yaml", "my-cluster.yaml", "modes.yaml"]
-    told = commands(TUTORIAL)
-    assert len(told) == 6
-    for command, shown in told:
+    found = commands(TUTORIAL)
+    assert len(found) == 6
+    for command, shown in found:
         if command.startswith(ELSEWHERE):
             continue
         if "pipebench run" in command:

@@ -1,4 +1,4 @@
-"""Whatever is done to a run's files, going on with it is refused in one sentence, or goes on from what is whole."""
+"""Resuming a run with damaged files is refused in one sentence, or continues from a valid checkpoint."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def kept(value: Any, key: str = "exp_avg") -> Callable[[Left], None]:
 
 
 def of_run(**values: Any) -> Callable[[Left], None]:
-    """Return a way to let a checkpoint be of a run of which something else holds."""
+    """Return a way to make a checkpoint that of a run with other facts."""
     return in_manifest(lambda data: data["run"].update(values))
 
 
@@ -342,21 +342,21 @@ CHANGES = {name: way for name, (way, _) in CHANGED.items()}
 
 
 def take_older_part(left: Left) -> None:
-    """Put the last stage's file of the checkpoint before in the place of the newer one."""
+    """Replace the last stage's file by that of the checkpoint before."""
     (older,) = (left.last.parent / BEFORE).glob("stage-1*.pt")
     shutil.copy(older, left.parts[2])
     left.reseal()
 
 
 def take_other_run_s(left: Left) -> None:
-    """Put the checkpoints of a run with another seed in the place of the run's."""
+    """Replace the run's checkpoints by those of a run with another seed."""
     (other,) = (left.folder.parents[2] / "other" / "pipebench-runs").iterdir()
     shutil.rmtree(left.last.parent)
     shutil.copytree(other / "checkpoints", left.last.parent)
 
 
 def forget_identity(left: Left) -> None:
-    """Leave what checkpoints held before they said whose they are."""
+    """Keep only the fields of checkpoints before they named their run."""
 
     def change(data: dict[str, Any]) -> None:
         del data["run"], data["progress"]["last_samples"]
@@ -398,7 +398,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def said(request: pytest.FixtureRequest, room: Path) -> Said:
-    """What is said of every way that a test here asks for, by table and name, by one process."""
+    """The answers to every way that a selected test needs, by table and name, from one process."""
     asked = [getattr(item, "callspec", None) for item in request.session.items if item.path == Path(__file__)]
     names: set[str] = {*FOREIGN}
     names.update(*(each.params.values() for each in asked if each is not None))
@@ -418,7 +418,7 @@ def said(request: pytest.FixtureRequest, room: Path) -> Said:
 
 
 def refusal(answer: Mapping[str, Any]) -> str:
-    """Return the one sentence of a user's mistake."""
+    """Return the single sentence of a user's mistake."""
     assert answer["code"] == 2, answer
     *executed, line = answer["said"].splitlines()
     assert len(executed) <= 1  # whose code would run; said where the run's own files are as they should be
@@ -430,13 +430,13 @@ def refusal(answer: Mapping[str, Any]) -> str:
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("way", EXPECTED)
-def test_a_spoilt_run_is_refused_in_one_sentence(said: Said, way: str) -> None:
-    """The spoilt checkpoint is the only one."""
+def test_a_damaged_run_is_refused_in_one_sentence(said: Said, way: str) -> None:
+    """The damaged checkpoint is the only one."""
     assert EXPECTED[way][1] in refusal(said["WAYS"][way])
 
 
 @pytest.mark.parametrize("way", PASSED_OVER)
-def test_a_good_checkpoint_before_the_spoilt_one_is_gone_on_from(said: Said, room: Path, way: str) -> None:
+def test_a_run_resumes_from_the_valid_checkpoint_before_a_damaged_one(said: Said, room: Path, way: str) -> None:
     answer = said["PASSED_OVER"][way]
     assert answer["code"] == 0, answer
     *executed, line, last = answer["said"].splitlines()
@@ -450,7 +450,7 @@ def test_a_good_checkpoint_before_the_spoilt_one_is_gone_on_from(said: Said, roo
 
 
 @pytest.mark.parametrize("way", TAKEN)
-def test_a_checkpoint_is_gone_on_from_and_what_is_strange_told(said: Said, room: Path, way: str) -> None:
+def test_a_run_resumes_from_a_checkpoint_and_reports_what_is_unusual(said: Said, room: Path, way: str) -> None:
     answer = said["TAKEN_WAYS"][way]
     assert answer["code"] == 0, answer
     assert TAKEN[way][1] in answer["said"]
@@ -463,7 +463,7 @@ def test_a_checkpoint_is_gone_on_from_and_what_is_strange_told(said: Said, room:
 
 
 def test_checkpoints_of_another_run_are_refused(said: Said) -> None:
-    """0.1.0 went on from them: the model and the numbers of samples are the same."""
+    """0.1.0 resumed from them: the model and the numbers of samples are the same."""
     line = refusal(said["FOREIGN"]["another run"])
     assert "is of another run: run_id: found small-" in line
     assert "; seed: found 1, expected is 0" in line
@@ -471,13 +471,13 @@ def test_checkpoints_of_another_run_are_refused(said: Said) -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", DECISIONS)
-def test_a_spoilt_decision_is_refused_in_one_sentence(said: Said, way: str) -> None:
+def test_a_damaged_decision_is_refused_in_one_sentence(said: Said, way: str) -> None:
     """Before any process is started."""
     assert DECISIONS[way][1] in refusal(said["DECISION_WAYS"][way])
 
 
 @pytest.mark.parametrize("change", CHANGED)
-def test_a_model_whose_code_has_changed_is_told_in_one_sentence(said: Said, change: str) -> None:
+def test_a_model_whose_code_has_changed_is_reported_in_one_sentence(said: Said, change: str) -> None:
     line = refusal(said["CHANGES"][change])
     assert CHANGED[change][1] in line
     assert line.endswith(", nor can the older one be used")
@@ -485,7 +485,7 @@ def test_a_model_whose_code_has_changed_is_told_in_one_sentence(said: Said, chan
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("said")
-def test_processes_refuse_a_spoilt_checkpoint_or_pass_it_over(room: Path, tmp_path: Path) -> None:
+def test_processes_refuse_or_skip_a_damaged_checkpoint(room: Path, tmp_path: Path) -> None:
     """First there is one before it, then none."""
     folder = tmp_path / "copy"
     shutil.copytree(room / "in-processes", folder)

@@ -149,7 +149,7 @@ def test_a_killed_template_is_a_failure_of_its_workers(tmp_path: Path) -> None:
     assert code == 3
     sentence = "pipebench: error: worker process rank 0 ended by SIGKILL (before training began)"
     assert said[0].splitlines()[0] == sentence
-    wait_until_gone(tmp_path)  # a process closes its sockets, which the launcher sees, before its children are told
+    wait_until_gone(tmp_path)  # a process closes its sockets, which the launcher sees, before its children notice
 
 
 @pytest.mark.parametrize("before", ["an end", "a start"])

@@ -26,7 +26,7 @@ def test_nccl_needs_a_gpu_per_worker_unless_told_to_share() -> None:
     assert takes(facts_of("GPU-1", "GPU-2"))
     assert not takes(facts_of("GPU-1", "GPU-2", "GPU-1"))
     assert takes(facts_of("GPU-1", "GPU-1", shared=True))
-    assert not takes([*facts_of("GPU-1", shared=True), *facts_of("GPU-1")])  # one of them was told otherwise
+    assert not takes([*facts_of("GPU-1", shared=True), *facts_of("GPU-1")])  # one of them has another setting
     assert not takes(facts_of("GPU-1", None, shared=True))
 
 

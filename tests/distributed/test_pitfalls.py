@@ -20,7 +20,7 @@
 - a buffer as a leaf: `test_a_received_value_is_a_fresh_leaf_each_time`
 - receives too early: two are posted, in program order, on a channel of one direction:
   `test_receives_are_posted_*`
-- two ranks, one GPU: `nccl.takes`: only where it is new enough and told to (`tests/distributed/test_nccl.py`)
+- two ranks, one GPU: `nccl.takes`: only where it is new enough and set to (`tests/distributed/test_nccl.py`)
 - leaving the groups: `World.close`, once; `Processes` asserts that all processes end cleanly
 - fewer microbatches than stages: minibatches with fewer samples than microbatches: `gpipe, recompute`, random
   plans

@@ -1,4 +1,4 @@
-"""Labs as a whole: what trains, what is written, and that a lab ends tidily whatever ends it."""
+"""Complete labs: training, written files, and removal after every kind of end."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def namespaces_of(pid: int) -> list[str]:
 
 
 def test_two_recipes_across_a_wire(tmp_path: Path) -> None:
-    """What is logged passes the wire, and little else; predictions are there before anything trains."""
+    """The wire carries the logged bytes and little else; predictions are written before anything trains."""
     process = start(tmp_path, "lab/dp", "lab/pipedream", *SMALL, "--bandwidth", "300Mbit")
     assert process.wait(PATIENCE_S) == 0, said(tmp_path)
     assert namespaces_of(process.pid) == []
@@ -65,7 +65,7 @@ def test_two_recipes_across_a_wire(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_whatever_stops_it_nothing_stays(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_lab_is_removed_for_every_signal(tmp_path: Path, number: signal.Signals) -> None:
     process = start(tmp_path, "lab/pipedream", *SMALL, "train.max_epochs=1000", "--bandwidth", "300Mbit")
     log = tmp_path / "pipebench-lab" / "logs" / "lab-pipedream-300Mbit.log"
     wait_for(lambda: "training" in (log.read_text() if log.exists() else ""), "training to begin")

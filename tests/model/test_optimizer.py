@@ -19,7 +19,7 @@ from pipebench.recipe.named import KINDS, OPTIMIZER
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.run.trial import try_optimizer
 from tests.checkpoint.support import captured, restored
-from tests.checkpoint.test_round_trips import check_going_on
+from tests.checkpoint.test_round_trips import check_resuming
 from tests.distributed.cases import matrices, own_optimizer
 from tests.made_up_gpu import made_up_gpu
 from tests.oracles import sequential
@@ -84,7 +84,7 @@ def test_every_optimizer_has_the_bits_of_a_plain_loop(name: str) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_resumes_from_a_checkpoint(name: str) -> None:
     recipe = named(name)
-    check_going_on(
+    check_resuming(
         lambda: make_setup(model_for(name), ([2, 4], [1, 2, 1]), make_optimizer=partial(make_optimizer, recipe))
     )
 
@@ -319,7 +319,7 @@ def test_groups_keep_their_rates(target: Any, shares: Sequence[float]) -> None:
     recipe, data, model = own_optimizer(f"tests.model.test_optimizer:{target.__name__}"), Blobs(), Mlp()
     try_optimizer(recipe, list(model.parameters()))
     make = partial(make_optimizer, recipe)
-    check_going_on(lambda: make_setup(Mlp(), ([2, 4], [1, 2, 1]), make_optimizer=make))
+    check_resuming(lambda: make_setup(Mlp(), ([2, 4], [1, 2, 1]), make_optimizer=make))
     setup = make_setup(
         Mlp(), ([3], [1, 1]), weights="one", depth=1, dataset=data, make_optimizer=make,
         lr=lambda stage, before, own: LR / (1 + before),

@@ -187,14 +187,14 @@ def test_10_000_layers_on_two_levels_are_planned_in_seconds() -> None:
     rows = chain(10_000, seed=3)
     profile = Profile("chain", "random", "file", "random", {1: rows}, 0.0, 0.0, {1: 0.0}, {})
     request = Request(profile, Cluster("two", "random", None, SERVERS), COST_MODELS["artifact"], 1)
-    told: list[str] = []
+    reported: list[str] = []
     began_s = time.process_time()
-    found = compare(request, on_search=told.append)
+    found = compare(request, on_search=reported.append)
     assert time.process_time() - began_s < 90.0  # no benchmark (nox -s bench is): only that it doesn't crawl
     assert found.best.plan.stages[-1].stop == 10_000
     assert found.num_states == 10_001
     assert 1.0 < found.at_most < 1.1
-    assert "planning mode 2 of 2: pipedream, hierarchical" in told
+    assert "planning mode 2 of 2: pipedream, hierarchical" in reported
     assert {*found.took_s} == {"search", "simulation", "other modes"}
 
 

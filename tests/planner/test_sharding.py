@@ -84,10 +84,10 @@ def test_the_bytes_of_a_plan_equal_the_paper_s(mode: str) -> None:
 
 def test_progress_counts_all_modes() -> None:
     """`mode 13 of 15` stood above a table of seventeen."""
-    told: list[str] = []
-    found = compare(request_of(None), on_search=told.append)
+    reported: list[str] = []
+    found = compare(request_of(None), on_search=reported.append)
     total = 1 + len(found.others) + len(found.refused)
-    counts = [tuple(map(int, re.findall(r"\d+", text)[:2])) for text in told]
+    counts = [tuple(map(int, re.findall(r"\d+", text)[:2])) for text in reported]
     assert {counted for _, counted in counts} == {2, total}
     assert counts[-1][0] <= total
     assert min(number for number, counted in counts if counted == total) == 3

@@ -202,10 +202,10 @@ def test_update_time_counts_the_passes_over_the_parameters(optimizer: OptimizerR
 
 
 def test_progress_names_sizes() -> None:
-    told: list[str] = []
+    reported: list[str] = []
     graph = trace(nn.Linear(6, 4, dtype=torch.float64))
-    analytic_profile(ProfileRequest(graph, Blobs(), [2, 3], SGD, "linear"), V100, told.append)
-    assert told == ["computing all layers at 2 samples, 1 of 2", "computing all layers at 3 samples, 2 of 2"]
+    analytic_profile(ProfileRequest(graph, Blobs(), [2, 3], SGD, "linear"), V100, reported.append)
+    assert reported == ["computing all layers at 2 samples, 1 of 2", "computing all layers at 3 samples, 2 of 2"]
 
 
 def test_shared_parameters_stay_shared() -> None:

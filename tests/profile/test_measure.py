@@ -159,24 +159,24 @@ def test_model_and_random_state_are_unchanged() -> None:
 
 def test_progress_names_layers_and_sizes_which_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_REPORT_EVERY_S", 0.0)
-    told: list[str] = []
+    reported: list[str] = []
     graph = trace(nn.Linear(6, 4, dtype=torch.float64))
     measured_profile(
-        ProfileRequest(graph, Blobs(), [2, 3], SGD, "linear"), CPU, StopRule(most=1), told.append, engine=ENGINE
+        ProfileRequest(graph, Blobs(), [2, 3], SGD, "linear"), CPU, StopRule(most=1), reported.append, engine=ENGINE
     )
     one = [f"measuring layer {k} of 2 at {size} samples" for size in (2, 3) for k in (1, 1, 2, 2, 1)]
     first = [line for line in one if line.startswith("measuring layer 1")][::3]
     # The first pass counts bytes and says only that it begins; forwards go up, backwards down.
-    assert told == [*first, *one, *one]
+    assert reported == [*first, *one, *one]
 
 
 def test_a_long_pass_is_measured_once_after_one_of_warm_up() -> None:
-    told: list[str] = []
+    reported: list[str] = []
     profile = measured_profile(
         ProfileRequest(trace(nn.Linear(6, 4, dtype=torch.float64)), Blobs(), [2], SGD, "linear"),
-        CPU, StopRule(most_s=0.0), told.append, engine=ENGINE,
+        CPU, StopRule(most_s=0.0), reported.append, engine=ENGINE,
     )  # fmt: skip
-    assert told.count("measuring layer 1 of 2 at 2 samples") == 2  # each pass says that it begins
+    assert reported.count("measuring layer 1 of 2 at 2 samples") == 2  # each pass says that it begins
     assert profile.note.startswith("medians of 1 pass at 2 samples (too few to say how precise) after warm-up")
 
 
@@ -259,18 +259,18 @@ def test_gpu_memory_is_released_after_success_and_failure(
     device: str, emptied: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Measuring is replaced by a stand-in, so no GPU is needed."""
-    told: list[str] = []
+    reported: list[str] = []
 
     def fails(*_: object) -> Profile:
         raise ProfileError("a layer fails")
 
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: reported.append("emptied"))
     monkeypatch.setattr(measure, "_measured", lambda *_: None)
     measured_profile(ProfileRequest(trace(nn.Tanh()), Blobs(), [2], SGD, ""), torch.device(device), engine=ENGINE)
     monkeypatch.setattr(measure, "_measured", fails)
     with pytest.raises(ProfileError):
         measured_profile(ProfileRequest(trace(nn.Tanh()), Blobs(), [2], SGD, ""), torch.device(device), engine=ENGINE)
-    assert len(told) == emptied
+    assert len(reported) == emptied
 
 
 def test_no_copy_of_a_large_model_is_left_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,9 +249,9 @@ def test_pictures_without_values_are_not_drawn(tmp_path: Path) -> None:
 def test_a_curve_that_no_run_has_is_reported_on_the_page(tmp_path: Path) -> None:
     unknown = replace(PICTURES[3], metric="top5")
     made = render(replace(evaluated(), report=replace(REPORT, pictures=(unknown,))), tmp_path)
-    told = "No picture of VGG-16, 4x4 (A): top5 as it was trained: nothing has a value for it."
-    assert made.undrawn == (told,)
-    assert f"## Pictures\n\n{told}\n" in (tmp_path / "report.md").read_text()
+    sentence = "No picture of VGG-16, 4x4 (A): top5 as it was trained: nothing has a value for it."
+    assert made.undrawn == (sentence,)
+    assert f"## Pictures\n\n{sentence}\n" in (tmp_path / "report.md").read_text()
     everywhere = replace(PICTURES[3], metric="top5", row="")  # it was `No picture of : top5`
     made = render(replace(evaluated(), report=replace(REPORT, pictures=(everywhere,))), tmp_path)
     assert made.undrawn == ("No picture of top5 as it was trained: nothing has a value for it.",)

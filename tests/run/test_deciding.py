@@ -70,8 +70,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def decide(*words: str) -> tuple[Decision, list[str]]:
     loaded = load("small.yaml", words)
     cluster = load_cluster(loaded.recipe.cluster.name, loaded.recipe.cluster.servers)
-    told: list[str] = []
-    return decided_apart(loaded.recipe, cluster, told.append), told
+    reported: list[str] = []
+    return decided_apart(loaded.recipe, cluster, reported.append), reported
 
 
 class Question(io.BytesIO):
@@ -166,8 +166,8 @@ def prepare_here(*words: str) -> Decision:
 
 @pytest.mark.usefixtures("project")
 def test_decisions_equal_those_of_this_process() -> None:
-    measured, told = decide("cluster.name=local")
-    assert told[0].startswith("measuring layer 1 of ")
+    measured, reported = decide("cluster.name=local")
+    assert reported[0].startswith("measuring layer 1 of ")
     assert prepare_here("cluster.name=local")[:2] == measured[:2], "it is in the cache"
 
 
@@ -247,8 +247,8 @@ def test_deciding_leaves_no_memory_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -
 def test_a_move_after_the_end_is_refused_unless_a_longer_run_asked_for_it(tmp_path: Path) -> None:
     """0.2.0 dropped it without a message."""
     loaded = load("modes/pipedream-moved", ["train.max_epochs=1", "engine.kind=simulated"])
-    told = r"moves\[0\].at: got minibatch 187, and the run ends after 125 \(train.max_epochs 1\): .* 1 to 124$"
-    with pytest.raises(RecipeError, match=rf"^recipes/modes/pipedream-moved.yaml:8: parallelism.vpipe.{told}"):
+    reported = r"moves\[0\].at: got minibatch 187, and the run ends after 125 \(train.max_epochs 1\): .* 1 to 124$"
+    with pytest.raises(RecipeError, match=rf"^recipes/modes/pipedream-moved.yaml:8: parallelism.vpipe.{reported}"):
         prepare_job(loaded, silent=True)
     job = prepare_job(replace(loaded, goes_on=True), silent=True)
     (move,) = recipe_moves(loaded.recipe)

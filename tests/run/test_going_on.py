@@ -110,12 +110,12 @@ def test_changed_code_is_reported_and_the_run_resumes(run_of: RunFolder, tmp_pat
     assert answer.exit_code == 0, answer.output
     said = f"pipebench: code has changed since the checkpoint of step 8 was written: {helper.stem}"
     goes_on = f"pipebench: {run_of.run_id} goes on from minibatch "
-    told = [line for line in without_phases(answer.stderr).splitlines() if ": executes " not in line]
-    assert told == [said, f"{goes_on}8"]
+    lines = [line for line in without_phases(answer.stderr).splitlines() if ": executes " not in line]
+    assert lines == [said, f"{goes_on}8"]
     again = CliRunner().invoke(cli, ["run", "--resume", run_of.run_id, "train.max_epochs=3"])
     assert again.exit_code == 0
-    told = [line for line in without_phases(again.stderr).splitlines() if ": executes " not in line]
-    assert told == [f"{goes_on}16"]
+    lines = [line for line in without_phases(again.stderr).splitlines() if ": executes " not in line]
+    assert lines == [f"{goes_on}16"]
 
 
 def test_fewer_epochs_than_were_trained_are_refused_and_the_record_stays(run_of: RunFolder) -> None:

@@ -181,14 +181,14 @@ def on_gpus(
     cores = {"name": "h", "kind": "core", "threads": 1, "capacity": 2.0}
     shares = [[cores, {"name": gpu, "kind": "GPU", "threads": 1, "capacity": 1.0}] for gpu in gpus]
     world = Peers(rank, len(kinds), script=[lambda mine: [*kinds], lambda mine: shares])
-    told: list[str] = []
+    kinds_measured: list[str] = []
 
     def profile_for(*_: object) -> Profile:
-        told.append(kinds[rank])
+        kinds_measured.append(kinds[rank])
         return found
 
     monkeypatch.setattr(measuring, "profile_for", profile_for)
-    return Together(loaded(), cast("World", world)), told
+    return Together(loaded(), cast("World", world)), kinds_measured
 
 
 @pytest.mark.parametrize("rank", range(3))
@@ -196,10 +196,10 @@ def on_gpus(
 def test_each_kind_of_gpu_is_measured_by_its_first_worker(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     known, profile = model()
     fast, slow = with_forward(profile, "A", 1.0), with_forward(profile, "B", 4.0)
-    together, told = on_gpus(monkeypatch, rank, "ABB", ["g0", "g1", "g2"], slow)
+    together, kinds_measured = on_gpus(monkeypatch, rank, "ABB", ["g0", "g1", "g2"], slow)
     cast("Any", together._world).script = [lambda mine: [None, write_profile(slow), None]]
     found = together.profile(known, fast)
-    assert told == (["B"] if rank == 1 else [])
+    assert kinds_measured == (["B"] if rank == 1 else [])
     assert {row.forward_s for rows in found.layers.values() for row in rows} == {3.0}
     assert found.note.endswith("; mean over 1 x A, 2 x B")
 
@@ -209,13 +209,13 @@ def test_gpus_of_the_launcher_s_kind_are_not_measured_again(
     rank: int, monkeypatch: pytest.MonkeyPatch, measured: Counter[str]
 ) -> None:
     known, profile = model()
-    together, told = on_gpus(monkeypatch, rank, "AA", ["g0", "g1"], profile)
+    together, kinds_measured = on_gpus(monkeypatch, rank, "AA", ["g0", "g1"], profile)
     assert together.profile(known, profile) == profile
-    assert (told, measured) == ([], {})
+    assert (kinds_measured, measured) == ([], {})
 
 
 def test_workers_that_share_a_gpu_measure_together(monkeypatch: pytest.MonkeyPatch, measured: Counter[str]) -> None:
     known, profile = model()
-    together, told = on_gpus(monkeypatch, 0, "AA", ["g0", "g0"], profile)
+    together, kinds_measured = on_gpus(monkeypatch, 0, "AA", ["g0", "g0"], profile)
     together.profile(known, profile)
-    assert (told, measured) == ([], {"layers": 1})
+    assert (kinds_measured, measured) == ([], {"layers": 1})

@@ -135,7 +135,7 @@ def test_a_recipe_s_full_name_matches_only_its_run() -> None:
 def test_options_that_a_resumed_run_can_t_take_are_one_sentence(
     word: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """0.2.0: another optimizer was told by the options of the stored one, a list as what `pipebench run` takes."""
+    """0.2.0: another optimizer was reported by the options of the stored one, a list as a sweep of `pipebench run`."""
     folder = make(text=VALID.replace("momentum: 0.9", "momentum: 0.9, dampening: 0, nesterov: false"))
     monkeypatch.setattr(RunFolder, "checkpoints", SimpleNamespace(steps=lambda: [8], epochs=lambda: 1.0))
     with pytest.raises(UserError) as raised:

@@ -70,10 +70,10 @@ def test_two_seeds_are_children_of_a_run_with_their_spread(folder: Path) -> None
     assert note.startswith("| run | plan | reached |")
     assert "- quickstart, seed 2: missed" in note
     assert "![top1.png](get-artifact?path=top1.png" in note
-    told = result.output.splitlines()
-    assert [line for line in told if " of 2  " in line] == ["1 of 2  quickstart-seed1", "2 of 2  quickstart-seed2"]
-    assert "quickstart  preparing" in told
-    assert "quickstart-seed1  training, at most 1 epoch" in told
+    reported = result.output.splitlines()
+    assert [line for line in reported if " of 2  " in line] == ["1 of 2  quickstart-seed1", "2 of 2  quickstart-seed2"]
+    assert "quickstart  preparing" in reported
+    assert "quickstart-seed1  training, at most 1 epoch" in reported
 
 
 def test_a_run_stores_all_that_is_needed_to_repeat_it(folder: Path) -> None:
@@ -96,8 +96,8 @@ def test_a_run_stores_all_that_is_needed_to_repeat_it(folder: Path) -> None:
 def test_a_finished_run_s_weights_are_exported(folder: Path, tmp_path: Path) -> None:
     """On the virtual engine, too: export said that there was no run."""
     done = run("quickstart/dp", *SHORT, "name=weighed")
-    told = [line for line in done.output.splitlines() if line.startswith("  weights  pipebench export weighed-")]
-    assert len(told) == 1, done.output
+    reported = [line for line in done.output.splitlines() if line.startswith("  weights  pipebench export weighed-")]
+    assert len(reported) == 1, done.output
     exported = CliRunner().invoke(cli, ["export", "weighed", "--out", str(tmp_path / "weights.pt")])
     assert exported.exit_code == 0, exported.output
     assert torch.load(tmp_path / "weights.pt", weights_only=True)
@@ -185,11 +185,11 @@ def test_a_run_whose_mode_the_planner_chose_records_the_other_modes(folder: Path
     result = run("modes/auto", *SHORT, "engine.kind=simulated")
     assert result.exit_code == 0, result.output
     (path,) = folder.rglob("modes.json")
-    told, plan = json.loads(path.read_text()), json.loads(path.with_name("plan.json").read_text())
-    seconds = [each["predicted_minibatch_s"] for each in told["compared"]]
-    assert len(seconds) + len(told["refused"]) == len(WHOLE)
+    reported, plan = json.loads(path.read_text()), json.loads(path.with_name("plan.json").read_text())
+    seconds = [each["predicted_minibatch_s"] for each in reported["compared"]]
+    assert len(seconds) + len(reported["refused"]) == len(WHOLE)
     assert seconds == sorted(seconds)
-    assert plan["mode"] == told["compared"][0]["mode"]
+    assert plan["mode"] == reported["compared"][0]["mode"]
 
 
 def test_a_run_that_is_not_in_mlflow_yet_keeps_its_speed_up(tmp_path: Path) -> None:

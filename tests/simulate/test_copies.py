@@ -281,7 +281,7 @@ def test_no_message_is_later_for_any_copy_and_no_copy_idles(seed: int) -> None:
         assert moved == pytest.approx(num_bytes, rel=1e-9)
 
 
-# Long segments, and what is told of them.
+# Long segments, and their reported fractions.
 
 
 def workload_of(plan: tuple[list[int], list[int]], swaps: tuple[int, ...], swapped: int, **columns: Any) -> Any:

@@ -99,15 +99,15 @@ def test_servers_share_their_ports_connection_by_connection() -> None:
 
 
 def test_observers_get_the_actual_times_of_transfers() -> None:
-    told: list[Transfer] = []
-    network = Network(Cluster("flat", "unit", None, (Level("server", 3, 1.0, 0.5),)), observe=told.append)
+    observed: list[Transfer] = []
+    network = Network(Cluster("flat", "unit", None, (Level("server", 3, 1.0, 0.5),)), observe=observed.append)
     first, second = send(network, 0, 1, 4), send(network, 0, 1, 2)
     group = network.group(ALL_REDUCE, "all-reduce", range(1, 3))
     network.agenda.push(20.0, lambda now_s: network.sum_up(group, "R0", 6, now_s, lambda _: None))
     network.agenda.play()
     network.arrived(first)
     network.arrived(second)
-    assert told == [
+    assert observed == [
         Transfer("all-reduce", "R0", (1, 2), (1, 2), "server", 12, 20.0, 27.0),
         Transfer("activation", "", (0,), (1,), "server", 4, 0.0, 4.5),
         Transfer("activation", "", (0,), (1,), "server", 2, 4.0, 6.5),

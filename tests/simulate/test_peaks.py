@@ -135,14 +135,14 @@ def test_no_stage_exceeds_the_closed_form(seed: int) -> None:
     setup = setup_of(model, (starts, [1] * num_stages), {**columns, **chosen})
     setup = replace(setup, costs=stage_costs(profile_of(setup), setup.plan))
     size, depths = setup.costs.most_samples, most_in_flight(setup.pipeline)
-    told = [
+    predicted = [
         memory.most_bytes(size, depth, 1 if columns else depth)
         for memory, depth in zip(memories_of(setup), depths, strict=True)
     ]
     simulated = predicted_peaks(setup)
-    assert all(a >= b for a, b in zip(told, simulated, strict=True))
+    assert all(a >= b for a, b in zip(predicted, simulated, strict=True))
     if some == ("keep",) and not columns:
-        assert told == simulated
+        assert predicted == simulated
 
 
 class Encoder(nn.Module):

@@ -96,8 +96,8 @@ def test_a_read_only_database_is_read(tracking: Tracking, folder: Path, monkeypa
 def test_a_lock_that_a_suspended_process_holds_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mlflow.db").write_text("-")
     monkeypatch.setattr(connection, "_TURN_LIMIT_S", 0.1)
-    told = f"another process has held {tmp_path}/mlflow.db.lock for 0 s; Ctrl-Z may have stopped it"
-    with FileLock(tmp_path / "mlflow.db.lock"), pytest.raises(UserError, match=told):
+    message = f"another process has held {tmp_path}/mlflow.db.lock for 0 s; Ctrl-Z may have stopped it"
+    with FileLock(tmp_path / "mlflow.db.lock"), pytest.raises(UserError, match=message):
         RecordedRuns(f"sqlite:///{tmp_path}/mlflow.db").past()
 
 

@@ -112,8 +112,10 @@ def test_a_refused_artifact_does_not_delay_other_entries(
     assert ("artifacts_missing" in data.data.tags) is not recovers
     kept = rescued(folder, "refused")
     assert kept.exists() is not recovers
-    told = capsys.readouterr().err
-    assert "doesn't take trace.json (413 Request Entity Too Large); it is kept in pipebench-results/refused-1" in told
+    printed = capsys.readouterr().err
+    assert (
+        "doesn't take trace.json (413 Request Entity Too Large); it is kept in pipebench-results/refused-1" in printed
+    )
     if not recovers:
         assert (kept / "trace.json").read_text() == "[]"
         shutil.rmtree(kept.parent)

@@ -128,19 +128,19 @@ def test_locked_and_closed_records_and_those_of_other_stores_are_not_sent(monkey
 
 def test_a_forked_process_holds_no_lock(tmp_path: Path) -> None:
     record = RecordFolder(tmp_path / "record")
-    told, tells = os.pipe()
+    readable, writable = os.pipe()
     copy = os.fork()
     if copy == 0:
-        os.write(tells, b".")
+        os.write(writable, b".")
         signal.pause()
     try:
-        os.read(told, 1)
+        os.read(readable, 1)
         record.release()
         assert RecordFolder(tmp_path / "record", exclusive=True).path is not None
     finally:
         os.kill(copy, signal.SIGKILL)
         os.waitpid(copy, 0)
-        for each in (told, tells):
+        for each in (readable, writable):
             os.close(each)
 
 
@@ -156,11 +156,11 @@ def test_the_wait_for_a_record_of_a_suspended_command_is_limited(
     left_record.release()
     monkeypatch.setattr(record, "_PATIENCE_S", 0.1)
     closing_it = RecordFolder(folder, exclusive=True)
-    told = f"{folder}: process {os.getpid()} on {socket.gethostname()} holds it, to send it to MLflow, and hasn't"
-    with pytest.raises(UserError, match=re.escape(told)):
+    message = f"{folder}: process {os.getpid()} on {socket.gethostname()} holds it, to send it to MLflow, and hasn't"
+    with pytest.raises(UserError, match=re.escape(message)):
         tracking.start("child", params={}, tags={}, folder=folder)
     parent.metrics({"speedup_over_dp": 2.0}, about=folder)
-    assert capsys.readouterr().err.startswith(f"pipebench: speedup_over_dp: not recorded: {told}")
+    assert capsys.readouterr().err.startswith(f"pipebench: speedup_over_dp: not recorded: {message}")
     closing_it.release()
     parent.metrics({"speedup_over_dp": 2.0}, about=folder)
     assert [each.metrics for each in RecordFolder(folder).earlier("metrics")] == [{"speedup_over_dp": 2.0}]

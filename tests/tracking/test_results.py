@@ -228,10 +228,10 @@ def test_a_server_s_password_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> 
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         server = f"127.0.0.1:{unused.getsockname()[1]}"
-        with pytest.raises(UserError) as told:
+        with pytest.raises(UserError) as raised:
             RecordedRuns(f"http://me:secret@{server}").past()
-    assert str(told.value).startswith(f"MLflow at http://{server} can't be read: ")
-    assert "Connection refused" in str(told.value)
+    assert str(raised.value).startswith(f"MLflow at http://{server} can't be read: ")
+    assert "Connection refused" in str(raised.value)
     assert "secret" not in reason_of("413 Client Error for url: http://me:secret@host/api")
 
 

@@ -134,8 +134,8 @@ def test_a_writer_that_fails_is_reported_once_and_left_out(
     for point in RESULT.points:
         found.point(point)
     found.finish(RESULT)
-    told = "pipebench: tensorboard failed (disk full); MLflow has the run, which goes on\n"
-    assert capsys.readouterr().err == told
+    message = "pipebench: tensorboard failed (disk full); MLflow has the run, which goes on\n"
+    assert capsys.readouterr().err == message
 
 
 def test_a_missing_package_is_reported_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:

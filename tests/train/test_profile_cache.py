@@ -118,8 +118,8 @@ def test_a_model_s_notes_on_its_options_are_printed_by_plan_and_not_by_show() ->
         to_plan(recipe("model.width=-1.0"))
     assert planned.value.faults == built.value.faults
     said = CliRunner().invoke(cli, ["plan", "quickstart", "model.width=-1.0"])
-    told = without_phases(said.stderr)
-    assert (said.exit_code, said.stdout, told) == (2, "", f"pipebench: error: {built.value}\n")
+    message = without_phases(said.stderr)
+    assert (said.exit_code, said.stdout, message) == (2, "", f"pipebench: error: {built.value}\n")
     assert CliRunner().invoke(cli, ["show", "quickstart", "model.width=-1.0"]).exit_code == 0
     several = CliRunner().invoke(cli, ["plan", "quickstart", "model.width=0.25,-1.0"])
     assert "model: vgg16: width is -1.0, allowed is more than 0 (with width=-1.0)" in several.stderr

@@ -92,9 +92,9 @@ def test_an_epoch_with_a_graph_txt_has_whole_minibatches_only(folder: Path) -> N
     assert (sampler.num_samples, sampler.minibatches_per_epoch, job.left_over) == (3990, 133, 10)
     assert {sampler.size(k) for k in range(133)} == {30}
     result, _ = simulate_epoch(job)
-    told = "the 10 samples of an epoch that fill no minibatch aren't run: there are no times for so few"
-    assert result.notes["epochs"] == told
-    assert result.timing.endswith(told)
+    sentence = "the 10 samples of an epoch that fill no minibatch aren't run: there are no times for so few"
+    assert result.notes["epochs"] == sentence
+    assert result.timing.endswith(sentence)
     alike = job_of(folder / "own.yaml", size, "dataset.num_train=3990")
     expected, _ = simulate_epoch(alike)
     for name in ("epoch_time_s", "comm_bytes_total"):  # but for the optimizer, of which the file says nothing

@@ -218,8 +218,8 @@ def test_memory_is_predicted_for_every_architecture(tmp_path: Path) -> None:
     result, _ = simulate_search(small, MemoryForecast(small))
     assert result.metrics["peak_memory_bytes_max"] == max(row["peak_memory_bytes"] for row in result.stages) == most
     layers, second = result.points[1].metrics["active_layers"], result.points[0].clock_s
-    told = f"with the {layers} layers that there are from {1e3 * second:.1f} ms on: out of memory at "
-    assert result.notes["memory"].startswith(told)
+    sentence = f"with the {layers} layers that there are from {1e3 * second:.1f} ms on: out of memory at "
+    assert result.notes["memory"].startswith(sentence)
 
 
 def test_the_largest_minibatch_fits_with_every_architecture(tmp_path: Path) -> None:

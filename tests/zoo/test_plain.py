@@ -204,8 +204,8 @@ def test_the_best_k_of_k_outputs_are_refused(name: str, shape: tuple[int, ...]) 
     with pytest.raises(DataError, match=f"the metric {name} fails") as caught:
         data.score(torch.ones(shape), data.fetch("train", [0, 1], ["target"]))
     least = int(name[3]) + 1
-    told = f"{name} needs an output per class, {least} at least, and is given {[*shape]}"
-    assert str(caught.value.__cause__) == told
+    sentence = f"{name} needs an output per class, {least} at least, and is given {[*shape]}"
+    assert str(caught.value.__cause__) == sentence
 
 
 @pytest.mark.parametrize(

@@ -159,9 +159,9 @@ def test_a_state_of_other_samples_is_refused() -> None:
 def test_copies_share_no_tensors() -> None:
     lstm = make()
     lstm(inputs())
-    twin = copy.deepcopy(lstm)
+    copied = copy.deepcopy(lstm)
     lstm.reset_state()
-    assert twin.carried_state is not None
+    assert copied.carried_state is not None
 
 
 @pytest.mark.gpu
