@@ -28,11 +28,11 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, before: str | None) -> 
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
-    there, link = tmp_path / "there.json", tmp_path / "link.json"
-    link.symlink_to(there)
+    target, link = tmp_path / "there.json", tmp_path / "link.json"
+    link.symlink_to(target)
     Output("--out", link, "a profile", lambda path: True).write(lambda path: path.write_text("all"))
     assert link.is_symlink()
-    assert there.read_text() == "all"
+    assert target.read_text() == "all"
 
 
 def test_a_read_only_folder_is_reported_before_any_work_and_at_its_end(

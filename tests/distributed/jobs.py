@@ -31,8 +31,8 @@ from pipebench.train.periods import Periods
 from pipebench.train.result import RunResult
 from tests.distributed.cases import momentum
 from tests.engine.test_cells import whole
-from tests.search.test_searching import asked
 from tests.search.test_searching import job as search_job
+from tests.search.test_searching import recipe_of
 from tests.support import Blobs, Mlp, make_setup
 from tests.train.test_training import Silent, recipe
 from tests.unwatched import unwatched
@@ -48,9 +48,9 @@ class Moving:
     live: bool = True  # whether training goes on meanwhile
 
     def job(self) -> Job:
-        there = {"left": ([3, 4], ("body_2", "body_4"), ("body_3", "body_4"))}
-        there["right"] = ([2, 4], *there["left"][:0:-1])
-        starts, *cuts = there[self.last]
+        sequences = {"left": ([3, 4], ("body_2", "body_4"), ("body_3", "body_4"))}
+        sequences["right"] = ([2, 4], *sequences["left"][:0:-1])
+        starts, *cuts = sequences[self.last]
         moves = [{"at": {"minibatches": at}, "cuts": list(to)} for at, to in zip(MOVES_AT, cuts, strict=True)]
         data = Blobs(num_train=46)
         setup = make_setup(Mlp(), (starts, [1, 1, 1]), dataset=data, make_optimizer=momentum)
@@ -69,7 +69,7 @@ class Searching:
     weights: str  # the policy
 
     def job(self) -> Job:
-        return search_job(whole(weights=self.weights), asked(checkpoint_every=PeriodRecipe(minibatches=3)))
+        return search_job(whole(weights=self.weights), recipe_of(checkpoint_every=PeriodRecipe(minibatches=3)))
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ def trained(
 
     def make(*listeners: Callable[..., None]) -> TrainingEngine:
         on_loss, on_unit = listeners
-        there = replace(world, shares_memory=shares_memory)
-        engines.append(DistributedEngine(given.setup, there, unwatched(given.setup), on_loss=on_loss, on_unit=on_unit))
+        local = replace(world, shares_memory=shares_memory)
+        engines.append(DistributedEngine(given.setup, local, unwatched(given.setup), on_loss=on_loss, on_unit=on_unit))
         return engines[0]
 
     try:

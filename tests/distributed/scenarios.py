@@ -286,8 +286,8 @@ def decided_late(
         return execute(worker, it, *others)
 
     with patch.object(RepartitionController, "decide", decide), patch.object(Worker, "execute", delayed):
-        there = replace(world, shares_memory=case.shares_memory)
-        engine = DistributedEngine(replace(setup, device=world.device), there, unwatched(setup))
+        own_world = replace(world, shares_memory=case.shares_memory)
+        engine = DistributedEngine(replace(setup, device=world.device), own_world, unwatched(setup))
         engine.start_clock()
         made = []
         for index, count in enumerate(case.segments):

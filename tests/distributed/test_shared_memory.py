@@ -108,7 +108,7 @@ def test_many_values_in_flight_take_no_more_file_descriptors(ends: Ends) -> None
     assert [value.tolist() for value in held] == [[unit] * 3 for unit in range(50)]
 
 
-def test_what_autograd_saves_keeps_its_slot(ends: Ends) -> None:
+def test_saved_tensors_keep_their_slot(ends: Ends) -> None:
     """Only the graph holds the leaf, and its gradient is right although other messages came."""
     weight = torch.tensor([2.0, 3.0], requires_grad=True)
     ends.sender.send(0, torch.tensor([5.0, 7.0]).requires_grad_(), 0.0)

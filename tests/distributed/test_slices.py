@@ -223,7 +223,7 @@ def test_slices_of_gpus_are_put_together_on_the_host(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(world.World, "exchange", lambda self, value: [rows, rows])
     monkeypatch.setattr(torch.distributed, "recv", lambda tensor, rank: tensor.copy_(second))
     with made_up_gpu():
-        here = world.World(slot, torch.device("cuda"), direct=True, store=store, operation_limit_s=1, connection=store)
-        gathered = here.gather({"w": first.to("cuda")})
+        local = world.World(slot, torch.device("cuda"), direct=True, store=store, operation_limit_s=1, connection=store)
+        gathered = local.gather({"w": first.to("cuda")})
         (whole,) = joined(gathered, Slices(Alone(2), {"w": Cut(0, 0, (4, 3), 2)}))
     assert whole["w"].tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] * 2

@@ -89,41 +89,41 @@ def test_instructions_before_the_stop_are_a_prefix_of_the_shorter_program(pipeli
 
 
 def test_admission_control_admits_only_begun_minibatches_until_the_stop_is_known() -> None:
-    gate = AdmissionControl(2)
-    gate.begin(3, 9)
-    assert gate.admit(2)
-    assert gate.stop_admitting() == Position(3, 4)
-    assert gate.admit(3)
-    assert gate.stop_admitting() == Position(3, 4)
-    assert [gate.is_undecided(minibatch) for minibatch in (3, 4, 8)] == [False, True, True]
-    gate.settle(Position(3, 6))
-    assert gate.limit == 6
-    assert [gate.admit(minibatch) for minibatch in (4, 5, 6)] == [True, True, False]
+    admission = AdmissionControl(2)
+    admission.begin(3, 9)
+    assert admission.admit(2)
+    assert admission.stop_admitting() == Position(3, 4)
+    assert admission.admit(3)
+    assert admission.stop_admitting() == Position(3, 4)
+    assert [admission.is_undecided(minibatch) for minibatch in (3, 4, 8)] == [False, True, True]
+    admission.settle(Position(3, 6))
+    assert admission.limit == 6
+    assert [admission.admit(minibatch) for minibatch in (4, 5, 6)] == [True, True, False]
 
 
 def test_the_stop_is_in_the_segment_of_the_furthest_worker() -> None:
     for cut, limits in ((Position(1, 5), (5, 0)), (Position(2, 2), (5, 2)), (Position(2, 0), (5, 0))):
-        gate = AdmissionControl(2)
-        gate.begin(1, 5)
-        assert gate.admit(4)
-        assert gate.stop_admitting() == Position(1, 5)
-        gate.settle(cut)
-        assert gate.limit == limits[0]
-        gate.begin(2, 5)
-        assert gate.limit == limits[1]
-        assert gate.admit(0) == (limits[1] > 0)
-        gate.begin(3, 5)
-        assert not gate.admit(0)
+        admission = AdmissionControl(2)
+        admission.begin(1, 5)
+        assert admission.admit(4)
+        assert admission.stop_admitting() == Position(1, 5)
+        admission.settle(cut)
+        assert admission.limit == limits[0]
+        admission.begin(2, 5)
+        assert admission.limit == limits[1]
+        assert admission.admit(0) == (limits[1] > 0)
+        admission.begin(3, 5)
+        assert not admission.admit(0)
 
 
 def test_a_closed_admission_control_delays_the_next_segment() -> None:
-    gate = AdmissionControl(1)
-    assert gate.stop_admitting() == Position(-1, 0)
-    gate.begin(0, 4)
-    assert gate.is_undecided(0)
-    gate.settle(Position(0, 2))
-    assert gate.admit(1)
-    assert not gate.admit(2)
+    admission = AdmissionControl(1)
+    assert admission.stop_admitting() == Position(-1, 0)
+    admission.begin(0, 4)
+    assert admission.is_undecided(0)
+    admission.settle(Position(0, 2))
+    assert admission.admit(1)
+    assert not admission.admit(2)
 
 
 class _Job:

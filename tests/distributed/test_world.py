@@ -141,8 +141,8 @@ def test_messages_are_printed_by_one_process(
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     where: Any = place(rank, 2, attempt=attempt)
     nothing: Any = None
-    here = world.World(where, torch.device("cpu"), False, nothing, 1.0, nothing, "so it is")
-    process_run._remark(here, restarted=process_run._is_restart(here))
+    own_world = world.World(where, torch.device("cpu"), False, nothing, 1.0, nothing, "so it is")
+    process_run._remark(own_world, restarted=process_run._is_restart(own_world))
     assert capsys.readouterr().err == ("pipebench: so it is\n" if printed else "")
 
 
@@ -172,8 +172,8 @@ def test_a_restart_is_recognised_by_torchrun_s_store_too(
     if has_folder:
         store.set(process_run._FOLDER_KEY, "pipebench-runs/before")
     for rank in (0, 1):
-        here = world.World(replace(place(rank, 2), attempt=None), torch.device("cpu"), False, store, 1.0, store)
-        assert process_run._is_restart(here) == (is_restart if rank == 0 else counted == "1")
+        own_world = world.World(replace(place(rank, 2), attempt=None), torch.device("cpu"), False, store, 1.0, store)
+        assert process_run._is_restart(own_world) == (is_restart if rank == 0 else counted == "1")
 
 
 def test_gloo_uses_an_interface_that_others_reach_if_the_host_name_is_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

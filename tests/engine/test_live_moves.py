@@ -168,7 +168,7 @@ def test_moves_follow_each_other() -> None:
 
 
 @pytest.mark.parametrize("announced_at", [0, 3, 8])
-def test_a_move_is_announced_while_training_goes_on(announced_at: int) -> None:
+def test_a_move_is_announced_during_training(announced_at: int) -> None:
     check((2, 4), [Repartition(announced_at + 7, (3, 5))], announced_at=announced_at)
 
 

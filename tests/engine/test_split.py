@@ -196,18 +196,18 @@ def test_memory_is_freed_after_each_part() -> None:
         boxes.append((tuple(tensor.shape), weakref.ref(box)))
         return box
 
-    def kept() -> list[tuple[int, ...]]:
+    def alive() -> list[tuple[int, ...]]:
         return [shape for shape, box in boxes if box() is not None and shape[0] == 3]
 
     x = torch.randn(3, 6, dtype=torch.float64)
     for unit in (0, 1):  # the first one is measured
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor):
             replica.forward(UnitInput(unit, (unit, 0), [x], {}, 0, loss=lambda output: output.square().sum()))
-        before = kept()
+        before = alive()
         replica.backward_input(unit, {})
-        between = kept()
+        between = alive()
         replica.backward_weight(unit)
-        assert kept() == []
+        assert alive() == []
     # Inputs of the linear layers, tanh's output, softplus's input, the square's.
     assert sorted(before) == [(3, 4), (3, 5), (3, 5), (3, 5), (3, 6)]
     assert sorted(between) == [(3, 5), (3, 6)]
@@ -218,12 +218,12 @@ def test_layers_with_whole_backwards_have_their_gradients_after_the_first_part()
     x = torch.randn(3, 6, dtype=torch.float64)
     replica.forward(UnitInput(0, (0, 0), [x], {}, 0, loss=lambda output: output.square().sum()))
     replica.backward_input(0, {})
-    there = {n for n, g in zip(replica.weights.names, replica.gradients, strict=True) if g is not None}
-    assert there == {"gain", *(name for name in replica.weights.names if name.startswith(("lstm.", "norm.")))}
+    present = {n for n, g in zip(replica.weights.names, replica.gradients, strict=True) if g is not None}
+    assert present == {"gain", *(name for name in replica.weights.names if name.startswith(("lstm.", "norm.")))}
     passed_on: list[int] = []
     replica.backward_weight(0, lambda index, _: passed_on.append(index))
     names = [replica.weights.names[index] for index in passed_on]
-    assert sorted(names) == sorted({*replica.weights.names} - there)
+    assert sorted(names) == sorted({*replica.weights.names} - present)
     assert names.index("head.weight") < names.index("first.weight")  # the last layer first, as buckets set out
 
 

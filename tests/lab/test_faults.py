@@ -79,11 +79,11 @@ class Training:
         return self.logs[host].read_text(errors="replace")
 
     def wait_for_checkpoint(self) -> None:
-        def there() -> bool:
+        def has_checkpoint() -> bool:
             assert None in [agent.poll() for agent in self.agents], self.said(0)
             return bool(checkpoints(self.folder))
 
-        wait_for(there, "a checkpoint")
+        wait_for(has_checkpoint, "a checkpoint")
 
     def wait_for_sentence(self, host: int) -> None:
         """Wait until a host's worker has printed why it ends; torchrun, without the store, ends when TCP gives up."""

@@ -227,7 +227,7 @@ def test_neighbours_are_complete_plans_on_at_most_all_workers(replicas: tuple[in
         assert len(devices) <= num_workers
 
 
-def test_one_more_is_in_flight_where_that_hides_transfers_and_only_there() -> None:
+def test_one_more_is_in_flight_only_if_that_hides_transfers() -> None:
     def best(asked: Request) -> PlanEstimate:
         return planner("pipedream", asked).best()
 

@@ -165,7 +165,7 @@ def test_a_cut_that_the_cost_model_does_not_know_leaves_workers_along_the_device
     assert planner(cluster(2, 2), [(0, MB), (0, MB)]).devices_of((2, 2), [7]) == (0, 1, 2, 3)
 
 
-def test_a_recipe_with_explicit_devices_is_placed_there() -> None:
+def test_explicit_devices_of_a_recipe_are_used() -> None:
     words = ["parallelism.plan=8-8", "engine.kind=simulated"]
     recipe = load("alexnet/4x4-a-pipedream", words).recipe
     setup = prepare(recipe, load_cluster("cluster-a", 4), trains=False).setup

@@ -124,9 +124,9 @@ def test_options_of_layers_are_part_of_the_key(timing: str, monkeypatch: pytest.
         name="r", model={"name": "vgg16"}, dataset={"name": "mnist5k"}, engine=EngineRecipe(timing=timing),
         train=TrainRecipe(minibatch_size=4, optimizer=SGD, max_epochs=1),
     )  # fmt: skip
-    here = cluster("V100" if timing == "analytic" else "local")
+    machine = cluster("V100" if timing == "analytic" else "local")
     requests = (profile_request(recipe, trace(Striding(stride)), mnist5k(), [4]) for stride in (1, 2))
-    one, two = (profile_for(recipe, here, request, torch.device("cpu")) for request in requests)
+    one, two = (profile_for(recipe, machine, request, torch.device("cpu")) for request in requests)
     assert one.layers[4][0].output_bytes > two.layers[4][0].output_bytes
 
 

@@ -339,9 +339,9 @@ class TestCatalog:
 
     @pytest.mark.parametrize("reference", ["quickstart", "recipes/quickstart.yaml", "./recipes/quickstart.yaml"])
     def test_file(self, reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        here = [path.resolve() for path in find_recipes(reference)]
+        found = [path.resolve() for path in find_recipes(reference)]
         monkeypatch.chdir(tmp_path)
-        assert find_recipes(reference) == here == [recipes_folder() / "quickstart.yaml"]
+        assert find_recipes(reference) == found == [recipes_folder() / "quickstart.yaml"]
 
     @pytest.mark.parametrize("reference", ["recipes/quickstart", "quickstart/", "recipes/quickstart/"])
     def test_folder(self, reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

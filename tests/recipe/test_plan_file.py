@@ -166,8 +166,8 @@ def test_a_recipe_names_a_file_beside_it_and_the_command_line_one_in_the_working
     recipe.write_text("extends: quickstart/pipedream\nparallelism: {plan: plan.json}\n")
     monkeypatch.chdir(tmp_path / "here")
     assert load(str(recipe)).recipe.parallelism.plan == str(tmp_path / "recipes" / "plan.json")
-    there = load(str(recipe), ["parallelism.plan=plan.json"]).recipe.parallelism.plan
-    assert there == str(tmp_path / "here" / "plan.json")
+    loaded = load(str(recipe), ["parallelism.plan=plan.json"]).recipe.parallelism.plan
+    assert loaded == str(tmp_path / "here" / "plan.json")
 
 
 def test_faults_of_a_plan_are_reported_with_those_of_the_recipe(

@@ -32,9 +32,9 @@ def cells(page: str, begins: str) -> list[str]:
 
 @pytest.mark.parametrize("goal", GOALS)
 def test_a_goal_has_the_page_s_error_and_verdict(goal: str) -> None:
-    here, verdict = cells(RESULTS, goal)
+    value, verdict = cells(RESULTS, goal)
     error = next(cell for cell in cells(*GOALS[goal]) if cell.endswith("%"))
-    assert here.split()[0] == error
+    assert value.split()[0] == error
     allowed = float(re.findall(r"within (\d+)%", goal)[0])
     assert verdict == ("met" if float(error.rstrip("%")) <= allowed else "missed")
 
@@ -73,11 +73,11 @@ def test_rows_of_table_1_equal_the_page_s() -> None:
     plans = rows_under("Configuration")
     assert len(table) > 14
     for name, plan, *shown in table[2:]:
-        published, ideal, _, here, _ = epochs[name]
+        published, ideal, _, value, _ = epochs[name]
         *_, time, _ = times.get(name, ["-"] * 5)
         assert (plan, [shown[0], shown[1], shown[2], shown[4]]) == (
             f"{plans[name][0]}, {plans[name][6]}",
-            [published, ideal, here, time],
+            [published, ideal, value, time],
         ), name
 
 
@@ -107,8 +107,8 @@ def whole(share: str) -> str:
 )
 def test_readme_s_goals_equal_those_of_the_results(row: str, goal: str) -> None:
     off, sentence = cells(README, row)
-    here, verdict = cells(RESULTS, goal)
-    assert off.split()[0] == whole(here.split()[0])
+    value, verdict = cells(RESULTS, goal)
+    assert off.split()[0] == whole(value.split()[0])
     assert sentence.startswith(f"{goal.split()[-1]}, {verdict}")
 
 

@@ -1,4 +1,4 @@
-"""A command of several runs that ends early prints how to make the others."""
+"""A command of several runs that ends early prints how to make the remaining ones."""
 
 from pathlib import Path
 

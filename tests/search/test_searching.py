@@ -48,17 +48,17 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-def asked(**train: Any) -> Recipe:
+def recipe_of(**train: Any) -> Recipe:
     train = {"target": None, "max_epochs": 4, "evaluate_every": PeriodRecipe(minibatches=6)} | train
     return recipe(**train)
 
 
-SAVING = asked(checkpoint_every=PeriodRecipe(minibatches=3))
+SAVING = recipe_of(checkpoint_every=PeriodRecipe(minibatches=3))
 
 
 def job(setup: Setup, given: Recipe | None = None, steps: tuple[Step, ...] | None = None, seed: int = 0) -> Job:
     """Return a search of a setup's cells; 12 minibatches per epoch, two individuals."""
-    given = given or asked()
+    given = given or recipe_of()
     architectures = Architectures(
         setup.graph, setup.profile, setup.dataset, given.train.optimizer, flat_cluster(4), RULES.cells
     )
@@ -186,8 +186,8 @@ def test_a_trace_resumed_with_another_period_keeps_its_trained_scores(tmp_path: 
     """The time of each score was computed from the period of the resumed recipe."""
     steps = (Step(0, None, frozenset({0, 1})), Step(12, None, frozenset({3})), Step(18, None, frozenset({0, 1, 2})))
     place = Checkpoints(tmp_path, keep=9)
-    run(job(whole(), asked(checkpoint_every=PeriodRecipe(minibatches=6)), steps), CheckpointPolicy(place))
-    again = job(whole(), asked(evaluate_every=PeriodRecipe(minibatches=3)), steps)
+    run(job(whole(), recipe_of(checkpoint_every=PeriodRecipe(minibatches=6)), steps), CheckpointPolicy(place))
+    again = job(whole(), recipe_of(evaluate_every=PeriodRecipe(minibatches=3)), steps)
     result, _ = run(again, CheckpointPolicy(None, resume_point(place.at(24), again)))
     rows = history(result).individuals
     assert [(each.minibatch, [name[-1] for name in each.cells]) for each in rows] == [

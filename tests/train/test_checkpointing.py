@@ -16,7 +16,7 @@ from pipebench.train.engines import on_virtual_clock
 from pipebench.train.loop import TrainingLoop
 from tests.commands import run_code
 from tests.patience import PATIENCE_S
-from tests.train.test_going_on import checkpointed, checkpointed_run
+from tests.train.test_resuming import checkpointed, checkpointed_run
 from tests.train.test_training import Silent
 
 
