@@ -42,7 +42,7 @@ def _exactly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("coarsen_early")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("width", [None, 1])
 @pytest.mark.parametrize("seed", range(3))
@@ -63,7 +63,7 @@ def test_flat_plans_are_near_the_exact_ones(
     assert bottleneck_s(problem, plan) / bound_s < 1.1
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("coarsen_early")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("seed", range(3))
 def test_plans_on_two_levels_are_near_the_exact_ones(model: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_plans_on_two_levels_are_near_the_exact_ones(model: str, seed: int, monk
     assert exact.bottleneck_s * (1 - 1e-9) <= plan.bottleneck_s <= NEAR * exact.bottleneck_s
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("coarsen_early")
 @pytest.mark.parametrize("model", ["artifact", "sosp19"])
 def test_plans_of_a_wide_graph_are_near_the_exact_ones(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     work = UnitWork(antichains(graph(inception(4, (1, 2, 3)), 0)))
@@ -98,7 +98,7 @@ def test_plans_of_a_wide_graph_are_near_the_exact_ones(model: str, monkeypatch: 
     assert bottleneck_s(problem, plan) <= NEAR * exact_s
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("coarsen_early")
 @pytest.mark.parametrize("replicas", [(3, 1), (1, 2, 1), (1,) * 4])
 def test_given_replicas_are_cut_near_the_best_cuts(replicas: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     work, cluster = UnitWork(prefixes(chain(400, 1))), Cluster("one", "V100", None, SERVERS[:1])
@@ -114,7 +114,7 @@ def test_given_replicas_are_cut_near_the_best_cuts(replicas: tuple[int, ...], mo
     assert found_s <= NEAR * seconds()
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("coarsen_early")
 @pytest.mark.parametrize("seed", range(4))
 def test_all_places_around_the_first_cut_are_searched(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     work, cluster = UnitWork(prefixes(chain(400, seed))), Cluster("one", "V100", None, SERVERS[:1])
@@ -123,7 +123,7 @@ def test_all_places_around_the_first_cut_are_searched(seed: int, monkeypatch: py
     assert found == plan_fixed(work, COST_MODELS["overlap"], cluster, (1, 1))
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("coarsen_early")
 @pytest.mark.parametrize(("limit_bytes", "near"), [(1.3e9, 1.15), pytest.param(2e9, NEAR, marks=pytest.mark.slow)])
 def test_memory_limits_bind_coarsened_searches_too(
     limit_bytes: float, near: float, monkeypatch: pytest.MonkeyPatch
@@ -160,7 +160,7 @@ def test_no_plan_is_below_a_bound(model: str, data: Any) -> None:
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("coarsen_early")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("cluster", [SERVERS[1:], SERVERS])
 def test_slow_layers_lie_between_groups_and_count_in_bounds(model: str, cluster: tuple[Level, ...]) -> None:

@@ -82,7 +82,7 @@ def measured(limit_bytes: float, notes: list[str]) -> Profile:
         return measured_profile(request, CUDA, StopRule(most=2), notes.append, engine=EngineRecipe())
 
 
-@pytest.mark.usefixtures("little_to_step_on")
+@pytest.mark.usefixtures("step_one_layer")
 @pytest.mark.parametrize(("layers_held", "num_pieces"), [(100, 1), (14, 2), (8, 4), (4.5, 8)])
 def test_as_few_pieces_as_fit_are_measured(
     layers_held: float, num_pieces: int, monkeypatch: pytest.MonkeyPatch
@@ -110,7 +110,7 @@ def test_as_few_pieces_as_fit_are_measured(
     assert {*stepped} == {"cuda:0"}
 
 
-@pytest.mark.usefixtures("little_to_step_on")
+@pytest.mark.usefixtures("step_one_layer")
 @pytest.mark.parametrize(("activations_held", "num_pieces"), [(14, 1), (10, 2), (8, 4)])
 def test_activations_that_filled_the_device_are_freed_before_the_next_try(
     activations_held: int, num_pieces: int
@@ -125,7 +125,7 @@ def test_activations_that_filled_the_device_are_freed_before_the_next_try(
     assert bool(found.whole_step_s) == (num_pieces == 1)
 
 
-@pytest.mark.usefixtures("little_to_step_on")
+@pytest.mark.usefixtures("step_one_layer")
 def test_the_sum_of_a_tied_gradient_is_stored_on_the_host() -> None:
     """It filled the device beside every piece between the layers that share the parameter."""
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS - 1)]
@@ -156,7 +156,7 @@ class Hourglass(nn.Module):
         return x
 
 
-@pytest.mark.usefixtures("little_to_step_on")
+@pytest.mark.usefixtures("step_one_layer")
 def test_values_that_skip_pieces_are_stored_on_the_host() -> None:
     """They filled the device, however many pieces there were: of eight outputs each skips to the other half."""
     dataset, size = Blobs(num_train=512, classes=8, shape=(8,), dtype=torch.float32), 512
@@ -185,7 +185,7 @@ def test_a_piece_begins_with_values_of_earlier_pieces_only(monkeypatch: pytest.M
     assert any(found for _, found in begun)
 
 
-@pytest.mark.usefixtures("little_to_step_on")
+@pytest.mark.usefixtures("step_one_layer")
 def test_a_layer_too_large_for_the_device_is_named() -> None:
     with pytest.raises(
         ProfileError, match=r"^(from layer _[0-9]+ on nothing|layer _[0-9]+ .Linear.) can.*CUDA out of memory"
@@ -193,7 +193,7 @@ def test_a_layer_too_large_for_the_device_is_named() -> None:
         measured(1.5 * LAYER_BYTES, [])
 
 
-@pytest.mark.usefixtures("little_to_step_on")
+@pytest.mark.usefixtures("step_one_layer")
 def test_whole_steps_count_only_if_every_process_has_timed_them() -> None:
     """Of two GPUs, something else has taken memory of one."""
     whole, apart = measured(1e9, []), measured(9 * LAYER_BYTES, [])
