@@ -23,9 +23,7 @@ COMMAND = python_module("tests.lab")
 def start(folder: Path, *words: str) -> "subprocess.Popen[str]":
     # As a terminal's: Ctrl-C reaches what is in its process group.
     with (folder / "said.txt").open("w") as file:
-        return subprocess.Popen(
-            [*COMMAND, *words], cwd=folder, stdout=file, stderr=file, text=True, process_group=0
-        )
+        return subprocess.Popen([*COMMAND, *words], cwd=folder, stdout=file, stderr=file, text=True, process_group=0)
 
 
 def output(folder: Path) -> str:
