@@ -42,7 +42,7 @@ def check(name: str, mode: str, num_minibatches: int = 2) -> None:
     assert_scores_are_the_weights(trained(setup, num_minibatches), model)
 
 
-def test_they_are_all_here() -> None:
+def test_the_list_has_the_classifiers_of_torchvision() -> None:
     assert len(NAMES) >= 80
 
 

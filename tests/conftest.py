@@ -60,14 +60,14 @@ def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter") -> None
 
 
 @pytest.fixture(scope="module")
-def little_to_search() -> None:
+def few_objects_to_collect() -> None:
     """Exclude existing objects from garbage collection: tests that collect then search only their own."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
-def hears_sighup() -> Iterator[None]:
+def handles_sighup() -> Iterator[None]:
     """Handle SIGHUP, in processes that the test starts, too, even under `nohup`, which ignores it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
@@ -75,12 +75,12 @@ def hears_sighup() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _messages_hide_nothing_of_other_tests() -> None:
+def _forget_hidden_values() -> None:
     errors._hidden.clear()
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _nothing_is_known_from_other_times(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _profile_cache_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Use a cache of profiles of this test run, shared with processes that tests start and with other workers."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -104,7 +104,7 @@ def _runs_take_shortcuts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _figures_of_each_kind_are_composed_in_every_file() -> None:
+def _compose_one_figure_of_each_kind_per_file() -> None:
     shortcuts.compose_again()
 
 

@@ -222,14 +222,12 @@ class _Functions(TorchFunctionMode):
                 dtype = each
             elif isinstance(each, str | torch.device):
                 device = each
-        here, kept = (
-            self._device(tensor),
-            {name: rest[name] for name in ("copy", "memory_format", "non_blocking") if name in rest},
-        )
-        wanted = here if device is None else torch.device(device)
-        if "meta" in (wanted.type, here.type):
+        placed = self._device(tensor)
+        kept = {name: rest[name] for name in ("copy", "memory_format", "non_blocking") if name in rest}
+        wanted = placed if device is None else torch.device(device)
+        if "meta" in (wanted.type, placed.type):
             return tensor.to(device=wanted, dtype=dtype or tensor.dtype, **kept)
-        if wanted.type == here.type:
+        if wanted.type == placed.type:
             return tensor.to(dtype=dtype or tensor.dtype, **kept)
         with self.all_on(wanted):
             return tensor.to(dtype=dtype or tensor.dtype, **{**kept, "copy": True})

@@ -14,9 +14,9 @@ PATIENCE_S = 600.0
 _PHASE = re.compile(r"^(pipebench[\w ]*: (starting|loading \w+)|[\w.-]+  \S.*)(\n|\Z)", re.MULTILINE)
 
 
-def without_phases(said: str) -> str:
+def without_phases(output: str) -> str:
     """Remove the lines that name a phase of more than 2 s: `pipebench run: loading torch`, `dp  preparing`."""
-    return _PHASE.sub("", said)
+    return _PHASE.sub("", output)
 
 
 def wait_for(condition: Callable[[], object], what: str = "a condition") -> None:

@@ -150,8 +150,8 @@ def test_a_profile_without_any_time_was_taken_and_could_not_be_drawn() -> None:
         read_profile(write_profile(replace(profile, layers={4: rows})))
 
 
-def test_a_store_that_does_not_exist_was_told_by_the_key_that_was_looked_up() -> None:
-    """0.1.0: the deepest cause was told; of a scheme that MLflow doesn't know that is the KeyError of a dictionary."""
+def test_an_unknown_store_scheme_was_reported_as_the_key_looked_up() -> None:
+    """0.1.0: the deepest cause was reported; for a scheme that MLflow doesn't know, that is a dictionary's KeyError."""
     error = ValueError("got unsupported URI 'foo://bar'")
     error.__cause__ = KeyError("foo")
     assert reason_of(error) == "got unsupported URI 'foo://bar'"
@@ -175,7 +175,7 @@ def test_profiles_were_measured_without_the_recipe_s_settings(
 ) -> None:
     """0.1.0: a comparison (and `draw`) measured before threads, TF32 and determinism were set as the recipe says.
 
-    The profile was kept under a key that said otherwise, so the recipe's own run found it there.
+    The profile was cached under the recipe's key, so the recipe's run used it.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PIPEBENCH_CACHE", str(tmp_path / "cache"))
@@ -212,7 +212,7 @@ def test_odd_replicas_of_the_last_stage_never_read_a_loss(replica: int, monkeypa
     engine.workers = [SimpleNamespace(execute=lambda *given: loss)]
     engine._transport, engine.collectives = SimpleNamespace(latest_loss=math.nan), SimpleNamespace()
     engine._pace = SimpleNamespace(step=lambda: None)
-    engine._on_loss = lambda *told: None
+    engine._on_loss = lambda *_: None
     engine._origin_s, engine._num_losses = 0.0, 0
     for unit in range(replica, 3 * 120, 3):
         engine._executed(Instruction(Op.FORWARD, 1, unit))
@@ -220,17 +220,19 @@ def test_odd_replicas_of_the_last_stage_never_read_a_loss(replica: int, monkeypa
     assert LossOnAGpu.times_read == 3  # of 120
 
 
-def test_a_fault_held_what_a_terminal_obeys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_held_control_characters_of_terminals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """0.1.0: OmegaConf's message about an interpolation names keys as they are, and went to the terminal like that."""
     monkeypatch.chdir(tmp_path)
     Path("r.yaml").write_text(VALID)
     for key in ("\ud7fc", "\x1b[2J", "a\u2028b"):
         answer = CliRunner().invoke(cli, ["show", "r.yaml", f"model.name={{{json.dumps(key)}: {{'': '${{.seed}}'}}}}"])
         assert answer.exit_code == 2
-        told, end = answer.stderr[:-1], answer.stderr[-1]
+        message, end = answer.stderr[:-1], answer.stderr[-1]
         # How OmegaConf goes on depends on its version.
-        assert told.startswith("pipebench: error: command line: model.name: a mapping can't be resolved: Interpolation")
-        assert told.isprintable()
+        assert message.startswith(
+            "pipebench: error: command line: model.name: a mapping can't be resolved: Interpolation"
+        )
+        assert message.isprintable()
         assert end == "\n"
     assert str(Fault("r.yaml", "name", "got a\nb")) == "r.yaml: name: got a\\nb"
 
@@ -238,7 +240,7 @@ def test_a_fault_held_what_a_terminal_obeys(tmp_path: Path, monkeypatch: pytest.
 def test_an_element_of_a_sweep_that_the_environment_lacks_crashed_show(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """0.1.0: elements were resolved for their words before anybody asked whether they can be."""
+    """0.1.0: elements were resolved for the output before a check that they can be."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PB_LACKING", raising=False)
     Path("r.yaml").write_text(VALID)
@@ -247,8 +249,8 @@ def test_an_element_of_a_sweep_that_the_environment_lacks_crashed_show(
     assert "model.width: got a list, one value is needed here" in answer.stderr
 
 
-def test_memory_of_a_worker_all_of_whose_layers_are_idle_could_not_be_told(tmp_path: Path) -> None:
-    """0.1.0: it keeps nothing, so it had no moment at all, and its curve's last one was asked for."""
+def test_memory_of_a_worker_with_only_idle_layers_could_not_be_predicted(tmp_path: Path) -> None:
+    """0.1.0: such a worker allocates nothing, so its memory curve was empty, and the curve's last point was read."""
     given = searching_job(tmp_path, [{"minibatch": 0, "cells": ["groups.1.*"]}])
     empty = given.setup.plan.stages[1]
     assert all(layer.idle for layer in given.setup.graph.layers[empty.start : empty.stop])
@@ -257,8 +259,8 @@ def test_memory_of_a_worker_all_of_whose_layers_are_idle_could_not_be_told(tmp_p
     assert memory.peaks[1].num_bytes == 0
 
 
-def test_copies_that_begin_with_a_move_took_lanes_that_messages_cross_for_free() -> None:
-    """0.1.0: whether devices copy was asked of the first cuts. After a drain only simulated runs asked anew."""
+def test_copies_that_begin_with_a_move_were_not_charged() -> None:
+    """0.1.0: whether devices copy was decided by the first cuts, and again after a drain in simulated runs only."""
     first, after = [KEEP] * 7, (SWAP, KEEP, KEEP, KEEP, RECOMPUTE, SWAP, RECOMPUTE)
     setup = moving_setup([1, 3, 4], first, rate=30.0)
     trained, simulated = make_engine(setup), SimulatedEngine(setup)
@@ -269,10 +271,8 @@ def test_copies_that_begin_with_a_move_took_lanes_that_messages_cross_for_free()
     assert simulated.clock_s == pytest.approx(trained.clock_s, rel=1e-9)
 
 
-def test_a_model_that_is_too_large_to_be_checked_beforehand_ended_in_torch_s_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """0.1.0: validation builds small models only, and whoever built the others took torch's refusal for ours."""
+def test_a_model_too_large_to_validate_ended_in_torch_s_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.1.0: validation builds small models only; later, torch's error was reported as an internal one."""
     monkeypatch.chdir(tmp_path)
     Path("r.yaml").write_text(VALID)
     answer = CliRunner().invoke(cli, ["draw", "r.yaml", f"model.num_classes={9 * 10**18}"])
@@ -280,8 +280,8 @@ def test_a_model_that_is_too_large_to_be_checked_beforehand_ended_in_torch_s_wor
     assert "vgg16 can't be built with these options: Storage size calculation overflowed" in answer.stderr
 
 
-def test_libraries_of_the_python_below_a_virtual_environment_were_taken_for_the_user_s_code() -> None:
-    """0.1.0: only the environment's own folders were known: our mistakes in calls of torch were told as theirs."""
+def test_libraries_outside_a_virtual_environment_were_taken_for_the_user_s_code() -> None:
+    """0.1.0: only the environment's folders were known: our mistakes in calls of torch were reported as the user's."""
     assert users_code._is_library("/opt/python/lib/python3.11/site-packages/omegaconf/_utils.py")
     assert users_code._is_library("/usr/lib/python3/dist-packages/yaml/__init__.py")
     assert not users_code._is_library("/home/anna/packages/site/model.py")

@@ -78,7 +78,7 @@ def test_pictures_of_the_modes(mode: str, replicas: tuple[int, ...], num_minibat
     ("mode", "count", "microbatches", "width"),
     [("spectrain", 6, 1, 120), ("xpipe", 2, 4, 129), ("pipemare", 6, 1, 126)],
 )
-def test_pictures_of_what_passes_read(mode: str, count: int, microbatches: int, width: int) -> None:
+def test_pictures_of_the_versions_that_passes_read(mode: str, count: int, microbatches: int, width: int) -> None:
     text, row = (ROOT / "docs/modes.md").read_text(), MODES[mode]
     pipeline = Pipeline((1,) * 4, chain(4), row.order, row.flush, 4, microbatches, weights=row.weights)
     assert f"```\n{draw(pipeline, count, [1] * 4, [2] * 4, width=width, versions=True)}\n```" in text
@@ -104,8 +104,8 @@ def columns_of(name: str) -> list[str]:
     """Return a mode's row as the documentation has it."""
     row = MODES[name]
     accumulate = "depth" if row.accumulate is None else str(row.accumulate)
-    told = (row.flush, row.recompute, row.reshard_after_forward)
-    flush, recompute, reshards = ("yes" if each else "no" for each in told)
+    stated = (row.flush, row.recompute, row.reshard_after_forward)
+    flush, recompute, reshards = ("yes" if each else "no" for each in stated)
     depth = "NOAM" if row.depth is None else str(row.depth)
     return [
         name, row.shape, row.order, flush, row.weights, row.sync, accumulate, str(row.chunks), row.backward, depth,
@@ -113,7 +113,7 @@ def columns_of(name: str) -> list[str]:
     ]  # fmt: skip
 
 
-def test_the_table_of_modes_is_the_table_of_modes() -> None:
+def test_the_documented_table_of_modes_is_the_package_s() -> None:
     lines = (ROOT / "docs/reference/modes.md").read_text().split("\n| mode | plans |")[1].split("\n\n")[0].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert rows[2:] == [columns_of(name) for name in MODES]
@@ -132,7 +132,7 @@ def test_readme_s_pipeline_is_drawn_by_the_schedule() -> None:
     assert shown == drawn
 
 
-def test_the_minibatch_of_the_architecture_page_is_the_schedule_s() -> None:
+def test_the_architecture_page_shows_the_schedule_s_minibatch() -> None:
     pipeline = Pipeline((1, 1), chain(2), "1f1b", False, 2)
     text = (ROOT / "docs/architecture.md").read_text()
     for worker, program in enumerate(programs(pipeline, 5)):
@@ -148,7 +148,7 @@ def test_the_index_has_every_page_of_the_folder() -> None:
     assert sorted(listed) == sorted(name for name in pages if name != "index.md")
 
 
-def test_the_architecture_page_names_packages_and_files_that_are_there() -> None:
+def test_the_architecture_page_names_existing_packages_and_files() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
     rooms = [*re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE), "root"]
     assert rooms == list(ROOMS)
@@ -173,7 +173,7 @@ def test_links_between_pages_are_not_dead() -> None:
             assert file.exists(), f"{page.relative_to(ROOT)} links {link}"
 
 
-def test_the_pictures_of_readme_show_something() -> None:
+def test_the_pictures_of_readme_are_not_empty() -> None:
     pictures = [file for _, file in links(ROOT / "README.md") if file.suffix == ".png"]
     assert len(pictures) == 2
     assert all(picture.stat().st_size > 1000 for picture in pictures)
@@ -227,8 +227,8 @@ def four_ways() -> tuple[list[str], dict[str, list[str]]]:
     return lines[0], {line[0]: line for line in lines[1:]}
 
 
-def test_what_readme_says_of_the_four_ways_is_their_table_s_and_the_results_page_s() -> None:
-    """It had one processor's epochs at one seed as its reason."""
+def test_readme_s_sentences_on_the_four_ways_agree_with_their_table_and_the_results_page() -> None:
+    """Once its reason was one processor's epochs at one seed."""
     header, rows = four_ways()
     memory = header.index("memory")
     one, other = (float(rows[mode][memory].split()[0]) for mode in ("pipedream", "dp"))
@@ -261,10 +261,10 @@ def test_what_readme_says_of_the_four_ways_is_their_table_s_and_the_results_page
         ),
     ],
 )
-def test_what_the_results_say_of_vpipe_s_systems_is_the_pages(
+def test_the_results_sentences_on_vpipe_s_systems_agree_with_the_report(
     report: str, measure: str, systems: str, text: str
 ) -> None:
-    """Of both columns: what one of them misses was left out, and what the paper doesn't print was called published."""
+    """Once values that one column lacks were left out, and ones that the paper doesn't print were called published."""
     found: dict[str, list[float]] = {"table2": [], "planned": []}
     models = ("bert", "transformer", "amoebanet", "gnmt")
     for cell in read_values(ROOT / "reports/rendered" / report / VALUES).cells:
@@ -276,8 +276,8 @@ def test_what_the_results_say_of_vpipe_s_systems_is_the_pages(
     ends = {name: f"{min(each):.2f}{x} to {max(each):.2f}{x}" for name, each in found.items()}
     if x:
         ends = {name: f"{sum(each) / len(each):.2f}x ({ends[name]})" for name, each in found.items()}
-    told = text.format(**ends, both=ends["table2"])
-    assert told in (ROOT / "docs/results.md").read_text()
+    stated = text.format(**ends, both=ends["table2"])
+    assert stated in (ROOT / "docs/results.md").read_text()
     assert "either" not in text or ends["table2"] == ends["planned"]
 
 
@@ -326,15 +326,17 @@ def test_the_quick_start_prints_what_readme_says(tmp_path: Path) -> None:
         shown = re.split(r"; \d+ MB in all", shown)[0]  # totals grow with the epochs it takes
         assert shown in done.stdout, shown
     # How many epochs it takes varies, and the seconds with them, but not what is said of them.
-    ((of_readme,), (told,)) = (re.findall(r"time to accuracy +(.*)", text) for text in (readme, done.stdout))
-    assert re.sub(r"[\d.]+ m?s", "", told) == re.sub(r"[\d.]+ m?s", "", of_readme)
+    ((of_readme,), (stated,)) = (re.findall(r"time to accuracy +(.*)", text) for text in (readme, done.stdout))
+    assert re.sub(r"[\d.]+ m?s", "", stated) == re.sub(r"[\d.]+ m?s", "", of_readme)
     assert "52.9 ms each" in done.stdout
     assert (tmp_path / "mlflow.db").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("rendered")
-def test_the_plan_of_its_page_is_what_the_planner_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_of_the_planner_page_is_what_the_planner_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "110")
     page = (ROOT / "docs/planner.md").read_text()
     command, shown = re.findall(r"```\n(.*?)\n```", page, re.DOTALL)[:2]
@@ -357,14 +359,16 @@ def test_how_recipes_scale_is_what_sweeps_print(tmp_path: Path, monkeypatch: pyt
     for command, shown in found:
         done = CliRunner().invoke(cli, command.split()[1:])
         assert done.exit_code == 0, done.output
-        told, printed = ({" ".join(line.split()) for line in text.splitlines()} for text in (shown, done.output))
-        assert told <= printed
+        stated, printed = ({" ".join(line.split()) for line in text.splitlines()} for text in (shown, done.output))
+        assert stated <= printed
 
 
 @pytest.mark.usefixtures("rendered")
 @pytest.mark.parametrize("name", ["memory", "occupancy", pytest.param("swap", marks=pytest.mark.slow)])
-def test_pictures_of_memory_are_what_is_drawn(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the command beside each, and what that says of too little memory stands there, too."""
+def test_pictures_of_memory_are_what_their_commands_draw(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page also has the command's message on too little memory."""
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs/memory.md").read_text()
     (command,) = re.findall(rf"^    pipebench (draw .*--picture {name}\.png.*)$", page, re.MULTILINE)
@@ -372,8 +376,8 @@ def test_pictures_of_memory_are_what_is_drawn(name: str, tmp_path: Path, monkeyp
     assert done.exit_code == 0, done.output
     again = f"docs/{name}.png is old: `pipebench {command}` draws it again"
     assert unlike(tmp_path / f"{name}.png", ROOT / f"docs/{name}.png") < MOST_UNLIKE, again
-    told = " ".join(line for line in done.output.splitlines() if line.startswith("out of memory"))
-    assert told in " ".join(page.split())
+    stated = " ".join(line for line in done.output.splitlines() if line.startswith("out of memory"))
+    assert stated in " ".join(page.split())
 
 
 def unlike(one: Path, other: Path) -> float:
@@ -391,7 +395,7 @@ def test_the_runs_of_mlflow_s_picture_are_those_of_readme_s_table() -> None:
         about = json.loads(picture.info["Description"])
     cells = [dict(zip(about["columns"], row, strict=True)) for row in about["rows"]]
     shown = {cell["mode"]: cell for cell in cells if "," not in cell["mode"]}
-    told = {
+    stated = {
         mode: [seconds(float(cell["time_to_accuracy_s"])), ratio(float(cell["speedup_over_dp"])),
                num_bytes(float(cell["comm_bytes_per_sample"])), num_bytes(float(cell["peak_memory_bytes_max"])),
                percent(float(cell["bubble_fraction"])), cell["epochs_to_target"], seconds(float(cell["epoch_time_s"])),
@@ -403,9 +407,9 @@ def test_the_runs_of_mlflow_s_picture_are_those_of_readme_s_table() -> None:
         *("time to accuracy", "vs dp", "bytes per sample", "memory", "bubble", "epochs", "epoch time", "samples/s"),
         "plan",
     )
-    assert rows.keys() == told.keys()
+    assert rows.keys() == stated.keys()
     for name, row in rows.items():
-        for column, cell in zip(columns, told[name], strict=True):
+        for column, cell in zip(columns, stated[name], strict=True):
             (given, unit), (shown_as, its_unit) = map(_parted, (row[header.index(column)], cell))
             assert unit == its_unit, f"{name}, {column}"
             assert given == pytest.approx(shown_as, rel=0.01), f"{name}, {column}"

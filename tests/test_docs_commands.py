@@ -42,7 +42,7 @@ def sections(text: str) -> tuple[str, list[str]]:
 
 
 def faults_of(command: str) -> Iterator[str]:
-    """Yield what of a command isn't there: the command, an option, a recipe, a session or a module."""
+    """Yield the parts of a command that don't exist: the command, an option, a recipe, a session or a module."""
     program, *words = command.split(" #")[0].split("   ")[0].split()
     if program == "nox":
         known = re.findall(
@@ -73,12 +73,12 @@ def _faults_of_words(called: click.Command, words: list[str]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_a_page_tells_to_type_is_there(page: str) -> None:
+def test_the_commands_of_a_page_exist(page: str) -> None:
     faults = {command: found for command in commands((ROOT / page).read_text()) if (found := [*faults_of(command)])}
     assert not faults
 
 
-def test_enough_commands_are_read_to_matter() -> None:
+def test_most_commands_of_the_pages_are_read() -> None:
     found = [command for page in PAGES for command in commands((ROOT / page).read_text())]
     assert len(found) > 200
 
@@ -88,7 +88,7 @@ def test_enough_commands_are_read_to_matter() -> None:
     ["pipebench rum quickstart", "pipebench run quickstart/pipe", "pipebench plan quickstart --levvels 4",
      "nox -s reprots", "python -m reports.studies.effect"],
 )  # fmt: skip
-def test_a_command_that_is_not_there_is_noticed(wrong: str) -> None:
+def test_a_command_that_does_not_exist_is_noticed(wrong: str) -> None:
     assert [*faults_of(wrong)]
 
 

@@ -1,4 +1,4 @@
-"""Files that users name: what is read, and what is refused in one sentence instead of waited for."""
+"""Files that users name: which are read, and which are refused in one sentence instead of waited for."""
 
 import os
 from pathlib import Path
@@ -10,17 +10,17 @@ from pipebench.files import read_bytes, read_text
 from tests.patience import within_patience
 
 
-def test_the_text_of_a_file_is_read_without_a_mark_of_the_order_of_bytes(tmp_path: Path) -> None:
+def test_text_is_read_without_its_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_bytes("\ufeffä\n".encode())
     assert read_text(path) == "ä\n"
     assert read_bytes(str(path)) == "\ufeffä\n".encode()
 
 
-def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_pipes_devices_and_folders_are_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "circle").symlink_to("circle")
-    told = {
+    refusals = {
         tmp_path / "pipe": "pipe: isn't a file",
         Path("/dev/null"): "/dev/null: isn't a file",
         tmp_path: "can't be read: Is a directory",
@@ -28,7 +28,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
         tmp_path / "a\0b": r"can't be read: .*embedded null",
         tmp_path / ("x" * 300): "can't be read: File name too long",
     }
-    for path, sentence in told.items():
+    for path, sentence in refusals.items():
         with within_patience(), pytest.raises(RecipeError, match=sentence) as refused:
             read_bytes(path)
         assert isinstance(refused.value, UserError)
@@ -47,13 +47,13 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     assert read_bytes(path, 5) == b"12345"
 
 
-def test_bytes_that_are_no_text_are_told_with_their_place(tmp_path: Path) -> None:
+def test_bytes_that_are_not_utf8_are_reported_with_their_position(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"0F0,\xff")
     with pytest.raises(RecipeError, match=r"a.csv: is not text in UTF-8 \(byte 4\)"):
         read_text(tmp_path / "a.csv")
 
 
-def test_of_a_file_that_is_not_there_the_nearest_of_its_kind_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_with_the_most_similar_name(tmp_path: Path) -> None:
     (tmp_path / "moves.json").touch()
     (tmp_path / "moves.txt").touch()
     with pytest.raises(RecipeError, match=r"mvoes.json: can't be read: No such file .*; did you mean 'moves.json'\?"):

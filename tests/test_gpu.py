@@ -1,4 +1,4 @@
-"""The invariants of the engine on a GPU; `test_gpu_rehearsed.py` runs most on one that is made up: they can't rot."""
+"""The invariants of the engine on a GPU; `test_gpu_emulated.py` runs most of them on an emulated one."""
 
 import copy
 import statistics
@@ -147,8 +147,8 @@ SOME = ["swap", "swap", "keep", "recompute", "swap"] * 12  # cut to as many as t
 
 
 @pytest.mark.parametrize("columns", [{"weights": "one", "microbatches": 4}, {}], ids=["flush", "pipedream"])
-def test_what_is_swapped_comes_back_with_the_same_bits(columns: dict[str, Any]) -> None:
-    """Copies run beside the passes, so that what is read early, or overwritten before it is gone, shows here."""
+def test_swapped_tensors_come_back_with_the_same_bits(columns: dict[str, Any]) -> None:
+    """Copies run beside the passes, so a tensor that is read, or overwritten, too early fails here."""
     found = []
     for memory in (None, SOME):
         engine = make_engine(digits([14, 27, 40], [1, 1, 1, 1], memory=memory, **columns))
@@ -170,7 +170,7 @@ def test_lstms_of_cudnn_are_swapped_with_the_same_bits() -> None:
 
 
 def test_minibatches_are_fetched_ahead_into_pinned_memory() -> None:
-    """In a thread, on the GPU that this one is on."""
+    """The loader's thread uses the GPU of the thread that trains."""
     data = synthetic(num_train=64, num_eval=16, shape=(3, 8, 8))
     assert data.concurrent
     fetched = [*Source(data, "train", ["image"], DEVICE).minibatches(iter([([k], 0) for k in range(5)]))]
@@ -194,7 +194,7 @@ def swap_of(replica: Replica, unit: int) -> Swap:
     return swap
 
 
-def test_what_is_swapped_leaves_the_device_for_pinned_memory() -> None:
+def test_swapped_tensors_leave_the_device_for_pinned_memory() -> None:
     """The allocator's peak of eight units in flight is that of one or two."""
     replica, x, each = chain_of_tanhs(), torch.randn(2 << 20, 1, device="cuda"), 0
     x.new_zeros(1, 1) @ x.new_zeros(1, 1)  # the first allocates what cuBLAS works in

@@ -85,7 +85,7 @@ def directly(world: World, case: Case) -> Outcome:
 
 
 def facts(world: World) -> tuple[str, bool, str]:
-    """Return where a process computes, whether tensors travel by NCCL, and what is said of it."""
+    """Return where a process computes, whether tensors travel by NCCL, and the note on it."""
     return str(world.device), world.direct, world.remark
 
 
@@ -120,7 +120,7 @@ def received_beside_work(world: World) -> bool:
 
 
 def measured(world: World, case: Case) -> tuple[list[dict[str, Any]], dict[str, float], float, bool]:
-    """Train a case; return what was measured of every worker and of all, the seconds, and whether NCCL was used."""
+    """Train a case; return the measurements per worker and in total, the seconds, and whether NCCL was used."""
     with torch_settings(EngineRecipe()):
         setup = replace(small_setup(case), device=world.device)
         engine = DistributedEngine(setup, world, unwatched(setup))
@@ -169,7 +169,7 @@ def late_sender(world: World) -> tuple[float, float]:
 
 
 class _Noting:
-    """Stands before `torch.distributed`; keeps what was asked for."""
+    """Stands in for `torch.distributed`; records the operations requested."""
 
     def __init__(self, works: list[Any]) -> None:
         self._works = works
@@ -217,7 +217,7 @@ def test_workers_have_gpus_of_their_own_or_share_them_by_gloo(two: Processes) ->
     assert all(bool(remark) is not enough for _, _, remark in found)
 
 
-def test_workers_share_a_gpu_by_nccl_where_it_is_told_to(two_by_nccl: Processes) -> None:
+def test_workers_share_a_gpu_by_nccl_if_the_settings_say_so(two_by_nccl: Processes) -> None:
     found = two_by_nccl.run("tests.test_gpu_distributed:facts")
     assert [(direct, remark) for _, direct, remark in found] == [(True, "")] * 2
 
@@ -276,7 +276,7 @@ def test_a_first_all_reduce_that_waits_hangs_nobody(request: pytest.FixtureReque
     check(WAITING[num_workers], processes, "directly")
 
 
-def test_tensors_come_in_while_the_gpu_computes(two_by_nccl: Processes) -> None:
+def test_tensors_are_received_while_the_gpu_computes(two_by_nccl: Processes) -> None:
     assert two_by_nccl.run("tests.test_gpu_distributed:received_beside_work") == [True, True]
 
 

@@ -33,7 +33,7 @@ levels:
 """
 
 
-def test_everything_wrong_says_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_fault_says_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, text in {"r.yaml": RECIPE, "base.yaml": BASE, "own.yaml": CLUSTER}.items():
         Path(name).write_text(text)
@@ -69,24 +69,24 @@ LINES = {
 
 
 @pytest.mark.parametrize("key", LINES)
-def test_a_key_s_line_is_that_of_the_innermost_key_that_is_there(tmp_path: Path, key: str) -> None:
+def test_a_key_s_line_is_that_of_the_innermost_existing_key(tmp_path: Path, key: str) -> None:
     (tmp_path / "r.yaml").write_bytes(TEXT)
     assert LinedFile("r.yaml", tmp_path / "r.yaml").line_of(key) == LINES[key]
 
 
 @pytest.mark.parametrize("text", [b"", b"a", b"- 1", b"a: [", b"\xff", b"a: *b", b"? [a]\n: 1", b"[" * 2000])
-def test_what_has_no_such_key_has_no_line(tmp_path: Path, text: bytes) -> None:
+def test_a_text_without_the_key_has_no_line(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "r.yaml").write_bytes(text)
     assert str(Fault(LinedFile("r.yaml", tmp_path / "r.yaml"), "a.b", "is wrong")) == "r.yaml: a.b: is wrong"
 
 
-def test_a_file_that_is_gone_or_no_file_has_no_lines(tmp_path: Path) -> None:
+def test_a_missing_file_or_a_folder_has_no_lines(tmp_path: Path) -> None:
     assert [LinedFile("r", path).line_of("a") for path in (tmp_path / "gone", tmp_path, Path("/dev/zero"))] == 3 * [
         None
     ]
 
 
-def test_everything_wrong_with_a_file_of_json_is_told_with_its_lines(tmp_path: Path) -> None:
+def test_all_faults_of_a_json_file_are_reported_with_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text('{"pipebench_search": 2,\n "events": [\n  {"minibatch": -1},\n  {"ad": 1}]}\n')
     with pytest.raises(RecipeError) as refused:

@@ -108,7 +108,7 @@ def job_of(clamp: Clamp | None) -> Job:
     return replace(job, setup=replace(job.setup, pipeline=pipeline))
 
 
-def test_its_section_is_read_and_written_like_those_of_the_core() -> None:
+def test_the_extension_s_section_is_read_and_written_like_those_of_the_core() -> None:
     loaded = load("quickstart/dp", [*DP, "clamp.largest=0.5"])
     assert loaded.plain["clamp"] == {"largest": 0.5, "seconds": 0.0}
     assert loaded.flat["clamp.largest"] == "0.5"
@@ -127,13 +127,13 @@ def test_its_section_is_read_and_written_like_those_of_the_core() -> None:
         ("clam.largest=1", "search, clamp; did you mean 'clamp'?"),
     ],
 )
-def test_what_is_wrong_with_its_section_is_told_likewise(change: str, problem: str) -> None:
+def test_faults_of_the_extension_s_section_are_reported_likewise(change: str, problem: str) -> None:
     with pytest.raises(RecipeError) as found:
         load("quickstart/dp", [*DP, change])
     assert problem in str(found.value)
 
 
-def test_it_changes_what_an_update_does_and_its_metric_is_one_of_the_run_s() -> None:
+def test_the_extension_changes_updates_and_adds_its_metric_to_the_run() -> None:
     plain, whole, none = (train(job_of(each))[0] for each in (None, Clamp(0.01), Clamp(1e9)))
     assert "clamped_elements" not in plain.metrics
     assert none.metrics["clamped_elements"] == 0
@@ -148,7 +148,7 @@ def test_it_changes_what_an_update_does_and_its_metric_is_one_of_the_run_s() -> 
 def test_a_metric_that_is_no_finite_number_is_left_out_and_its_extension_named(
     value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """0.2.0 kept such a value in the result, which then couldn't be read back, nor be sent to MLflow."""
+    """0.2.0 wrote such a value into the result, which then couldn't be read back, nor be sent to MLflow."""
     monkeypatch.setitem(EXTENSIONS["clamp"], "metrics", f"{__name__}:{value}")
     monkeypatch.setitem(
         globals(), str(value), lambda counted: {"clamped_elements": value, "clamped_rows": np.float32(2)}
@@ -163,7 +163,7 @@ def test_a_metric_that_is_no_finite_number_is_left_out_and_its_extension_named(
     assert notes == [f"{wrong}: got {shown(value)}, allowed is a finite number"]
 
 
-def test_it_changes_what_an_update_takes() -> None:
+def test_the_extension_changes_the_time_of_an_update() -> None:
     made = []
     for seconds in (0, 3):
         loaded = load("quickstart/dp", [*DP, "engine.kind=simulated", f"clamp.seconds={seconds}"])
@@ -172,7 +172,7 @@ def test_it_changes_what_an_update_takes() -> None:
     assert with_it == pytest.approx(without + 3.0 * 8 / made[0].pipeline.block)
 
 
-def test_a_checkpoint_keeps_what_it_has_counted() -> None:
+def test_a_checkpoint_holds_the_extension_s_count() -> None:
     engine = make_engine(job_of(Clamp(0.01)).setup)
     engine.train(0, 4)
     facts = read(Facts, json.loads(json.dumps(engine.facts())))
@@ -253,13 +253,15 @@ def test_a_run_without_an_extension_loads_none_of_its_modules(run: str, loaded_b
     assert loaded_by[run] == set()
 
 
-def test_a_run_loads_what_it_needs_of_an_extension_and_a_simulation_no_server(loaded_by: dict[str, set[str]]) -> None:
+def test_a_run_loads_only_the_needed_modules_of_an_extension_and_a_simulation_no_server(
+    loaded_by: dict[str, set[str]],
+) -> None:
     found = names(loaded_by["asynchronous"])
     assert found >= {"asynchronous", "program"}
     assert not found & {"server", "processes", "record", "search"}
 
 
-def test_a_search_loads_moves_beside_its_own_and_its_simulation_neither_loop_nor_pictures(
+def test_a_search_loads_moves_too_and_its_simulation_neither_the_loop_nor_pictures(
     loaded_by: dict[str, set[str]],
 ) -> None:
     found = names(loaded_by["search"])
@@ -267,7 +269,7 @@ def test_a_search_loads_moves_beside_its_own_and_its_simulation_neither_loop_nor
     assert not found & {"asynchronous", "loop", "record"}
 
 
-def test_a_simulation_of_moves_loads_nothing_that_executes_them(loaded_by: dict[str, set[str]]) -> None:
+def test_a_simulation_of_moves_loads_no_module_that_executes_them(loaded_by: dict[str, set[str]]) -> None:
     found = names(loaded_by["moves"])
     assert found >= {"moves", "program", "simulated_engine", "balancing"}
     assert not found & {"asynchronous", "search", "worker", "migration", "in_process", "processes", "record"}

@@ -33,34 +33,34 @@ CASES = {**TWO, **THREE, **THREE_REPLICAS}
 MODES = sorted({path.stem for path in (recipes_folder() / "modes").glob("*.yaml")} - {"pipedream-relay", "auto"})
 
 
-def here() -> torch.Tensor:
+def on_host() -> torch.Tensor:
     return torch.ones(4, 3)
 
 
-def there() -> torch.Tensor:
+def on_gpu() -> torch.Tensor:
     return torch.ones(4, 3, device="cuda")
 
 
 @pytest.mark.parametrize(
     "mixes",
     [
-        lambda: here() + there(),
-        lambda: nn.Linear(3, 2)(there()),
-        lambda: nn.Linear(3, 2).to("cuda")(here()),
-        lambda: torch.cat([here(), there()]),
-        lambda: here()[torch.tensor([0], device="cuda")],
-        lambda: here() * torch.tensor(2.0, device="cuda"),
-        lambda: there().add_(here()),
-        lambda: torch._foreach_add([there()], [here()]),
+        lambda: on_host() + on_gpu(),
+        lambda: nn.Linear(3, 2)(on_gpu()),
+        lambda: nn.Linear(3, 2).to("cuda")(on_host()),
+        lambda: torch.cat([on_host(), on_gpu()]),
+        lambda: on_host()[torch.tensor([0], device="cuda")],
+        lambda: on_host() * torch.tensor(2.0, device="cuda"),
+        lambda: on_gpu().add_(on_host()),
+        lambda: torch._foreach_add([on_gpu()], [on_host()]),
     ],
 )
-def test_it_refuses_what_cuda_refuses(mixes: Callable[[], Any]) -> None:
+def test_the_emulated_gpu_refuses_what_cuda_refuses(mixes: Callable[[], Any]) -> None:
     with made_up_gpu(), pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         mixes()
 
 
-@pytest.mark.parametrize("refused", [lambda: there().numpy(), lambda: there().pin_memory()])
-def test_it_is_not_the_host_s_memory(refused: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("refused", [lambda: on_gpu().numpy(), lambda: on_gpu().pin_memory()])
+def test_the_host_s_functions_refuse_tensors_of_the_emulated_gpu(refused: Callable[[], Any]) -> None:
     with made_up_gpu(), pytest.raises((TypeError, RuntimeError)):
         refused()
 
@@ -68,19 +68,19 @@ def test_it_is_not_the_host_s_memory(refused: Callable[[], Any]) -> None:
 @pytest.mark.parametrize(
     ("makes", "device"),
     [
-        (there, "cuda"),
-        (lambda: there().sum(), "cuda"),
-        (lambda: there() + torch.tensor(2.0), "cuda"),
-        (lambda: there()[torch.tensor([0])], "cuda"),
-        (lambda: there().T, "cuda"),
-        (lambda: there().new_zeros(2), "cuda"),
-        (lambda: torch.zeros_like(there(), device="cpu"), "cpu"),
-        (lambda: torch.zeros_like(here(), device="cuda"), "cuda"),
-        (lambda: torch.as_tensor(here(), device="cuda"), "cuda"),
-        (lambda: here().to(there()), "cuda"),
-        (lambda: there().to(torch.float64), "cuda"),
-        (lambda: there().cpu(), "cpu"),
-        (lambda: torch.empty(4, 3, pin_memory=True).copy_(there()), "cpu"),
+        (on_gpu, "cuda"),
+        (lambda: on_gpu().sum(), "cuda"),
+        (lambda: on_gpu() + torch.tensor(2.0), "cuda"),
+        (lambda: on_gpu()[torch.tensor([0])], "cuda"),
+        (lambda: on_gpu().T, "cuda"),
+        (lambda: on_gpu().new_zeros(2), "cuda"),
+        (lambda: torch.zeros_like(on_gpu(), device="cpu"), "cpu"),
+        (lambda: torch.zeros_like(on_host(), device="cuda"), "cuda"),
+        (lambda: torch.as_tensor(on_host(), device="cuda"), "cuda"),
+        (lambda: on_host().to(on_gpu()), "cuda"),
+        (lambda: on_gpu().to(torch.float64), "cuda"),
+        (lambda: on_gpu().cpu(), "cpu"),
+        (lambda: torch.empty(4, 3, pin_memory=True).copy_(on_gpu()), "cpu"),
     ],
 )
 def test_results_are_where_their_arguments_are(makes: Callable[[], Any], device: str) -> None:
@@ -92,7 +92,7 @@ def test_results_are_where_their_arguments_are(makes: Callable[[], Any], device:
 def copied_beside(*, out_waits: bool = True, waits_for_out: bool = True) -> torch.Tensor:
     """Copy a result to pinned memory on another stream; return it, to be read by the host."""
     out, host = torch.cuda.Stream(), torch.empty(4, 3, pin_memory=True)  # type: ignore[no-untyped-call]
-    result = there() * 2
+    result = on_gpu() * 2
     if out_waits:
         out.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(out):
@@ -109,19 +109,19 @@ def read_by_the_host(host: torch.Tensor) -> None:
 
 def used_again(*, records: bool) -> None:
     """Free a tensor while another stream may still use it, and allocate another one."""
-    beside, freed = torch.cuda.Stream(), there()  # type: ignore[no-untyped-call]
+    beside, freed = torch.cuda.Stream(), on_gpu()  # type: ignore[no-untyped-call]
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):
         freed.sum()
     if records:
         freed.record_stream(beside)
     del freed
-    there()
+    on_gpu()
 
 
 def copied_into_a_new_tensor(*, waits: bool) -> None:
     """Its memory may be that of a tensor that the current stream still uses."""
-    beside, host = torch.cuda.Stream(), here().pin_memory()  # type: ignore[no-untyped-call]
+    beside, host = torch.cuda.Stream(), on_host().pin_memory()  # type: ignore[no-untyped-call]
     made = torch.empty(4, 3, device="cuda")
     if waits:
         beside.wait_stream(torch.cuda.current_stream())
@@ -133,7 +133,7 @@ def copied_into_a_new_tensor(*, waits: bool) -> None:
 
 def filled_again(*, waits: bool) -> None:
     """Fill pinned memory from which a copy was made."""
-    host = here().pin_memory()
+    host = on_host().pin_memory()
     host.to("cuda", non_blocking=True)
     if waits:
         torch.cuda.synchronize()
@@ -151,7 +151,7 @@ def filled_again(*, waits: bool) -> None:
         (lambda: filled_again(waits=False), "zero_.default on the host"),
     ],
 )
-def test_what_no_wait_orders_is_an_error(races: Callable[[], Any], name: str) -> None:
+def test_accesses_that_no_wait_orders_are_an_error(races: Callable[[], Any], name: str) -> None:
     with made_up_gpu(), pytest.raises(RaceError, match=name):
         races()
 
@@ -160,24 +160,24 @@ def test_what_no_wait_orders_is_an_error(races: Callable[[], Any], name: str) ->
     "waits",
     [
         lambda: read_by_the_host(copied_beside()),
-        lambda: read_by_the_host(there().cpu()),
-        lambda: here().pin_memory().copy_(there()).numpy(),
+        lambda: read_by_the_host(on_gpu().cpu()),
+        lambda: on_host().pin_memory().copy_(on_gpu()).numpy(),
         lambda: used_again(records=True),
         lambda: copied_into_a_new_tensor(waits=True),
         lambda: filled_again(waits=True),
     ],
 )
-def test_what_waits_is_none(waits: Callable[[], Any]) -> None:
+def test_accesses_that_waits_order_are_none(waits: Callable[[], Any]) -> None:
     with made_up_gpu():
         waits()
 
 
-def test_gradients_and_moments_are_on_it() -> None:
+def test_gradients_and_moments_are_on_the_emulated_gpu() -> None:
     with made_up_gpu():
         layer = nn.Linear(3, 2).to("cuda")
         optimizer = torch.optim.Adam(layer.parameters())
         targets = torch.tensor([0, 1, 1, 0], device="cuda")
-        loss = functional.cross_entropy(layer(there()), targets, ignore_index=0, label_smoothing=0.1, reduction="sum")
+        loss = functional.cross_entropy(layer(on_gpu()), targets, ignore_index=0, label_smoothing=0.1, reduction="sum")
         (loss / 3).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         assert layer.weight.grad is not None
@@ -221,7 +221,7 @@ def run(mode: str, device: str) -> list[dict[str, float]]:
     return [dict(point.metrics) for point in made.result.points]
 
 
-def test_it_is_set_by_its_number() -> None:
+def test_the_device_is_set_by_its_number() -> None:
     with made_up_gpu(), pytest.raises(ValueError, match="with a specified index or an integer"):
         torch.cuda.set_device(torch.device("cuda"))
 
@@ -247,19 +247,19 @@ def test_steps_are_counted_where_the_optimizer_counts_them(optimizer: str, devic
         assert engine.train(2, 2) == 2
 
 
-def test_progress_on_it_has_the_loss_that_was_read_last() -> None:
-    """It was told as no number for as long as a run took, as if training had diverged."""
-    setup, told = make_setup(Mlp(), ([], [1])), list[float]()
+def test_progress_shows_the_loss_that_was_read_last() -> None:
+    """It was shown as NaN during the whole run, as if training had diverged."""
+    setup, shown = make_setup(Mlp(), ([], [1])), list[float]()
     read: list[float] = []
     with torch_settings(EngineRecipe()), made_up_gpu():
         network = Network(setup.cluster, setup.devices)
         engine = VirtualEngine(
             replace(setup, device=torch.device("cuda")), network,
             on_loss=lambda loss, n, weight, s: read.append(float(loss) / weight),
-            on_unit=lambda samples, loss, s: told.append(loss),
+            on_unit=lambda samples, loss, s: shown.append(loss),
         )  # fmt: skip
         engine.train(0, 60)
-    assert told == [read[0]] * CUDA_LOSS_EVERY + [read[CUDA_LOSS_EVERY]] * (60 - CUDA_LOSS_EVERY)
+    assert shown == [read[0]] * CUDA_LOSS_EVERY + [read[CUDA_LOSS_EVERY]] * (60 - CUDA_LOSS_EVERY)
 
 
 def test_checkpoints_are_written_when_their_copies_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:

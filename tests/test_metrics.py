@@ -22,7 +22,7 @@ def test_bytes_of_every_kind_have_rows(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [BUFFERS, EVALUATION])
-def test_so_have_bytes_that_are_counted_apart(kind: str) -> None:
+def test_bytes_that_are_counted_separately_have_rows(kind: str) -> None:
     assert known(f"comm_bytes_{kind}")
 
 
@@ -47,13 +47,13 @@ def test_whether_the_target_was_reached_is_a_metric_of_every_result_also_of_olde
     assert "target_reached" not in replace(DP, outcome=COMPLETED).metrics
 
 
-def test_a_metric_without_a_row_is_told() -> None:
+def test_a_metric_without_a_row_is_reported() -> None:
     warn_of_unlisted(["epoch_time_s", "best_top1", "comm_bytes_level_network"])
     with pytest.warns(UserWarning, match=r"without a row in pipebench/metrics.py: gpu_hours$"):
         warn_of_unlisted(["epoch_time_s", "gpu_hours"])
 
 
-def test_a_row_is_all_that_a_new_metric_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_metric_needs_only_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """MLflow's table, reports and the check read the list: no other file is changed for a metric."""
     from pipebench import metrics
     from pipebench.report import metrics as of_reports

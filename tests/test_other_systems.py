@@ -1,4 +1,4 @@
-"""What macOS, and containers, do otherwise than the Linux of developers, by stand-ins."""
+"""Differences of macOS and of containers from the Linux of developers, by stand-ins."""
 
 import contextlib
 import errno
@@ -56,8 +56,8 @@ def test_a_data_set_that_cannot_be_pickled_is_refused_where_processes_are_spawne
     loaders = Loaders(data, torch.device("cpu"))
     processes = loaders.of("reader", 1)
     assert processes is not None
-    told = r"can't be given the data set \(\w+Error: .*<lambda>.*loader_processes to 0"
-    with pytest.raises(UserCodeError, match=told):
+    message = r"can't be given the data set \(\w+Error: .*<lambda>.*loader_processes to 0"
+    with pytest.raises(UserCodeError, match=message):
         next(iter(processes.minibatches("train", ["x"], iter([([0], 0)]))))
     loaders.close()
 
@@ -89,7 +89,7 @@ def test_an_infinite_limit_of_open_files_is_raised_to_what_is_allowed(monkeypatc
 
 
 def test_ended_processes_are_sent_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MacOS forbids it, where Linux sends it into the void, until the parent has asked for the exit code."""
+    """Until the parent has asked for the exit code, macOS raises an error, and Linux ignores the signal."""
     forbids = Mock(side_effect=PermissionError(errno.EPERM, os.strerror(errno.EPERM)))
     monkeypatch.setattr(os, "killpg", forbids)
     with contextlib.closing(launch.Attempt(1, 0)) as attempt:
@@ -100,7 +100,7 @@ def test_ended_processes_are_sent_no_signal(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_port_is_taken_by_a_server_of_all_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MacOS lets another take it on one interface, as 5000 beside its own AirPlay, which answers until then."""
+    """MacOS lets a second server take a port on one interface, such as 5000, which its AirPlay serves on all."""
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         monkeypatch.setattr(socket.socket, "bind", lambda *_: None)

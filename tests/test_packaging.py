@@ -1,4 +1,4 @@
-"""What surrounds the code: metadata that has to agree with it."""
+"""Metadata of the package that has to agree with the code."""
 
 import re
 import shutil
@@ -26,7 +26,7 @@ def test_both_packages_say_that_they_are_typed() -> None:
     assert all((Path(str(package.__file__)).parent / "py.typed").is_file() for package in (pipebench, zoo))
 
 
-def test_the_zoo_is_part_of_the_package_and_nobody_takes_the_folder_for_a_package() -> None:
+def test_the_zoo_is_part_of_the_package_and_its_folder_is_not_imported() -> None:
     """In a checkout `import zoo` finds the folder, too: its classes would be others than those of the package."""
     assert (ROOT / "pipebench" / "zoo").resolve() == ROOT / "zoo" == Path(str(zoo.__file__)).resolve().parent
     sources = [path for folder in ("pipebench", "zoo", "tests", "reports") for path in (ROOT / folder).rglob("*.py")]

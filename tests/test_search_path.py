@@ -1,4 +1,4 @@
-"""What lies in the working directory under the name of an installed module doesn't run; a recipe's own code does.
+"""A file of the working directory that has an installed module's name isn't imported; a recipe's code is.
 
 Nor does a worker import what it doesn't need to train.
 """
@@ -50,7 +50,7 @@ SCRIPT = ("-P", "-c", "import sys; from pipebench.cli.main import main; main()")
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in INSTALLED:
         (tmp_path / f"{name}.py").write_text(STRANGER)
     for name, text in {"mymodel.py": MODEL, "neighbour.py": "WIDTH = 4\n", "own.yaml": RECIPE}.items():
@@ -69,22 +69,22 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pytest.param("distributed", ("-m", "pipebench"), id="distributed-m", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_imports_a_recipes_code_and_nothing_else_of_the_working_directory(
-    kind: str, start: tuple[str, ...], here: Path
+def test_a_run_imports_only_the_recipe_s_code_from_the_working_directory(
+    kind: str, start: tuple[str, ...], project: Path
 ) -> None:
     words = [sys.executable, *start, "run", "own.yaml", f"engine.kind={kind}"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert not list(here.glob("*.ran")), done.stderr
+    assert not list(project.glob("*.ran")), done.stderr
     assert done.returncode == 0, done.stderr
     if kind == "distributed":
         for rank, needs in ((0, OF_RANK_0), (1, set[str]())):
-            imported = {*(here / f"imported-{rank}").read_text().split()}
+            imported = {*(project / f"imported-{rank}").read_text().split()}
             # What torch imports in its first backward, sympy, is there before the clock starts.
             assert {"torch", "pipebench", "mymodel", "sympy"} <= imported
             assert imported & NEEDLESS <= needs
 
 
-def test_a_worker_finds_modules_where_the_process_finds_them_that_starts_it(here: Path) -> None:
+def test_a_worker_has_the_search_path_of_the_process_that_starts_it(project: Path) -> None:
     """The folders' order, too: what PYTHONPATH names, and what `python -c` adds, stand where they stood."""
     code = (
         "import json, subprocess, sys; from pipebench.distributed.launch_child import python_module\n"
@@ -94,12 +94,12 @@ def test_a_worker_finds_modules_where_the_process_finds_them_that_starts_it(here
         "assert json.loads(theirs) == [ours, ['a b']], (theirs, ours)"
     )
     for name in INSTALLED:
-        (here / f"{name}.py").unlink()  # `python -c` would import them itself
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["\udcff", str(here / "elsewhere")])}
+        (project / f"{name}.py").unlink()  # `python -c` would import them itself
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["\udcff", str(project / "elsewhere")])}
     subprocess.run([sys.executable, "-c", code], env=environment, timeout=PATIENCE_S, check=True)
 
 
-def test_the_server_of_mlflows_pages_imports_nothing_of_the_working_directory(here: Path) -> None:
+def test_the_server_of_mlflow_s_pages_imports_nothing_from_the_working_directory(project: Path) -> None:
     with StoreConnection(default_uri()).turn():  # which makes the database
         pass
     words = [sys.executable, *SCRIPT, "ui", "--port", str(choose_port(None))]
@@ -110,4 +110,4 @@ def test_the_server_of_mlflows_pages_imports_nothing_of_the_working_directory(he
         finally:
             server.send_signal(signal.SIGINT)
             server.communicate(timeout=PATIENCE_S)
-    assert not list(here.glob("*.ran"))
+    assert not list(project.glob("*.ran"))

@@ -1,4 +1,4 @@
-"""What README and the tutorial tell a reader to write and to run, is written and run."""
+"""The files and commands of README and the tutorial are written and run."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from tests.patience import PATIENCE_S
 ROOT = Path(__file__).parents[1]
 README, TUTORIAL, HOW_TO = ROOT / "README.md", ROOT / "docs/tutorial.md", ROOT / "docs/how-to.md"
 NOTEBOOK = ROOT / "docs/tutorial.ipynb"
-PHASE = re.compile(r"^\w+  \w+ing .*\n?", re.MULTILINE)  # what is told of phases that last two seconds
+PHASE = re.compile(r"^\w+  \w+ing .*\n?", re.MULTILINE)  # lines on phases that last two seconds
 ELSEWHERE = ("pipebench run quickstart", "pipebench report modes.yaml")  # each has a test of its own
 
 
@@ -61,9 +61,9 @@ def test_the_tutorial_s_commands_print_what_it_says(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("COLUMNS", "110")
     monkeypatch.chdir(tmp_path)
     assert write_files(TUTORIAL, tmp_path) == ["gpt.py", "gpt.yaml", "my-cluster.yaml", "modes.yaml"]
-    told = commands(TUTORIAL)
-    assert len(told) == 6
-    for command, shown in told:
+    found = commands(TUTORIAL)
+    assert len(found) == 6
+    for command, shown in found:
         if command.startswith(ELSEWHERE):
             continue
         if "pipebench run" in command:
@@ -80,7 +80,7 @@ def test_the_tutorial_s_commands_print_what_it_says(tmp_path: Path, monkeypatch:
     assert "4 rows, 0 of 4 results" in listed.output, listed.output
 
 
-def test_a_model_of_one_s_own_as_readme_has_it(tmp_path: Path) -> None:
+def test_readme_s_user_model_trains(tmp_path: Path) -> None:
     assert write_files(README, tmp_path) == ["mine.py", "mine.yaml"]
     (command,) = (command for command, _ in commands(README) if "mine.yaml" in command)
     done = run_copy(command.split()[1:], tmp_path, {"COLUMNS": "110"})
@@ -89,7 +89,7 @@ def test_a_model_of_one_s_own_as_readme_has_it(tmp_path: Path) -> None:
     assert sorted(plans) == [("2-2", "2-2"), ("4", "4 = dp"), ("straight", "straight")]  # no pipeline shown twice
 
 
-def test_losses_of_models_as_the_how_to_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_how_to_s_models_with_losses_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Labels in a dict, an object with a loss; a training_step: cut into stages as well as whole."""
     monkeypatch.chdir(tmp_path)
     assert write_files(HOW_TO, tmp_path) == ["hf.py", "hf.yaml", "lit.py", "lit.yaml", "tune.py", "tune.yaml"]
@@ -105,7 +105,7 @@ def test_losses_of_models_as_the_how_to_has_them(tmp_path: Path, monkeypatch: py
         assert losses[1][0] < losses[0][0]
 
 
-def test_fine_tuning_as_the_how_to_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_how_to_s_fine_tuning_keeps_frozen_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Frozen weights stay those of the file, others move; the run's own export is taken in its place."""
     monkeypatch.chdir(tmp_path)
     write_files(HOW_TO, tmp_path)
@@ -124,7 +124,7 @@ def test_fine_tuning_as_the_how_to_has_it(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_and_says_what_it_said(tmp_path: Path) -> None:
+def test_the_notebook_s_answers_are_those_it_holds(tmp_path: Path) -> None:
     """`python -m nbconvert --to notebook --execute --inplace docs/tutorial.ipynb` writes its answers again."""
     pytest.importorskip("nbconvert")
     pytest.importorskip("ipykernel")

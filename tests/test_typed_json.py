@@ -39,7 +39,7 @@ FULL = Outer(
 )  # fmt: skip
 
 
-def test_what_is_written_is_read_back_exactly() -> None:
+def test_written_objects_are_read_back_exactly() -> None:
     assert read(Outer, write(FULL)) == FULL
     assert write(read(Outer, write(FULL).encode())) == write(FULL)
     assert type(read(Outer, write(FULL)).metrics["number"]) is int
@@ -93,13 +93,13 @@ def test_a_fault_is_one_sentence(text: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_a_part_of_something_is_named_by_its_place() -> None:
+def test_a_fault_names_the_position_in_its_parent() -> None:
     with pytest.raises(JsonError, match=r"^progress\.count: got -1"):
         read(Outer, {"count": -1, "inner": []}, "progress")
     with pytest.raises(JsonError, match=r"^progress: unknown key 'more'$"):
         read(Outer, {"count": 1, "inner": [], "more": 1}, "progress")
 
 
-def test_whatever_is_shown_is_short_and_on_one_line() -> None:
+def test_values_in_faults_are_short_and_on_one_line() -> None:
     assert shown("a\n" * 100) == ascii("a\n" * 100)[:57] + "..."
     assert [shown([1]), shown({}), shown(10**5000)] == ["a list", "an object", "a huge number"]

@@ -71,10 +71,10 @@ def test_refused(text: object, message: str) -> None:
         (parse_duration, "3 min", None),
     ],
 )
-def test_a_unit_spelt_otherwise_is_told_as_the_same_quantity(
+def test_a_misspelt_unit_is_answered_with_the_same_quantity(
     parse: Callable[[object], float], text: str, meant: str | None
 ) -> None:
-    """0.2.0: bits were told as bytes, microseconds and minutes as seconds and milliseconds."""
+    """0.2.0: bits were answered with bytes, microseconds and minutes with seconds and milliseconds."""
     with pytest.raises(UnitError) as raised:
         parse(text)
     assert str(raised.value).partition("; ")[2] == (f"did you mean {meant!r}?" if meant else "")
@@ -90,10 +90,10 @@ def test_a_unit_spelt_otherwise_is_told_as_the_same_quantity(
         (parse_duration, 0.5, "got 0.5, which is 0.5 s: write its unit, such as 5 us"),
     ],
 )
-def test_a_plain_number_that_was_hardly_meant_in_the_base_unit(
+def test_an_implausible_number_without_a_unit_is_refused(
     parse: Callable[[object], float], given: object, problem: str
 ) -> None:
-    """0.2.0: `--levels 8@10`, and a bandwidth of 10 in a cluster's file, were 10 bytes/s without a word."""
+    """0.2.0: `--levels 8@10`, and a bandwidth of 10 in a cluster's file, were taken as 10 bytes/s."""
     with pytest.raises(UnitError) as raised:
         parse(given)
     assert str(raised.value) == problem

@@ -62,7 +62,7 @@ times too fast. The hours have no part in that. Simulated rates that are slowed 
 code runs again, should be the hours':
 
 They are for two of three. So a third of BERT's times is a roofline that is too fast, in any minibatch; what is left
-unexplained is PipeDream's minibatch of 4 alone: one is finished every {told_ms:.0f} ms by the hours, every
+unexplained is PipeDream's minibatch of 4 alone: one is finished every {stated_ms:.0f} ms by the hours, every
 {here_ms:.0f} ms here.
 """
 NOT_TEXT = """
@@ -126,10 +126,10 @@ def rate_rows(of: Table) -> Iterator[tuple[str, ...]]:
         row = f"bert-{system}"
         slower = slowness(of, "bert-pipedream" if system == "pipedream" else "bert-pipedream-vpipe")
         again = 1 + (work_again(of, "bert") if system == "pipedream-vpipe" else 0.0)
-        rate, told = simulated[row] / slower / again, samples_per_s(system)
+        rate, stated = simulated[row] / slower / again, samples_per_s(system)
         yield (
             TITLES[system], f"{simulated[row]:.0f} samples/s", f"{slower:.2f}", f"{again:.2f}", f"{rate:.1f}",
-            f"{told:.1f}", f"{rate / told:.2f}",
+            f"{stated:.1f}", f"{rate / stated:.2f}",
         )  # fmt: skip
 
 
@@ -193,8 +193,8 @@ def main() -> None:
     print(HEAD)
     print(HOURS_TEXT + "\n" + table(HOURS_HEAD, hours_rows(of)))
     rates = [*rate_rows(of)]
-    here, told = (1e3 * SIZES["pipedream"] / float(rates[-1][index]) for index in (4, 5))
-    print(RATES_TEXT.format(told_ms=told, here_ms=here) + "\n" + table(RATES_HEAD, rates))
+    here, stated = (1e3 * SIZES["pipedream"] / float(rates[-1][index]) for index in (4, 5))
+    print(RATES_TEXT.format(stated_ms=stated, here_ms=here) + "\n" + table(RATES_HEAD, rates))
     print(NOT_TEXT.format(flush=flush_difference(of), copies_ms=copies_ms("bert")))
     print(AGAIN_TEXT + "\n" + table(AGAIN_HEAD, again_rows(of)))
 

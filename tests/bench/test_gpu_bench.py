@@ -1,4 +1,4 @@
-"""The bench of GPUs, on the CPU: its page comes of the same code."""
+"""The bench of GPUs, run on the CPU by the same code."""
 
 import re
 import sys
@@ -32,7 +32,7 @@ def costs(subject: Subject, num_processes: int, environment: dict[str, str]) -> 
 
 @pytest.mark.slow
 def test_the_page_has_every_comparison_with_its_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs are made up, since measuring takes long."""
+    """Costs are given, since measuring takes long."""
     monkeypatch.setattr(machine, "measure", costs)
     lines = list(gpu.measured(NARROW, 1, {}, "nox -s gpu-bench -- --pairs 1", (ALONE, TWO)))
     assert lines[0] == "# Against plain PyTorch on a GPU"
@@ -69,7 +69,7 @@ def test_noise_and_settings_reach_both_sides() -> None:
 
 
 @pytest.mark.parametrize(("words", "num_alone"), [([], len(SINGLE_ON_GPU)), (["--short", "--pairs", "1"], 3)])
-def test_a_short_page_leaves_out_what_is_of_one_process(
+def test_a_short_page_leaves_out_comparisons_of_one_process(
     words: list[str], num_alone: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     given: list[Any] = []
@@ -91,7 +91,7 @@ def test_a_short_page_leaves_out_what_is_of_one_process(
     assert (tmp_path / "gpu.md").read_text() == "# a page\n"
 
 
-def test_without_a_gpu_there_is_no_page_but_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_bench_prints_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu"])
     before = gpu.PAGE.exists()

@@ -1,4 +1,4 @@
-"""The model of runs that are spoilt: of a module that imports no test, since a run names all that it imports."""
+"""The model of runs with damaged files, in a module that imports no test, since a run records all that it imports."""
 
 import os
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-CHANGE = "TEST_CHANGE"  # the environment variable that says how the model's code was changed
+CHANGE = "TEST_CHANGE"  # the environment variable that selects a change of the model's code
 
 
 class Small(nn.Module):
@@ -22,7 +22,7 @@ class Small(nn.Module):
 
 
 def small() -> nn.Module:
-    """Return the model; other ones stand for code that was changed, as the environment says."""
+    """Return the model, or the one with changed code that the environment selects."""
     model: Any = Small()
     change = os.environ.get(CHANGE, "")
     if change == "renamed":

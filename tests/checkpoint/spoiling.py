@@ -1,6 +1,6 @@
-"""Ways to spoil what a run has left on the disk: seals broken, or, as by somebody who knows how, made to fit again.
+"""Ways to damage the files of a run, with hashes broken or, as by an attacker, made to fit again.
 
-`main` makes two runs, spoils copies of them one after the other and resumes each, all in one process: a crash would be
+`main` makes two runs, damages copies of them one after the other and resumes each, all in one process: a crash would be
 seen.
 """
 
@@ -46,7 +46,7 @@ BEFORE, LAST = "step-00000012", 16
 
 
 class Left:
-    """What a run has left in its folder.
+    """The files of a run's folder.
 
     Attributes:
         folder: the run's.
@@ -68,14 +68,14 @@ class Left:
         return [self.last / part["file"] for part in json.loads(self.manifest.read_text())["parts"]]
 
     def change_manifest(self, change: Callable[[dict[str, Any]], object]) -> None:
-        """Change the manifest, and make its seal fit again."""
+        """Change the manifest, and make its hash fit again."""
         data = json.loads(self.manifest.read_text())
         del data["sha256"]
         change(data)
         self.manifest.write_text(_sealed(data))
 
     def reseal(self) -> None:
-        """Make sizes and hashes in the manifest fit what the parts are."""
+        """Make sizes and hashes in the manifest fit the parts."""
 
         def change(data: dict[str, Any]) -> None:
             for part in data["parts"]:
@@ -85,7 +85,7 @@ class Left:
         self.change_manifest(change)
 
     def change_part(self, index: int, change: Callable[[Any], Any]) -> None:
-        """Change what a part holds, sealed again; `change` may return something else altogether."""
+        """Change the data of a part, and make hashes fit again; `change` may return any object."""
         data = torch.load(self.parts[index], weights_only=True)
         torch.save(change(data) or data, self.parts[index])
         self.reseal()
@@ -118,9 +118,9 @@ def make_run(folder: Path, *words: str) -> None:
 
 
 def spoil_all(table: str, source: Path, room: Path, names: Sequence[str]) -> None:
-    """Spoil a copy of a run's folder in each way, resume it, and print what that said, a JSON object per line.
+    """Damage a copy of a run's folder in each way, resume it, and print the answers, a JSON object per line.
 
-    `table`, in the test module, has the ways by name, of which `names` are asked for; none are all. `source` has the
+    `table`, in the test module, has the ways by name; `names` selects some, or all if it is empty. `source` has the
     run's `pipebench-runs`; copies go to `room`.
     """
     ways: Mapping[str, Callable[[Left], object]] = getattr(importlib.import_module(TABLES), table)
@@ -144,7 +144,7 @@ def spoil_all(table: str, source: Path, room: Path, names: Sequence[str]) -> Non
 
 
 def main() -> None:
-    """Make runs in the folder that is named first, and spoil them in the ways that are named then, else in all.
+    """Make runs in the folder of the first argument, and damage them in the ways of the others, or in all ways.
 
     There is a run in processes already, in `in-processes`.
     """
@@ -166,7 +166,7 @@ def main() -> None:
         spoil_all(table, folder, room, names)
 
 
-# Ways to spoil tensors: what a tensor is replaced by.
+# Ways to damage tensors: replacements of a tensor.
 
 
 def strided(shape: tuple[int, ...]) -> torch.Tensor:
@@ -178,7 +178,7 @@ def quantized(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def replaced(section: str, name: str, value: Any, key: str | None = None) -> Callable[[Any], None]:
-    """Return what replaces an entry of a part, or of an optimizer's state in it; None removes it."""
+    """Return a function that replaces an entry of a part, or of an optimizer's state in it; None removes it."""
 
     def change(data: Any) -> None:
         entries = data[section] if key is None else data[section][name]
@@ -195,7 +195,7 @@ def in_part(index: int, change: Callable[[Any], Any]) -> Callable[[Left], None]:
 
 
 def in_progress(name: str, value: Any) -> Callable[[Left], None]:
-    """Return a way to spoil a field of the progress; `value` may be a function of what it was."""
+    """Return a way to damage a field of the progress; `value` may be a function of the old value."""
 
     def change(data: dict[str, Any]) -> None:
         progress = data["progress"]
@@ -208,7 +208,7 @@ def in_progress(name: str, value: Any) -> Callable[[Left], None]:
 
 
 def in_file(name: str, key: str, value: Any) -> Callable[[Left], None]:
-    """Return a way to spoil a field of a JSON file of the run's folder; None removes it."""
+    """Return a way to damage a field of a JSON file of the run's folder; None removes it."""
 
     def change(data: dict[str, Any]) -> None:
         if value is None:
@@ -220,17 +220,17 @@ def in_file(name: str, key: str, value: Any) -> Callable[[Left], None]:
 
 
 def with_code(change: str) -> Callable[[Left], None]:
-    """Return a way to leave the files, and change the model's code."""
+    """Return a way to change the model's code instead of the files."""
     return lambda left: os.environ.update({CHANGE: change})
 
 
 def in_manifest(change: Callable[[dict[str, Any]], object]) -> Callable[[Left], None]:
-    """Return a way to spoil the manifest, sealed again."""
+    """Return a way to damage the manifest, with a hash that fits."""
     return lambda left: left.change_manifest(change)
 
 
 def with_part(change: Callable[[Path], object], *, sealed: bool = False) -> Callable[[Left], None]:
-    """Return a way to spoil the first part as a file."""
+    """Return a way to damage the first part as a file."""
 
     def way(left: Left) -> None:
         change(left.parts[0])
@@ -241,7 +241,7 @@ def with_part(change: Callable[[Path], object], *, sealed: bool = False) -> Call
 
 
 def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
-    """Return what puts something else in a file's place."""
+    """Return a function that replaces a file by something else."""
 
     def change(path: Path) -> None:
         path.unlink()

@@ -15,7 +15,7 @@ def captured(engine: VirtualEngine) -> ModelState:
 
 
 def restored(setup: Setup, state: ModelState) -> VirtualEngine:
-    """Return a new engine that goes on from a state."""
+    """Return a new engine that continues from a state."""
     engine = make_engine(setup)
     for worker in engine.workers:
         worker.restore(state)

@@ -1,4 +1,4 @@
-"""Runs that an earlier tree has left: version 0.1.0 of 22 November 2026, before extensions had their package.
+"""Runs of an earlier version: 0.1.0 of 22 November 2026, before extensions had their package.
 
 Each of the folders in `of_0_1_0/` is a run of two epochs with its last checkpoint and its result.
 """
@@ -26,13 +26,13 @@ def run(*words: str) -> RunResult:
     return found
 
 
-def test_there_are_such_runs() -> None:
+def test_earlier_runs_exist() -> None:
     assert RUNS.keys() == {"moved", "pushed"}
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_an_earlier_run_is_read_and_goes_on(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its clock, curve and bytes are those of a run from the beginning, which also has its weights."""
+def test_an_earlier_run_is_read_and_resumed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its clock, curve, bytes and weights equal those of an uninterrupted run."""
     monkeypatch.chdir(tmp_path)
     folder = RunFolder(shutil.copytree(RUNS[name], Path("pipebench-runs", RUNS[name].name)))
     before = folder.result()

@@ -1,4 +1,4 @@
-"""`pipebench export` writes what the model's own `load_state_dict` takes, strictly."""
+"""`pipebench export` writes a file that the model's `load_state_dict` accepts with `strict`."""
 
 import os
 import pwd
@@ -103,13 +103,13 @@ def export(*arguments: str) -> Result:
 def refused(*arguments: str) -> str:
     result = export(*arguments)
     assert result.exit_code == 2, result.output
-    *told, line = result.stderr.splitlines()
-    assert all(each.startswith("pipebench: model.target: executes tests.checkpoint.test_export:") for each in told)
+    *notes, line = result.stderr.splitlines()
+    assert all(each.startswith("pipebench: model.target: executes tests.checkpoint.test_export:") for each in notes)
     return line.removeprefix("pipebench: error: ")
 
 
 @pytest.mark.parametrize(("model", "make"), [("tied", Tied), ("convolutions", ConvNet), ("unused", Unused)])
-def test_the_model_takes_what_is_exported(model: str, make: Any) -> None:
+def test_the_model_loads_exported_weights(model: str, make: Any) -> None:
     folder, expected = trained(model)
     result = export(folder.run_id)
     assert result.exit_code == 0, result.output
@@ -172,7 +172,7 @@ FED = """{target: "tests.checkpoint.test_export:fed", loss: cross_entropy, input
     ("kind", "mode", "gone"),
     [(Optional, "pipedream", False), (Undecided, "single", False), (Undecided, "single", True)],
 )
-def test_what_runs_is_exported(kind: type[Optional], mode: str, gone: bool) -> None:
+def test_every_model_that_runs_is_exported(kind: type[Optional], mode: str, gone: bool) -> None:
     """0.2.0: it said that the model can't be traced, as nothing fed its arguments or no mode let it be one layer.
 
     A parameter that no layer of a traced model uses is in no checkpoint; without the data, a model may be one layer.
@@ -194,7 +194,7 @@ def test_what_runs_is_exported(kind: type[Optional], mode: str, gone: bool) -> N
     assert not any(torch.equal(found[name], initial[name]) for name in ("first.weight", "last.weight"))
 
 
-def test_averages_are_exported_where_evaluations_see_them() -> None:
+def test_averages_are_exported_if_evaluations_use_them() -> None:
     averaging = OptimizerRecipe("asgd", 0.1, arguments={"t0": 0})
     folder, expected = trained("convolutions", make_optimizer=partial(make_optimizer, averaging))
     assert export(folder.run_id).exit_code == 0
@@ -214,7 +214,7 @@ def test_a_step_and_a_file_can_be_chosen_and_written_again() -> None:
     assert message == f"--step: got 5, allowed are the checkpoints of {folder.run_id}: 4, 8"
 
 
-def test_a_torn_checkpoint_is_named_and_the_one_before_exported() -> None:
+def test_a_damaged_checkpoint_is_named_and_the_one_before_exported() -> None:
     folder, _ = trained()
     part = next(folder.path.glob("checkpoints/step-00000008/stage-0-replica-0.*.pt"))
     part.write_bytes(part.read_bytes()[:-1])
@@ -225,7 +225,7 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_exported() -> None:
     assert f"{part}: has " in refused(folder.run_id, "--step", "8")
 
 
-def test_mistakes_are_answered_in_a_sentence(tmp_path: Path) -> None:
+def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
     assert "holds no run" in refused("none")
     folder, _ = trained(steps=())
     assert refused(folder.run_id) == f"run {folder.run_id} has no checkpoint to export"
@@ -255,25 +255,23 @@ def test_a_run_of_another_model_is_refused(tmp_path: Path) -> None:
     assert refused(folder.run_id, "--step", "8") == f"{found}: {problem}"
 
 
-def test_only_damaged_checkpoints_is_no_checkpoint() -> None:
+def test_only_damaged_checkpoints_are_refused() -> None:
     folder, _ = trained(steps=(4,))
     manifest = folder.path / "checkpoints/step-00000004/manifest.json"
     manifest.unlink()
     assert "has no whole checkpoint to export: skipped the checkpoint of step 4" in refused(folder.run_id)
 
 
-def test_whose_code_is_executed_is_told() -> None:
+def test_the_owner_of_executed_code_is_reported() -> None:
     folder, _ = trained()
     result = export(folder.run_id)
     owner = pwd.getpwuid(Path(__file__).stat().st_uid).pw_name
-    told = f"tests.checkpoint.test_export:tied from {Path(__file__)}, of user {owner}"
-    assert result.stderr == f"pipebench: model.target: executes {told}\n"
+    notes = f"tests.checkpoint.test_export:tied from {Path(__file__)}, of user {owner}"
+    assert result.stderr == f"pipebench: model.target: executes {notes}\n"
 
 
 @pytest.mark.parametrize("name", ["", "recipe.yaml", "run.json"])
-def test_another_users_run_is_refused_before_anything_of_it_is_executed(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_user_s_run_is_refused_before_its_code_is_executed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its recipe names code by target, and where to look for it: both are that user's."""
     folder, _ = trained()
     give_away(folder.path / name, monkeypatch)
@@ -305,7 +303,7 @@ def test_another_users_code_is_refused_and_executed_if_it_is_trusted(
     assert f"pipebench: model.target: executes their_code:tied from {code}, of user " in trusted.stderr
 
 
-def test_names_that_no_file_can_have_are_answered_in_a_sentence() -> None:
+def test_impossible_file_names_are_one_sentence() -> None:
     folder, _ = trained()
     assert refused("x" * 5000 + "/y").startswith("run: got 'xxx")
     assert "which exists and is no state_dict" in refused(folder.run_id, "--out", circle("circle"))
@@ -320,7 +318,7 @@ def circle(name: str) -> str:
     return name
 
 
-def test_trust_is_for_runs_that_go_on() -> None:
+def test_trust_is_only_for_resumed_runs() -> None:
     result = CliRunner().invoke(cli, ["run", "quickstart", "--trust"])
     assert result.exit_code == 2
     assert "--trust goes with --resume RUN" in result.stderr

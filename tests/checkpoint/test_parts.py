@@ -1,4 +1,4 @@
-"""What a checkpoint is checked for, function by function: a single wrong operator in one of them is seen here."""
+"""The checks of a checkpoint, function by function: a single wrong operator in one of them fails a test."""
 
 import types
 from contextlib import nullcontext
@@ -34,7 +34,7 @@ CLAIM = StateClaim(
         (("parameters", "other"), False),
     ],
 )
-def test_a_replica_wants_its_own_counters_and_streams_of_its_own_layers(key: tuple[str, str], wanted: bool) -> None:
+def test_a_replica_needs_its_counters_and_the_streams_of_its_layers(key: tuple[str, str], wanted: bool) -> None:
     assert CLAIM.wants(key) is wanted
 
 
@@ -48,7 +48,7 @@ def test_a_replica_wants_its_own_counters_and_streams_of_its_own_layers(key: tup
         (torch.zeros(4).as_strided((2, 2), (1, 1)), False),
     ],
 )
-def test_elements_stand_side_by_side_and_none_twice(tensor: torch.Tensor, dense: bool) -> None:
+def test_dense_tensors_have_every_element_once(tensor: torch.Tensor, dense: bool) -> None:
     assert _is_dense(tensor) is dense
 
 
@@ -85,7 +85,7 @@ PROGRESS = SavedProgress(
 @pytest.mark.parametrize(
     ("training_s", "refused"), [(2.0, False), (2.0 + 1e-10, False), (2.0 + 1e-6, True), (1.0, False)]
 )
-def test_training_takes_no_longer_than_the_clock_says(training_s: float, refused: bool) -> None:
+def test_training_time_beyond_the_clock_is_refused(training_s: float, refused: bool) -> None:
     progress = replace(PROGRESS, clock_s=2.0, training_s=training_s)
     refusal = pytest.raises(CheckpointError, match=r"progress.training_s: .* at most clock_s, 2")
     with refusal if refused else nullcontext():

@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint ends with the bits of one that never stopped, under the same plan."""
+"""A run resumed from a checkpoint with the same plan ends with the bits of one that never stopped."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -64,7 +64,7 @@ def bits(state: ModelState) -> dict[str, Any]:
     return found
 
 
-def check_going_on(make: Callable[[], Setup], before: int = BEFORE, after: int = AFTER) -> None:
+def check_resuming(make: Callable[[], Setup], before: int = BEFORE, after: int = AFTER) -> None:
     """Compare a run of `before` and `after` minibatches with one that stops and starts anew in between."""
     whole = make_engine(make())
     whole.train(0, before)
@@ -81,19 +81,19 @@ def check_going_on(make: Callable[[], Setup], before: int = BEFORE, after: int =
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_every_optimizer_goes_on(optimizer: str) -> None:
-    check_going_on(lambda: make_setup(Mlp(), ([2, 4], [1, 2, 1]), make_optimizer=OPTIMIZERS[optimizer]))
+def test_every_optimizer_resumes(optimizer: str) -> None:
+    check_resuming(lambda: make_setup(Mlp(), ([2, 4], [1, 2, 1]), make_optimizer=OPTIMIZERS[optimizer]))
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", MLP_PLANS)
 @pytest.mark.parametrize("optimizer", ["fused-momentum", "fused-adam"])
-def test_every_weight_policy_goes_on(plan: str, optimizer: str) -> None:
+def test_every_weight_policy_resumes(plan: str, optimizer: str) -> None:
     cut, columns = MLP_PLANS[plan]
-    check_going_on(lambda: make_setup(Mlp(), cut, make_optimizer=OPTIMIZERS[optimizer], **columns))
+    check_resuming(lambda: make_setup(Mlp(), cut, make_optimizer=OPTIMIZERS[optimizer], **columns))
 
 
-def test_the_mean_change_goes_on_under_another_plan_and_starts_anew_where_there_is_none() -> None:
+def test_pipemare_s_mean_change_resumes_with_another_plan_or_starts_anew() -> None:
     columns: Any = {"weights": "correct", "make_optimizer": OPTIMIZERS["fused-momentum"]}
     engine = make_engine(make_setup(Mlp(), ([2, 4], [1, 1, 1]), **columns))
     engine.train(0, BEFORE)
@@ -124,14 +124,14 @@ def average_all(model: nn.Module) -> nn.Module:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", [([4], [1, 1]), ([4], [2, 1]), ([], [2])], ids=str)
 @pytest.mark.parametrize("wrap", [lambda model: model, average_all], ids=["moving", "cumulative"])
-def test_running_statistics_and_counters_go_on(plan: Any, wrap: Any) -> None:
+def test_running_statistics_and_counters_resume(plan: Any, wrap: Any) -> None:
     """After 7 minibatches the two replicas have counted 4 and 3."""
     data = Blobs(shape=(2, 8, 8), dtype=torch.float32)
 
     def make() -> Setup:
         return make_setup(wrap(ConvNet(dropout=0.3)), plan, dataset=data, make_optimizer=OPTIMIZERS["fused-momentum"])
 
-    check_going_on(make)
+    check_resuming(make)
     engine = make_engine(make())
     engine.train(0, BEFORE)
     counts = [
@@ -151,8 +151,8 @@ def test_running_statistics_and_counters_go_on(plan: Any, wrap: Any) -> None:
     ],
     ids=str,
 )
-def test_streams_go_on(plan: Any, columns: Any) -> None:
-    check_going_on(lambda: text_setup(plan, dropout=0.2, make_optimizer=OPTIMIZERS["fused-adam"], **columns), 6, 8)
+def test_streams_resume(plan: Any, columns: Any) -> None:
+    check_resuming(lambda: text_setup(plan, dropout=0.2, make_optimizer=OPTIMIZERS["fused-adam"], **columns), 6, 8)
 
 
 def same_weights(engine: VirtualEngine, other: VirtualEngine, exactly: bool) -> None:
@@ -175,7 +175,7 @@ def same_weights(engine: VirtualEngine, other: VirtualEngine, exactly: bool) -> 
 )
 @pytest.mark.parametrize("optimizer", ["fused-momentum", "fused-adam"])
 def test_a_checkpoint_of_pipedream_loads_under_any_other_plan(plan: Any, columns: Any, optimizer: str) -> None:
-    """Modes without staleness go on alike, wherever they are cut."""
+    """Modes without staleness continue alike, wherever they are cut."""
     make = OPTIMIZERS[optimizer]
     pipedream = make_engine(make_setup(Mlp(), ([3, 6], [2, 1, 1]), make_optimizer=make))
     pipedream.train(0, BEFORE)
@@ -253,7 +253,7 @@ class Frozen(nn.Module):
         return self.head(self.fixed(x) * self.scale)
 
 
-def test_what_isnt_trained_is_carried_too() -> None:
+def test_untrained_tensors_are_restored_too() -> None:
     """Another seed stands for a library that draws other initial weights."""
     engine = make_engine(make_setup(Frozen(1), ([1], [1, 1])))
     engine.train(0, BEFORE)
@@ -272,7 +272,7 @@ def test_a_restored_replica_shares_nothing_with_the_state() -> None:
     assert bits(state) == before
 
 
-def test_a_replica_can_be_set_back_while_it_lives() -> None:
+def test_a_live_replica_can_be_set_back() -> None:
     """Restarting without a new process: versions that were alive don't come back."""
     setup = make_setup(Mlp(), ([2, 4], [1, 1, 1]), make_optimizer=OPTIMIZERS["fused-momentum"])
     engine = make_engine(setup)
@@ -286,7 +286,7 @@ def test_a_replica_can_be_set_back_while_it_lives() -> None:
     assert bits(captured(engine)) == ended
 
 
-def test_through_files_nothing_changes(tmp_path: Any) -> None:
+def test_states_are_unchanged_by_files(tmp_path: Any) -> None:
     setup = partial(text_setup, ([2], [2, 1]), make_optimizer=OPTIMIZERS["fused-adam"])
     engine = make_engine(setup())
     engine.train(0, 6)
@@ -333,7 +333,7 @@ def test_streams_that_cant_be_found_or_cut_are_refused() -> None:
         restored(text_setup(([2], [1, 1]), weights="one", order="all-forwards", microbatches=2), state)
 
 
-def test_names_that_tracing_adds_are_kept() -> None:
+def test_names_that_tracing_adds_are_stored() -> None:
     graph = trace(LanguageModel(0.5))
     names = own_names(graph)
     assert set(names.values()) == set(dict(graph.model.named_parameters()))
@@ -365,7 +365,7 @@ class Counting(nn.Module):
         return x
 
 
-def test_states_that_never_go_on_stand_in_no_ones_way() -> None:
+def test_states_that_are_not_continued_do_not_prevent_resuming() -> None:
     """The last minibatch of an epoch is short: it has fewer samples than there are microbatches."""
     data = Blobs(num_train=17)
     engine = make_engine(make_setup(Resting(), ([1], [1, 1]), dataset=data))
@@ -379,12 +379,12 @@ def test_states_that_never_go_on_stand_in_no_ones_way() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_gpu_goes_on_from_its_own_and_from_the_cpus_checkpoints(optimizer: str) -> None:
+def test_a_gpu_resumes_from_its_own_and_from_the_cpu_s_checkpoints(optimizer: str) -> None:
     def make(device: str) -> Setup:
         made = OPTIMIZERS[optimizer]
         return replace(make_setup(Mlp(), ([2, 4], [1, 2, 1]), make_optimizer=made), device=torch.device(device))
 
-    check_going_on(lambda: make("cuda"))
+    check_resuming(lambda: make("cuda"))
     engine = make_engine(make("cpu"))
     engine.train(0, BEFORE)
     restored(make("cuda"), captured(engine)).train(BEFORE, AFTER)

@@ -1,4 +1,4 @@
-"""Whatever is done to a run's files, going on with it is refused in one sentence, or goes on from what is whole."""
+"""Resuming a run with damaged files is refused in one sentence, or continues from a valid checkpoint."""
 
 import json
 import os
@@ -43,12 +43,12 @@ def parameter(value: Any, name: str = HEAD) -> Callable[[Left], None]:
     return in_part(2, replaced("parameters", name, value))
 
 
-def kept(value: Any, key: str = "exp_avg") -> Callable[[Left], None]:
+def adam(value: Any, key: str = "exp_avg") -> Callable[[Left], None]:
     return in_part(2, replaced("optimizer", HEAD, value, key))
 
 
 def of_run(**values: Any) -> Callable[[Left], None]:
-    """Return a way to let a checkpoint be of a run of which something else holds."""
+    """Return a way to make a checkpoint that of a run with other facts."""
     return in_manifest(lambda data: data["run"].update(values))
 
 
@@ -123,18 +123,18 @@ EXPECTED: Mapping[str, tuple[Way, str]] = {
     "change of nothing": (in_part(2, replaced("mean_change", "tail", torch.zeros(3))), "mean change of tail: is in"),
     "change a number": (in_part(2, replaced("mean_change", HEAD, 3.5)), "isn't a tensor among its mean_change"),
     # the optimizer's state
-    "state shape": (kept(torch.zeros(3)), "the optimizer's exp_avg of head.weight: found float32 [3]"),
-    "state larger": (kept(torch.zeros(1000, 144)), "found float32 [1000, 144], expected is float32 [10, 144]"),
-    "state transposed": (kept(torch.zeros(144, 10)), "found float32 [144, 10]"),
-    "state half": (kept(torch.zeros(SHAPE).half()), "found float16"),
-    "state sparse": (kept(torch.zeros(SHAPE).to_sparse()), "layout sparse_coo"),
-    "state expanded": (kept(torch.zeros(1).expand(SHAPE)), "of strides [0, 0]"),
-    "state overlapping": (kept(strided(SHAPE)), "of strides [1, 1]"),
-    "state on meta": (kept(torch.zeros(SHAPE, device="meta")), "on device meta"),
-    "state NaN": (kept(torch.full(SHAPE, NAN)), "isn't a number (NaN)"),
-    "state a list": (kept([0.0] * 1440), "found a list, expected is float32 [10, 144]"),
-    "state missing": (kept(None), "exp_avg of head.weight: found nothing"),
-    "state unknown": (kept(torch.zeros(SHAPE), "momentum_buffer"), "momentum_buffer of head.weight: found float32"),
+    "state shape": (adam(torch.zeros(3)), "the optimizer's exp_avg of head.weight: found float32 [3]"),
+    "state larger": (adam(torch.zeros(1000, 144)), "found float32 [1000, 144], expected is float32 [10, 144]"),
+    "state transposed": (adam(torch.zeros(144, 10)), "found float32 [144, 10]"),
+    "state half": (adam(torch.zeros(SHAPE).half()), "found float16"),
+    "state sparse": (adam(torch.zeros(SHAPE).to_sparse()), "layout sparse_coo"),
+    "state expanded": (adam(torch.zeros(1).expand(SHAPE)), "of strides [0, 0]"),
+    "state overlapping": (adam(strided(SHAPE)), "of strides [1, 1]"),
+    "state on meta": (adam(torch.zeros(SHAPE, device="meta")), "on device meta"),
+    "state NaN": (adam(torch.full(SHAPE, NAN)), "isn't a number (NaN)"),
+    "state a list": (adam([0.0] * 1440), "found a list, expected is float32 [10, 144]"),
+    "state missing": (adam(None), "exp_avg of head.weight: found nothing"),
+    "state unknown": (adam(torch.zeros(SHAPE), "momentum_buffer"), "momentum_buffer of head.weight: found float32"),
     "state empty": (in_part(2, replaced("optimizer", HEAD, {})), "of head.weight: found nothing, expected is"),
     "states swapped": (in_part(2, swap_states), "found float32 [10], expected is float32 [10, 144]"),
     "state of nothing": (in_part(2, replaced("optimizer", "tail", {})), "state of tail: is in the checkpoint"),
@@ -142,13 +142,13 @@ EXPECTED: Mapping[str, tuple[Way, str]] = {
     "state a tensor": (in_part(2, replaced("optimizer", HEAD, torch.zeros(3))), "isn't a parameter's state"),
     "state of one missing": (in_part(2, replaced("optimizer", HEAD, None)), "state of head.weight: found none"),
     "states of a stage missing": (in_part(0, lambda data: data["optimizer"].clear()), "state of conv.bias: found none"),
-    "step one less": (kept(torch.tensor(15.0), "step"), "optimizer's step of head.weight: found 15, expected is 16"),
-    "step one more": (kept(torch.tensor(17.0), "step"), "optimizer's step of head.weight: found 17, expected is 16"),
-    "step vector": (kept(torch.zeros(7), "step"), "step of head.weight: found float32 [7], expected is float32 []"),
-    "step NaN": (kept(torch.tensor(NAN), "step"), "step of head.weight: found an element that isn't a number"),
-    "step negative": (kept(torch.tensor(-5.0), "step"), "step of head.weight: found -5, expected is a number from 0"),
-    "step infinite": (kept(torch.tensor(float("inf")), "step"), "step of head.weight: found a huge number"),
-    "step a huge int": (kept(HUGE, "step"), "step of head.weight: found an int, expected is float32 []"),
+    "step one less": (adam(torch.tensor(15.0), "step"), "optimizer's step of head.weight: found 15, expected is 16"),
+    "step one more": (adam(torch.tensor(17.0), "step"), "optimizer's step of head.weight: found 17, expected is 16"),
+    "step vector": (adam(torch.zeros(7), "step"), "step of head.weight: found float32 [7], expected is float32 []"),
+    "step NaN": (adam(torch.tensor(NAN), "step"), "step of head.weight: found an element that isn't a number"),
+    "step negative": (adam(torch.tensor(-5.0), "step"), "step of head.weight: found -5, expected is a number from 0"),
+    "step infinite": (adam(torch.tensor(float("inf")), "step"), "step of head.weight: found a huge number"),
+    "step a huge int": (adam(HUGE, "step"), "step of head.weight: found an int, expected is float32 []"),
     # parts as a whole
     "section missing": (in_part(0, lambda data: {"buffers": {}}), "is not a checkpoint of pipebench"),
     "section unknown": (in_part(0, lambda data: {**data, "more": {}}), "is not a checkpoint of pipebench"),
@@ -342,21 +342,21 @@ CHANGES = {name: way for name, (way, _) in CHANGED.items()}
 
 
 def take_older_part(left: Left) -> None:
-    """Put the last stage's file of the checkpoint before in the place of the newer one."""
+    """Replace the last stage's file by that of the checkpoint before."""
     (older,) = (left.last.parent / BEFORE).glob("stage-1*.pt")
     shutil.copy(older, left.parts[2])
     left.reseal()
 
 
 def take_other_run_s(left: Left) -> None:
-    """Put the checkpoints of a run with another seed in the place of the run's."""
+    """Replace the run's checkpoints by those of a run with another seed."""
     (other,) = (left.folder.parents[2] / "other" / "pipebench-runs").iterdir()
     shutil.rmtree(left.last.parent)
     shutil.copytree(other / "checkpoints", left.last.parent)
 
 
 def forget_identity(left: Left) -> None:
-    """Leave what checkpoints held before they said whose they are."""
+    """Keep only the fields of checkpoints before they named their run."""
 
     def change(data: dict[str, Any]) -> None:
         del data["run"], data["progress"]["last_samples"]
@@ -397,8 +397,8 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def said(request: pytest.FixtureRequest, room: Path) -> Said:
-    """What is said of every way that a test here asks for, by table and name, by one process."""
+def answers(request: pytest.FixtureRequest, room: Path) -> Said:
+    """The answers to every way that a selected test needs, by table and name, from one process."""
     asked = [getattr(item, "callspec", None) for item in request.session.items if item.path == Path(__file__)]
     names: set[str] = {*FOREIGN}
     names.update(*(each.params.values() for each in asked if each is not None))
@@ -418,7 +418,7 @@ def said(request: pytest.FixtureRequest, room: Path) -> Said:
 
 
 def refusal(answer: Mapping[str, Any]) -> str:
-    """Return the one sentence of a user's mistake."""
+    """Return the single sentence of a user's mistake."""
     assert answer["code"] == 2, answer
     *executed, line = answer["said"].splitlines()
     assert len(executed) <= 1  # whose code would run; said where the run's own files are as they should be
@@ -430,14 +430,14 @@ def refusal(answer: Mapping[str, Any]) -> str:
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("way", EXPECTED)
-def test_a_spoilt_run_is_refused_in_one_sentence(said: Said, way: str) -> None:
-    """The spoilt checkpoint is the only one."""
-    assert EXPECTED[way][1] in refusal(said["WAYS"][way])
+def test_a_damaged_run_is_refused_in_one_sentence(answers: Said, way: str) -> None:
+    """The damaged checkpoint is the only one."""
+    assert EXPECTED[way][1] in refusal(answers["WAYS"][way])
 
 
 @pytest.mark.parametrize("way", PASSED_OVER)
-def test_a_good_checkpoint_before_the_spoilt_one_is_gone_on_from(said: Said, room: Path, way: str) -> None:
-    answer = said["PASSED_OVER"][way]
+def test_a_run_resumes_from_the_valid_checkpoint_before_a_damaged_one(answers: Said, room: Path, way: str) -> None:
+    answer = answers["PASSED_OVER"][way]
     assert answer["code"] == 0, answer
     *executed, line, last = answer["said"].splitlines()
     assert len(executed) <= 1  # whose code would run; said where the run's own files are as they should be
@@ -450,8 +450,8 @@ def test_a_good_checkpoint_before_the_spoilt_one_is_gone_on_from(said: Said, roo
 
 
 @pytest.mark.parametrize("way", TAKEN)
-def test_a_checkpoint_is_gone_on_from_and_what_is_strange_told(said: Said, room: Path, way: str) -> None:
-    answer = said["TAKEN_WAYS"][way]
+def test_a_run_resumes_from_a_checkpoint_and_reports_what_is_unusual(answers: Said, room: Path, way: str) -> None:
+    answer = answers["TAKEN_WAYS"][way]
     assert answer["code"] == 0, answer
     assert TAKEN[way][1] in answer["said"]
     first, *strange, last = answer["said"].splitlines()
@@ -462,30 +462,30 @@ def test_a_checkpoint_is_gone_on_from_and_what_is_strange_told(said: Said, room:
     assert answer["weights"] == weights_hash(run)
 
 
-def test_checkpoints_of_another_run_are_refused(said: Said) -> None:
-    """0.1.0 went on from them: the model and the numbers of samples are the same."""
-    line = refusal(said["FOREIGN"]["another run"])
+def test_checkpoints_of_another_run_are_refused(answers: Said) -> None:
+    """0.1.0 resumed from them: the model and the numbers of samples are the same."""
+    line = refusal(answers["FOREIGN"]["another run"])
     assert "is of another run: run_id: found small-" in line
     assert "; seed: found 1, expected is 0" in line
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", DECISIONS)
-def test_a_spoilt_decision_is_refused_in_one_sentence(said: Said, way: str) -> None:
+def test_a_damaged_decision_is_refused_in_one_sentence(answers: Said, way: str) -> None:
     """Before any process is started."""
-    assert DECISIONS[way][1] in refusal(said["DECISION_WAYS"][way])
+    assert DECISIONS[way][1] in refusal(answers["DECISION_WAYS"][way])
 
 
 @pytest.mark.parametrize("change", CHANGED)
-def test_a_model_whose_code_has_changed_is_told_in_one_sentence(said: Said, change: str) -> None:
-    line = refusal(said["CHANGES"][change])
+def test_a_model_whose_code_has_changed_is_reported_in_one_sentence(answers: Said, change: str) -> None:
+    line = refusal(answers["CHANGES"][change])
     assert CHANGED[change][1] in line
     assert line.endswith(", nor can the older one be used")
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("said")
-def test_processes_refuse_a_spoilt_checkpoint_or_pass_it_over(room: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("answers")
+def test_processes_refuse_or_skip_a_damaged_checkpoint(room: Path, tmp_path: Path) -> None:
     """First there is one before it, then none."""
     folder = tmp_path / "copy"
     shutil.copytree(room / "in-processes", folder)

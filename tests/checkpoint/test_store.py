@@ -1,4 +1,4 @@
-"""What is left of checkpoints after crashes, full disks and tampering, and what is said about it."""
+"""Checkpoints after crashes, full disks and tampering, and the messages."""
 
 import json
 import os
@@ -22,7 +22,7 @@ FIRST, SECOND = 10, 20
 
 
 def state(step: int, stage: int = 0, size: int = 40) -> ModelState:
-    """Return a state that tells step and stage."""
+    """Return a state that contains step and stage."""
     name = f"layer{stage}.weight"
     value = torch.full((size,), float(step * 100 + stage))
     return ModelState(
@@ -55,14 +55,14 @@ def newest(store: Checkpoints) -> tuple[int | None, list[str]]:
 
 
 @pytest.mark.parametrize("epoch", ["two", None, float("inf")])
-def test_epochs_that_cannot_be_read_are_none_that_were_trained(tmp_path: Path, epoch: object) -> None:
+def test_unreadable_epochs_count_as_not_trained(tmp_path: Path, epoch: object) -> None:
     """0.2.0, on --resume, before a checkpoint is checked: the text of another type ended in an internal error."""
     store = Checkpoints(tmp_path)
     store.commit(4, write(store, 4), {"epoch": epoch})
     assert store.epochs() == 0.0
 
 
-def test_nothing_is_written_where_a_runs_folder_was_removed(tmp_path: Path) -> None:
+def test_nothing_is_written_after_a_run_s_folder_was_removed(tmp_path: Path) -> None:
     """It was made again, with checkpoints alone: no command finds a run by them, and the folder couldn't come back."""
     store = Checkpoints(tmp_path / "run-12345678" / "checkpoints")
     store.folder.parent.mkdir()
@@ -100,7 +100,7 @@ def check_skipped(saved: Saved, path: Path, reason: str) -> None:
     assert "\n" not in sentence
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_an_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
     assert newest(Checkpoints(tmp_path / "none")) == (None, [])
     with pytest.raises(CheckpointError, match=r"manifest.json: is missing, so the checkpoint was never finished"):
         Checkpoints(tmp_path / "none").at(3)
@@ -111,21 +111,21 @@ def test_the_newest_is_found(saved: Saved) -> None:
     assert saved.store.at(FIRST).step == FIRST
 
 
-def test_a_part_torn_anywhere_is_found_out(saved: Saved) -> None:
+def test_a_part_truncated_anywhere_is_detected(saved: Saved) -> None:
     content = saved.parts[1].read_bytes()
     for length in range(0, len(content), 97):
         saved.parts[1].write_bytes(content[:length])
         check_skipped(saved, saved.parts[1], f"has {length:,} bytes instead of {len(content):,}")
 
 
-def test_a_flipped_byte_anywhere_is_found_out(saved: Saved) -> None:
+def test_a_flipped_byte_anywhere_is_detected(saved: Saved) -> None:
     content = saved.parts[0].read_bytes()
     for place in range(0, len(content), 53):
         saved.parts[0].write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         check_skipped(saved, saved.parts[0], "isn't what was written")
 
 
-def test_a_manifest_torn_anywhere_is_found_out(saved: Saved) -> None:
+def test_a_manifest_truncated_anywhere_is_detected(saved: Saved) -> None:
     path = saved.folder / MANIFEST
     content = path.read_bytes()
     for length in range(0, len(content), 7):
@@ -133,7 +133,7 @@ def test_a_manifest_torn_anywhere_is_found_out(saved: Saved) -> None:
         check_skipped(saved, path, "isn't what was written")
 
 
-def test_a_flipped_byte_of_the_manifest_changes_nothing_unnoticed(saved: Saved) -> None:
+def test_a_flipped_byte_of_the_manifest_is_detected_or_harmless(saved: Saved) -> None:
     path = saved.folder / MANIFEST
     content = path.read_bytes()
     noticed = 0
@@ -229,8 +229,8 @@ class Bomb:
     ],
     ids=["bomb", "other", "list", "number", "optimizer"],
 )
-def test_consistent_tampering_doesnt_get_in(saved: Saved, tmp_path: Path, make: Any, reason: str) -> None:
-    """Whoever can write hashes, too, still can't have code run."""
+def test_consistent_tampering_executes_no_code(saved: Saved, tmp_path: Path, make: Any, reason: str) -> None:
+    """An attacker who also changes hashes still can't run code."""
     target = tmp_path / "exploded"
     path = saved.folder / "stage-0.000000000000.pt"
     torch.save(make(target), path)
@@ -240,7 +240,7 @@ def test_consistent_tampering_doesnt_get_in(saved: Saved, tmp_path: Path, make: 
     assert not target.exists()
 
 
-def test_only_the_newest_are_kept_and_leftovers_go(tmp_path: Path) -> None:
+def test_only_the_newest_checkpoints_are_kept_and_partial_ones_removed(tmp_path: Path) -> None:
     store = Checkpoints(tmp_path / "checkpoints", keep=2)
     for step in (10, 20, 30):
         save(store, step)
@@ -258,7 +258,7 @@ def test_only_the_newest_are_kept_and_leftovers_go(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_run_set_back_leaves_its_former_future(tmp_path: Path) -> None:
+def test_a_rewound_run_removes_its_later_checkpoints(tmp_path: Path) -> None:
     store = Checkpoints(tmp_path / "checkpoints")
     for step in (10, 30):
         save(store, step)
@@ -266,7 +266,7 @@ def test_a_run_set_back_leaves_its_former_future(tmp_path: Path) -> None:
     assert store.steps() == [10, 20]
 
 
-def test_the_same_step_again_leaves_the_first_whole_until_the_second_is(saved: Saved) -> None:
+def test_the_same_step_again_keeps_the_first_checkpoint_until_the_second_is_complete(saved: Saved) -> None:
     before = {path.name: path.read_bytes() for path in saved.folder.iterdir()}
     parts = [saved.store.write_part(SECOND, f"stage-{stage}", state(FIRST, stage, size=50)) for stage in range(2)]
     assert newest(saved.store) == (SECOND, [])
@@ -277,7 +277,7 @@ def test_the_same_step_again_leaves_the_first_whole_until_the_second_is(saved: S
     assert newest(saved.store) == (SECOND, [])
 
 
-def test_an_abandoned_step_leaves_nothing(saved: Saved) -> None:
+def test_an_abandoned_step_leaves_no_files(saved: Saved) -> None:
     write(saved.store, 30)
     saved.store.abandon(30)
     saved.store.abandon(40)
@@ -358,16 +358,16 @@ def run_limited(folder: Path, size: int, limit: str = "") -> str:
     return done.stdout
 
 
-def test_a_limit_on_files_sizes_leaves_the_process_alive(tmp_path: Path) -> None:
-    """The system itself refuses; what it said comes out, not what torch's zip writer makes of it."""
+def test_a_limit_on_file_sizes_is_an_error_and_not_a_crash(tmp_path: Path) -> None:
+    """The error is the system's, not that of torch's zip writer."""
     # Python 3.11 keeps a compiled module that the limit cut short, and every later import of it fails.
     limit = """
 import resource, sys
 sys.dont_write_bytecode = True
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 """
-    told = run_limited(tmp_path / "store", 100_000, limit)
-    assert told == "failed: File too large\n(10, []) ['step-00000010']\n"
+    printed = run_limited(tmp_path / "store", 100_000, limit)
+    assert printed == "failed: File too large\n(10, []) ['step-00000010']\n"
 
 
 @pytest.fixture
@@ -383,12 +383,12 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_disk_that_is_full_leaves_the_process_alive(tiny_disk: Path) -> None:
-    told = run_limited(tiny_disk, 100_000)
-    assert told == "failed: No space left on device\n(10, []) ['step-00000010']\n"
+def test_a_full_disk_is_an_error_and_not_a_crash(tiny_disk: Path) -> None:
+    printed = run_limited(tiny_disk, 100_000)
+    assert printed == "failed: No space left on device\n(10, []) ['step-00000010']\n"
 
 
-def test_a_view_is_written_without_what_it_is_a_view_of(tmp_path: Path) -> None:
+def test_a_view_is_written_without_its_base(tmp_path: Path) -> None:
     large = torch.zeros(1000, 1000)
     views = {"row": large[3], "column": large[:, 3], "some": large[:4, ::2].t(), "expanded": torch.ones(1).expand(8)}
     part = Checkpoints(tmp_path).write_part(1, "stage-0", ModelState(dict(views)))
@@ -400,21 +400,21 @@ def test_a_view_is_written_without_what_it_is_a_view_of(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path).at(1).load().parameters["row"].sum() == 0
 
 
-def test_what_couldnt_be_read_back_is_refused_when_it_is_written(tmp_path: Path) -> None:
+def test_states_that_could_not_be_read_back_are_refused_when_written(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"0/0/core holds a Saved; a checkpoint holds tensors, numbers"):
         Checkpoints(tmp_path).write_part(1, "a", ModelState(carried={"0/0/core": [Saved(None, None, None)]}))  # type: ignore[arg-type]
 
 
-def test_the_manifest_is_json_that_people_can_read(saved: Saved) -> None:
+def test_the_manifest_is_readable_json(saved: Saved) -> None:
     manifest = json.loads((saved.folder / MANIFEST).read_text())
     assert manifest["step"] == SECOND
     assert [part["file"] for part in manifest["parts"]] == [path.name for path in saved.parts]
 
 
-def test_a_crash_between_any_two_steps_of_the_work_leaves_a_whole_checkpoint(
+def test_a_crash_between_any_two_steps_of_writing_leaves_a_complete_checkpoint(
     saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before everything that changes the disk, what is there is what a restarted run would find."""
+    """Before each change of the disk, the files are checked as a restarted run would find them."""
     found: list[int | None] = []
 
     def look() -> None:
@@ -456,7 +456,7 @@ for step in range(30, 10**6, 10):
 """
 
 
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(saved: Saved, tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(saved: Saved, tmp_path: Path) -> None:
     out, main = tmp_path / "out.txt", partial(exec, KILLED, {})
     with CopiedCommand([str(saved.store.folder)], tmp_path, out, out, main=main) as process:
         wait_for(lambda: saved.store.steps()[-1] > SECOND + 10)  # and so the one before is whole

@@ -1,4 +1,4 @@
-"""The Python API: what the commands do, with objects for answers."""
+"""The Python API: the commands as functions that return objects."""
 
 import json
 import subprocess
@@ -53,7 +53,7 @@ def invoke(*words: str) -> Result:
     return CliRunner().invoke(cli, words)
 
 
-def test_importing_it_is_cheap() -> None:
+def test_importing_the_api_is_cheap() -> None:
     code = (
         "import sys, pipebench; pipebench.__version__, dir(pipebench)\n"
         "assert not {'torch', 'numpy', 'rich', 'click', 'omegaconf', 'mlflow', 'pandas'} & {*sys.modules}\n"
@@ -103,7 +103,7 @@ def test_keys_are_sections_or_dotted_and_answers_are_rows_and_figures() -> None:
     wait_for(lambda: senders() <= before)
 
 
-def test_a_profile_is_what_its_command_prints() -> None:
+def test_a_profile_equals_its_command_s() -> None:
     found = pipebench.profile("small.yaml")
     shown = invoke("profile", "small.yaml", "--json")
     assert json.loads(shown.stdout) == found.to_dict()
@@ -126,7 +126,7 @@ def test_models_and_data_are_objects() -> None:
     assert fresh.result.recipe["model.depth"] == "3"
 
 
-def test_loaders_say_the_data_and_objects_replace_a_file_s_section() -> None:
+def test_loaders_give_the_data_and_objects_replace_a_file_s_section() -> None:
     train, held_out = (DataLoader(data, 12, shuffle=True) for data in DATA)
     dataset = {"target": (train, held_out), "loss": "cross_entropy", "metrics": ["top1"]}
     loaded = pipebench.load_recipe("quickstart/dp", model=net, dataset=dataset)
@@ -134,12 +134,12 @@ def test_loaders_say_the_data_and_objects_replace_a_file_s_section() -> None:
     assert loaded.recipe.train.max_epochs == pipebench.load_recipe("quickstart/dp").recipe.train.max_epochs
     assert pipebench.plan(loaded, others=False).rows()[0]["mode"] == "dp"
     drawn = DataLoader(DATA[0], 12, sampler=WeightedRandomSampler([1.0] * 48, 48))
-    told = mistake(pipebench.plan, SMALL, model=net, dataset={**dataset, "target": (drawn, held_out)})
-    assert "the loader of train has a sampler of its own" in told
-    assert "give its data set, `loader.dataset`" in told
+    message = mistake(pipebench.plan, SMALL, model=net, dataset={**dataset, "target": (drawn, held_out)})
+    assert "the loader of train has a sampler of its own" in message
+    assert "give its data set, `loader.dataset`" in message
     whole = DataLoader(DATA[0], 12, drop_last=True)
-    told = mistake(pipebench.plan, SMALL, model=net, dataset={**dataset, "target": (whole, held_out)})
-    assert "the loader of train has drop_last=True, and every sample is read once an epoch" in told
+    message = mistake(pipebench.plan, SMALL, model=net, dataset={**dataset, "target": (whole, held_out)})
+    assert "the loader of train has drop_last=True, and every sample is read once an epoch" in message
 
 
 def mistake(function: Any, *given: Any, **keys: Any) -> str:
@@ -149,14 +149,15 @@ def mistake(function: Any, *given: Any, **keys: Any) -> str:
 
 
 @pytest.mark.parametrize("words", ["train.max_epoch=1", "parallelism.mode=gpip", "train.minibatch_size=0"])
-def test_mistakes_are_the_command_s_sentences(words: str) -> None:
-    """But for where a key is: 0.2.0 said that it is on a command line."""
+def test_mistakes_have_the_command_s_sentences(words: str) -> None:
+    """Except for the place of a key: 0.2.0 named the command line."""
     key, _, text = words.partition("=")
     value: object = int(text) if text.isdigit() else text
-    told = mistake(pipebench.run, "quickstart", **{key: value})
-    assert told.startswith(f"arguments: {key}: ")
+    message = mistake(pipebench.run, "quickstart", **{key: value})
+    assert message.startswith(f"arguments: {key}: ")
     assert (
-        invoke("run", "quickstart", words).stderr == f"pipebench: error: command line{told.removeprefix('arguments')}\n"
+        invoke("run", "quickstart", words).stderr
+        == f"pipebench: error: command line{message.removeprefix('arguments')}\n"
     )
 
 
@@ -165,10 +166,10 @@ def test_mistakes_with_objects() -> None:
     assert "engine.kind: distributed starts processes" in mistake(
         pipebench.run, SMALL, model=net, engine={"kind": "distributed"}
     )
-    told = mistake(pipebench.run, "quickstart", train={"seed": [0, 1]})
-    assert told.startswith("arguments: train.seed: got a list, one value is needed here")
-    told = mistake(pipebench.compare, SMALL, model=net, seeds=[0], train={"seed": 3})
-    assert told.startswith(
+    message = mistake(pipebench.run, "quickstart", train={"seed": [0, 1]})
+    assert message.startswith("arguments: train.seed: got a list, one value is needed here")
+    message = mistake(pipebench.compare, SMALL, model=net, seeds=[0], train={"seed": 3})
+    assert message.startswith(
         "arguments: train.seed: got 3, and seeds 0 replace it in every run: leave out one of the two"
     )
     assert "was an object of a process that has ended" in mistake(getattr, objects, "net_9")
@@ -195,22 +196,22 @@ def test_mistakes_with_objects() -> None:
 
 
 @pytest.mark.slow
-def test_processes_print_no_result_that_the_caller_is_given(capfd: pytest.CaptureFixture[str]) -> None:
+def test_processes_do_not_print_the_returned_result(capfd: pytest.CaptureFixture[str]) -> None:
     keys = {"train.max_epochs": 1, "engine.kind": "distributed", "cluster.count": 2, "parallelism.plan": "1-1"}
     assert pipebench.run("small.yaml", on_progress=silent, **keys).to_dict()["engine"] == "distributed"
     assert capfd.readouterr().out == ""
 
 
-def test_json_is_all_that_is_printed_on_standard_output() -> None:
+def test_only_json_is_printed_on_standard_output() -> None:
     """By processes of the run, too."""
     assert json.loads(invoke("run", "small.yaml", "engine.kind=simulated", "--json").stdout)["outcome"] == "completed"
     keys = ("train.max_epochs=1", "engine.kind=distributed", "cluster.count=2", "parallelism.plan=1-1")
     done = run_copy(["run", "small.yaml", *keys, "--json-lines"], Path.cwd())
     assert done.returncode == 0, done.stderr
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    assert (told[-1]["event"], told[-1]["engine"]) == ("result", "distributed")
-    assert {each["name"] for each in told} == {told[-1]["name"]}
-    assert {"progress", "evaluation"} <= {each["event"] for each in told}, done.stderr
+    message = [json.loads(line) for line in done.stdout.splitlines()]
+    assert (message[-1]["event"], message[-1]["engine"]) == ("result", "distributed")
+    assert {each["name"] for each in message} == {message[-1]["name"]}
+    assert {"progress", "evaluation"} <= {each["event"] for each in message}, done.stderr
     lines = invoke("run", "small.yaml", "train.max_epochs=1", "--json-lines").stdout.splitlines()
     events = [json.loads(line)["event"] for line in lines]
     assert events[-1] == "result"
@@ -219,11 +220,11 @@ def test_json_is_all_that_is_printed_on_standard_output() -> None:
     assert largest["minibatch_size"] in [trial["minibatch_size"] for trial in largest["trials"]]
 
 
-def test_json_of_what_there_is_to_name() -> None:
+def test_json_of_listings() -> None:
     assert json.loads(invoke("show", "quickstart/dp", "--json").stdout)["name"] == "quickstart-dp"
     assert json.loads(invoke("show", "cluster-a", "--json").stdout)["device"]
     assert {*json.loads(invoke("ls", "--json", "modes").stdout)["modes"]} >= {"dp", "gpipe"}
 
 
-def test_a_file_after_json_is_refused_with_what_to_say_instead() -> None:
+def test_a_file_after_json_is_refused_with_advice() -> None:
     assert "to write q.json, say --out q.json" in invoke("profile", "quickstart", "--json", "q.json").stderr

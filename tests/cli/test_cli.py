@@ -22,7 +22,7 @@ from tests.support import raise_as_ours
 
 
 class FakeRunner(types.ModuleType):
-    """Stands in for `pipebench.run.runner`: keeps what it was asked for."""
+    """Stands in for `pipebench.run.runner`: records its calls."""
 
     def __init__(self) -> None:
         super().__init__("pipebench.run.runner")
@@ -91,7 +91,7 @@ def test_run_a_folder(runner: FakeRunner) -> None:
 
 
 @pytest.mark.parametrize("kind", [PlanError, ScheduleError, KeyError, click.UsageError])
-def test_no_answer_moves_the_cursor(runner: FakeRunner, kind: type[Exception]) -> None:
+def test_no_output_has_terminal_control_characters(runner: FakeRunner, kind: type[Exception]) -> None:
     runner.answer = kind("the model's \x1b, \x85, \u2028, \ud800 and \r")
     said = invoke("run", "quickstart").stderr.split("\n")
     assert all(line.isprintable() for line in said)
@@ -215,7 +215,7 @@ def test_ls() -> None:
     assert all(len(line.split(maxsplit=1)) == 2 for line in invoke("ls", "recipes").stdout.splitlines())
 
 
-def test_help_teaches_and_is_light() -> None:
+def test_help_has_examples_and_imports_little() -> None:
     code = "import sys, pipebench.cli.main as c; c.cli(['--help'], standalone_mode=False); print(sorted(sys.modules))"
     result = python("-c", code)
     assert result.returncode == 0
@@ -229,11 +229,11 @@ def test_help_of_commands(command: str) -> None:
     assert invoke(command, "--help").exit_code == 0
 
 
-def test_module_runs_and_says_its_version() -> None:
+def test_the_module_prints_its_version() -> None:
     assert python("-m", "pipebench", "--version").stdout == f"pipebench, version {pipebench.__version__}\n"
 
 
-def test_a_reader_that_goes_away_sees_no_traceback() -> None:
+def test_a_closed_pipe_causes_no_traceback() -> None:
     """As in `pipebench ls modes | head -0`: the pipe is closed before the first line."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -252,14 +252,16 @@ def test_a_pipe_that_breaks_inside_is_a_failure(runner: FakeRunner) -> None:
     assert "a worker died" in answer.stderr
 
 
-def test_ls_lists_what_has_a_word() -> None:
+def test_ls_lists_every_kind() -> None:
     lines = CliRunner().invoke(cli, ["ls", "recipes", "GNMT16"]).output.splitlines()
     assert lines
     assert all("gnmt" in line.lower() for line in lines)
     assert CliRunner().invoke(cli, ["ls", "models", "vgg"]).output.splitlines()[0].startswith("vgg16")
 
 
-def test_a_slow_command_says_what_it_loads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slow_command_prints_what_it_loads(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Whatever its output is read by: a line on the standard error, once it takes long, unless that is no file."""
 
     class Late:
@@ -269,20 +271,20 @@ def test_a_slow_command_says_what_it_loads(monkeypatch: pytest.MonkeyPatch, caps
             self.tell = tell
 
         def start(self) -> None:
-            told.append(self.tell)
+            calls.append(self.tell)
 
         def cancel(self) -> None:
-            told.append(self.cancel)
+            calls.append(self.cancel)
 
-    told: list[Callable[[], None]] = []
+    calls: list[Callable[[], None]] = []
     monkeypatch.setattr(group, "Timer", Late)
     read, write = os.pipe()
     with os.fdopen(read), os.fdopen(write, "w") as pipe:
         monkeypatch.setattr(sys, "stderr", pipe)
         assert cli.main(["ls", "modes"], standalone_mode=False) == 0
     monkeypatch.undo()
-    assert len(told) == 2
-    told[0]()
+    assert len(calls) == 2
+    calls[0]()
     assert capsys.readouterr().err.startswith("pipebench ls: ")
     assert group._what_is_loading({"torch", "mlflow"}) == "loading mlflow"
     assert group._what_is_loading(set[str]()) == "starting"

@@ -1,4 +1,4 @@
-"""`pipebench compare` on runs in a real store and on records that MLflow hasn't."""
+"""`pipebench compare` on runs in a real store and on records that aren't in MLflow."""
 
 import re
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ def _in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> list[RunLog]:
-    """Three runs that MLflow has, two of one recipe, and one that is only on the disk; one that goes on."""
+    """Three runs in MLflow, two of one recipe, one that is only on the disk, and one that still runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -72,7 +72,7 @@ def compare(*words: str) -> Result:
     return CliRunner().invoke(cli, ["compare", *words])
 
 
-def test_runs_stand_side_by_side_with_what_differs_in_their_recipes(folder: Path, runs: list[RunLog]) -> None:
+def test_runs_are_compared_with_their_recipes_differences(folder: Path, runs: list[RunLog]) -> None:
     (folder / "out").mkdir()
     done = compare("printed-dp-4", "quickstart-pipedream", "gpipe-0a", "--out", "out")
     assert done.exit_code == 0, done.output
@@ -93,7 +93,7 @@ def test_runs_stand_side_by_side_with_what_differs_in_their_recipes(folder: Path
 
 
 @pytest.mark.usefixtures("runs")
-def test_nothing_else_is_overwritten(folder: Path) -> None:
+def test_other_files_are_not_overwritten(folder: Path) -> None:
     (folder / "mine").mkdir()
     (folder / "mine" / "comparison.md").write_text("mine")
     done = compare("dp 4", "pipedream", "--out", "mine")
@@ -107,7 +107,7 @@ def test_nothing_else_is_overwritten(folder: Path) -> None:
 
 @pytest.mark.usefixtures("runs")
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "sentence"),
     [
         (("dp 4", "pipdream"), r"run: got 'pipdream', allowed are ids, .*\(dp 4\).*; did you mean 'pipedream'\?"),
         (("quickstart-dp", "pipedream"), r"got 'quickstart-dp', which matches 2 runs: .*\(dp 4, seed 1\), .*\(dp 4\)"),
@@ -118,14 +118,14 @@ def test_nothing_else_is_overwritten(folder: Path) -> None:
         (("pipedream",), r"comparison: got a run, \w{8} \(pipedream\); allowed are a comparison, or at least two runs"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_compared_is_told_in_one_sentence(words: tuple[str, ...], said: str) -> None:
+def test_runs_that_cannot_be_compared_are_one_sentence(words: tuple[str, ...], sentence: str) -> None:
     done = compare(*words)
     assert done.exit_code == 2
     (line,) = [line for line in done.output.splitlines() if "rror: " in line]
-    assert re.search(said, line), line
+    assert re.search(sentence, line), line
 
 
-def test_where_nothing_is_recorded_that_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_runs_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = compare("a", "b")
     assert done.exit_code == 2
@@ -133,7 +133,7 @@ def test_where_nothing_is_recorded_that_is_told(tmp_path: Path, monkeypatch: pyt
     assert not any(tmp_path.iterdir())
 
 
-def test_seeds_of_a_recipe_are_one_row_and_anything_else_has_a_name_of_its_own() -> None:
+def test_seeds_of_a_recipe_are_one_row_and_other_runs_have_unique_names() -> None:
     def named(*results: RunResult) -> list[str]:
         ids = [f"{index:08x}{'f' * 24}" for index in range(len(results))]
         return [each.name for each in labelled([Recorded(i, "1", r, 0, "") for i, r in zip(ids, results, strict=True)])]

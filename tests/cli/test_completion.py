@@ -1,4 +1,4 @@
-"""Completion in the shell: what click asks for, and what bash gets."""
+"""Completion in the shell, by click's interface and in bash."""
 
 import subprocess
 import sys

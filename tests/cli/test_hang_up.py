@@ -15,7 +15,7 @@ from tests.recipes import uniform_recipe
 
 @pytest.mark.parametrize("kind", ["virtual", "distributed"])
 def test_a_run_whose_terminal_is_closed_stops_with_a_checkpoint(kind: str, tmp_path: Path) -> None:
-    """What it goes on to print is dropped."""
+    """Its further output is dropped."""
     (tmp_path / "small.yaml").write_text(uniform_recipe(2, 64, 8, 8, "mode: gpipe, plan: 1-1"))
     words = ["run", "small.yaml", f"engine.kind={kind}", "train.max_epochs=1000000", "train.target=null"]
     ours, theirs = pty.openpty()

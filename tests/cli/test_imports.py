@@ -1,6 +1,6 @@
-"""What a command imports decides how long it takes to start: these need none of the large libraries.
+"""Imports decide how long a command takes to start: these commands need none of the large libraries.
 
-One process runs them one after the other: what the first needs, the last may have, but none needs a large one.
+One process runs them one after the other: modules of the first remain for the others, but none needs a large one.
 """
 
 import subprocess

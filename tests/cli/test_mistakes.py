@@ -1,4 +1,4 @@
-"""Mistakes with what commands write, list and read, each with the one sentence that says so; exit code 2."""
+"""Mistakes with files that commands write, list and read: one sentence each, and exit code 2."""
 
 import errno
 import importlib
@@ -37,20 +37,20 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("words", "told"), MISTAKES)
-def test_a_mistake_is_one_sentence(words: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("words", "message"), MISTAKES)
+def test_a_mistake_is_one_sentence(words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("small.yaml").write_text(uniform_recipe(8, 2000, 250, minibatch_size=250))
     done = CliRunner().invoke(cli, words.split())
     assert done.exit_code == 2, done.output
     said = without_phases(done.stderr)
-    assert said.startswith(f"pipebench: error: {told}")
+    assert said.startswith(f"pipebench: error: {message}")
     assert said.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"], "nothing has run"
 
 
-def test_the_program_alone_prints_its_help() -> None:
-    """Every line of it was told as an error."""
+def test_the_program_without_arguments_prints_its_help() -> None:
+    """Once every line of it was printed as an error."""
     done = CliRunner().invoke(cli, [])
     assert done.exit_code == 2
     assert done.output == CliRunner().invoke(cli, ["--help"]).output
@@ -59,10 +59,10 @@ def test_the_program_alone_prints_its_help() -> None:
 @pytest.mark.parametrize(
     ("size", "expected"), [("four", True), ("0", True), ("2", True), ("1", False), ("", False)], ids=repr
 )
-def test_a_number_of_processes_that_is_none_is_left_to_those_who_join(
+def test_an_invalid_number_of_processes_is_reported_by_the_workers(
     size: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which of a launcher's variables is wrong they say in a sentence; here it was a traceback."""
+    """Workers report a launcher's wrong variable in one sentence; it was a traceback."""
     monkeypatch.delenv("PIPEBENCH_RUN", raising=False)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", size)
@@ -78,7 +78,7 @@ def test_a_link_to_itself_in_a_folder_of_recipes_is_named(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize(
-    ("shell", "code", "told"),
+    ("shell", "code", "message"),
     [
         ("show >&-", 0, ""),
         ("show 2>&- >&-", 0, ""),
@@ -95,7 +95,7 @@ def test_a_link_to_itself_in_a_folder_of_recipes_is_named(tmp_path: Path, monkey
         ("plan --no-others | true; exit ${PIPESTATUS[0]}", 141, ""),
     ],
 )
-def test_an_output_that_takes_nothing(shell: str, code: int, told: str, tmp_path: Path) -> None:
+def test_a_closed_or_full_output_is_one_sentence(shell: str, code: int, message: str, tmp_path: Path) -> None:
     """A closed one was a traceback, a full one, too, and rich ended with 1, a missed target, for a reader that left."""
     (tmp_path / "small.yaml").write_text(uniform_recipe(8, 2000, 250, minibatch_size=250))
     command, _, rest = shell.partition(" ")
@@ -105,13 +105,13 @@ def test_an_output_that_takes_nothing(shell: str, code: int, told: str, tmp_path
     line = f"{sys.executable} -m pipebench {words} {rest}"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == code, done.stderr
-    if told or not code:
-        assert without_phases(done.stderr) == told
+    if message or not code:
+        assert without_phases(done.stderr) == message
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "`ulimit -n`"),
         (OSError(errno.EFBIG, os.strerror(errno.EFBIG)), "`ulimit -f`"),
@@ -119,16 +119,16 @@ def test_an_output_that_takes_nothing(shell: str, code: int, told: str, tmp_path
         (RuntimeError(os.strerror(errno.EAGAIN)), "`ulimit -u`"),  # of a thread of Gloo's
     ],
 )
-def test_a_limit_of_the_system_is_named(error: Exception, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_the_system_is_named(error: Exception, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was a traceback. A run that trains when it meets one starts again, and its checkpoints are there to resume."""
     monkeypatch.setattr(importlib.import_module("pipebench.cli.ls"), "_rows", Mock(side_effect=error))
     done = CliRunner().invoke(cli, ["ls"])
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
-    assert told in done.stderr
+    assert message in done.stderr
     failure = of_exception(error, rank=1)
     assert (failure.exit_code, worth_restart(failure, started=False)) == (3, False)
     assert worth_restart(failure, started=True)
-    assert told in report(failure)
+    assert message in report(failure)
 
 
 def test_only_starting_a_process_meets_the_limit_on_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pipebench.errors import UserError
 
 
 @pytest.mark.parametrize("before", ["old", None])
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path, before: str | None) -> None:
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, before: str | None) -> None:
     """0.2.0: it left an empty file, which the next command took for another's and left alone."""
     path = tmp_path / "a.profile.json"
     if before is not None:
@@ -27,15 +27,15 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, before: str | None) -
     )
 
 
-def test_a_link_stays_one(tmp_path: Path) -> None:
-    there, link = tmp_path / "there.json", tmp_path / "link.json"
-    link.symlink_to(there)
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    target, link = tmp_path / "there.json", tmp_path / "link.json"
+    link.symlink_to(target)
     Output("--out", link, "a profile", lambda path: True).write(lambda path: path.write_text("all"))
     assert link.is_symlink()
-    assert there.read_text() == "all"
+    assert target.read_text() == "all"
 
 
-def test_a_read_only_folder_is_told_before_any_work_and_at_its_end(
+def test_a_read_only_folder_is_reported_before_any_work_and_at_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """0.2.0: a traceback, minutes later, as removing what isn't there fails on a read-only disk, too."""

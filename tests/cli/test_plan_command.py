@@ -1,4 +1,4 @@
-"""`pipebench plan`: what it prints, its JSON, its picture, and what is refused."""
+"""`pipebench plan`: its output, JSON and picture, and refusals."""
 
 import json
 import random
@@ -70,7 +70,7 @@ def graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     [(VGG, "16@1.25e9", 0.0547949), (VGG, "4@1e10", 0.1701791), (GNMT, "16@3.125e9", 0.011081)],
     ids=str,
 )
-def test_the_artifacts_cost_model_gives_the_artifacts_bottlenecks(
+def test_the_artifact_s_cost_model_gives_the_artifact_s_bottlenecks(
     profile: Path, levels: str, bottleneck_s: float
 ) -> None:
     found = answer("--profile", str(profile), "--levels", levels, "--cost-model", "artifact")
@@ -123,7 +123,7 @@ def test_json_has_every_documented_key(graph: str) -> None:
     assert {found["mode"], *(plan["mode"] for plan in found["others"]), *found["refused"]} == {*WHOLE}
 
 
-def test_text_says_why(graph: str) -> None:
+def test_the_text_explains_the_plan(graph: str) -> None:
     text = invoke("--profile", graph, "--levels", "4@1e9", "--minibatch-size", "8").output
     assert "small: 3-1 (pipedream)" in text
     assert "stage 0's computing" in text
@@ -133,7 +133,7 @@ def test_text_says_why(graph: str) -> None:
         assert mode in text
 
 
-def test_names_of_layers_are_cut_where_there_is_no_room_only(graph: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_layers_are_shortened_only_if_they_do_not_fit(graph: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`cross_entropy` alone in a stage was `cross_entr..`, and a name that was cut was followed by four dots."""
     monkeypatch.setenv("COLUMNS", "120")
     names = GRAPH.replace("node2", "convolution_of_pixels").replace("node3", "rectified_and_pooled")
@@ -166,7 +166,7 @@ def test_memory_limits_the_plan(graph: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["dp", "gpipe", "pipedream-flush", "model", "single", "auto"])
-def test_every_mode_can_be_asked_for(graph: str, mode: str) -> None:
+def test_every_mode_can_be_planned(graph: str, mode: str) -> None:
     found = answer("--profile", graph, "--levels", "4@1e9", "--mode", mode)
     assert mode in (found["mode"], "auto")
     if mode == "auto":
@@ -186,7 +186,7 @@ def test_a_recipe_on_its_own_cluster_and_on_others(few: str) -> None:
 
 
 @pytest.mark.parametrize("overrides", [[], ["parallelism.microbatches=8", "parallelism.mode=zbv"]])
-def test_other_modes_are_planned_as_recipes_of_these_modes_are(few: str, overrides: list[str]) -> None:
+def test_other_modes_are_planned_like_recipes_of_these_modes(few: str, overrides: list[str]) -> None:
     """With as many microbatches and minibatches per update; so is the fastest, which a recipe of mode auto runs."""
     found = answer(few, *overrides, others=True)
     seen = ("config", "microbatches", "accumulate", "minibatch_s")
@@ -206,7 +206,7 @@ def test_other_modes_are_planned_as_recipes_of_these_modes_are(few: str, overrid
     assert planned.setup.pipeline.microbatches == fastest["microbatches"]
 
 
-def test_the_plan_that_a_recipe_names_stands_beside_the_best(few: str) -> None:
+def test_a_recipe_s_plan_is_shown_beside_the_best(few: str) -> None:
     """With its cuts, if it says where; the best is never slower than it."""
     best = answer(few)
     assert best["recipe_plan"] is None
@@ -237,7 +237,7 @@ def test_2bw_that_waits_with_as_many_in_flight_as_an_update_covers_has_a_plan(mo
     assert result.exit_code == 0, result.stderr
 
 
-def test_cuts_that_a_run_refuses_are_refused_alike() -> None:
+def test_cuts_that_a_run_refuses_are_refused_by_plan_too() -> None:
     words = ["model.share_embedding=true", "parallelism.plan=1-1", "parallelism.cuts=[positions]"]
     refused = [
         without_phases(CliRunner().invoke(cli, [command, "small/gpt2/pipedream", *words]).stderr)
@@ -247,7 +247,7 @@ def test_cuts_that_a_run_refuses_are_refused_alike() -> None:
     assert "parameter words.weight is tied: layers words, classifier share it and must stay in one stage" in refused[0]
 
 
-def test_what_fills_a_stage_s_time_is_told_and_no_mode_is_faster_than_the_fastest(few: str) -> None:
+def test_the_parts_of_a_stage_s_time_are_printed_and_no_mode_is_faster_than_the_fastest(few: str) -> None:
     found = answer(few)
     assert len(found["stage_times"]) == len(found["stages"])
     for stage, spent in zip(found["stages"], found["stage_times"], strict=True):
@@ -267,7 +267,7 @@ def test_what_fills_a_stage_s_time_is_told_and_no_mode_is_faster_than_the_fastes
         ("50us", "stage 1's computing: 811 us per minibatch (computing 410 us, transfers 400 us)"),
     ],
 )
-def test_nothing_comes_back_from_later_stages_to_the_last_one(few: str, latency: str, cause: str) -> None:
+def test_the_last_stage_waits_for_no_later_ones(few: str, latency: str, cause: str) -> None:
     """Latencies were called a `wait for minibatches to come back from later stages`, and left out of transfers."""
     keys = ("parallelism.mode=zero-bubble", "parallelism.microbatches=4", "train.minibatch_size=8")
     assert cause in " ".join(invoke(few, *keys, f"cluster.latency={latency}", "--no-others").output.split())
@@ -340,7 +340,7 @@ def test_a_mistake_is_one_sentence(graph: str, arguments: list[str], message: st
     assert said.count("\n") == 1
 
 
-def test_a_size_that_json_does_not_have(graph: str) -> None:
+def test_a_size_that_a_json_profile_lacks(graph: str) -> None:
     from pipebench.profile.load import load_profile
 
     Path("p.json").write_text(write_profile(load_profile(graph, 8)))
@@ -388,7 +388,7 @@ def test_cost_models_are_listed() -> None:
     assert [line.split()[0] for line in result.output.splitlines()] == [*COST_MODELS]
 
 
-def test_the_time_it_took_is_all_of_it_and_what_it_went_to(graph: str) -> None:
+def test_the_planning_time_is_printed_with_its_parts(graph: str) -> None:
     took_s = answer("--profile", graph, "--levels", "4@1e9")["took_s"]
     parts = {name: value for name, value in took_s.items() if name != "in all"}
     assert parts.keys() == {"search", "simulation", "other modes"}
@@ -396,7 +396,7 @@ def test_the_time_it_took_is_all_of_it_and_what_it_went_to(graph: str) -> None:
     assert "took" in invoke("--profile", graph, "--levels", "4@1e9").output
 
 
-def test_a_coarsened_search_says_how_far_from_the_best_it_can_be(graph: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coarsened_search_prints_its_distance_from_the_bound(graph: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = ("--profile", "long.graph.txt", "--levels", "4@1e9", "--no-others")
     draw = random.Random(0).uniform
     lines = [_NODE.format(f"node{i}", "Linear", draw(1, 9), draw(1, 9), int(draw(1, 9e6)), 4e4) for i in range(60)]
@@ -425,7 +425,7 @@ def test_only_plans_that_were_cut_anywhere_say_so(graph: str, cost_model: str, *
     assert ["cuts anywhere" in each for each in said] == [anywhere, False]
 
 
-def test_a_plan_says_how_much_faster_another_can_be(graph: str) -> None:
+def test_a_plan_is_printed_with_its_distance_from_the_bound(graph: str) -> None:
     asked = ("--profile", graph, "--levels", "4@1e9", "--no-others")
     found = answer(*asked)
     assert found["tried_all"]
@@ -443,7 +443,7 @@ def test_a_plan_says_how_much_faster_another_can_be(graph: str) -> None:
     assert "at best no plan is more than" in said
 
 
-def test_the_plan_asked_for_is_printed_before_other_modes_are_planned(
+def test_the_requested_plan_is_printed_before_other_modes_are_planned(
     graph: str, planned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of many layers they take most of the time; an interrupt leaves the plan asked for printed and written."""

@@ -1,4 +1,4 @@
-"""`pipebench plan` of lists in a recipe's keys: side by side, zipped, and what is refused."""
+"""`pipebench plan` of lists in a recipe's keys: side by side, zipped, and refusals."""
 
 import json
 from pathlib import Path
@@ -29,14 +29,14 @@ def test_lists_are_planned_side_by_side(few: str) -> None:
     assert float(lines[1][6].removesuffix("x")) == pytest.approx(rates[1] / rates[0], rel=0.01)
 
 
-def test_a_best_plan_that_is_written_as_the_row_s_own_says_what_it_has_of_its_own(few: str) -> None:
+def test_a_best_plan_with_the_row_s_notation_shows_its_differences(few: str) -> None:
     """`straight` was `1.55x` as fast as `straight`: it has two stages there, and one minibatch more in flight."""
     words = (few, "cluster.bandwidth=1Gbit/s", "parallelism.plan=straight,1-1")
-    told = invoke(*words).stdout
+    printed = invoke(*words).stdout
     best = json.loads(invoke(*words, "--json").stdout)[0]
     assert (best["config"], best["replicas"], best["depth"]) == ("straight", [1, 1], 3)
-    assert " straight (2 stages) " in told
-    assert " straight, depth 3 " in told
+    assert " straight (2 stages) " in printed
+    assert " straight, depth 3 " in printed
 
 
 def test_servers_and_sizes_go_together_when_zipped(few: str) -> None:
@@ -48,7 +48,7 @@ def test_servers_and_sizes_go_together_when_zipped(few: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "sentence"),
     [
         (["plan", "FEW", "--no-others"], "--zip combines lists by position, and no key has a list"),
         (
@@ -60,13 +60,13 @@ def test_servers_and_sizes_go_together_when_zipped(few: str) -> None:
     ],
     ids=str,
 )
-def test_zip_without_a_list_is_refused(few: str, words: list[str], said: str) -> None:
+def test_zip_without_a_list_is_refused(few: str, words: list[str], sentence: str) -> None:
     result = CliRunner().invoke(cli, [*(few if word == "FEW" else word for word in words), "--zip"])
     assert result.exit_code == 2
-    assert said in result.output
+    assert sentence in result.output
 
 
-def test_a_table_of_a_sweep_plans_what_it_shows(few: str, planned: list[str]) -> None:
+def test_a_table_of_a_sweep_plans_only_the_shown_modes(few: str, planned: list[str]) -> None:
     assert invoke(few, "parallelism.depth=1,2").exit_code == 0
     assert planned == ["dp", "pipedream"] * 2 or planned == ["pipedream", "dp"] * 2
     planned.clear()
@@ -76,7 +76,7 @@ def test_a_table_of_a_sweep_plans_what_it_shows(few: str, planned: list[str]) ->
     assert sorted(planned) == sorted(fitting * 2)
 
 
-def test_a_run_of_a_sweep_without_a_plan_is_a_sentence_below_the_others(few: str) -> None:
+def test_a_run_of_a_sweep_without_a_plan_is_reported_below_the_others(few: str) -> None:
     words = (few, "parallelism.mode=dp", "dataset.num_train=100000000", "train.minibatch_size=64,100000000")
     result = invoke(*words)
     assert result.exit_code == 0, result.output

@@ -1,4 +1,4 @@
-"""`pipebench profile`: the table, the picture, the files, and what is refused."""
+"""`pipebench profile`: the table, the picture, the files, and refusals."""
 
 import io
 import json
@@ -49,7 +49,7 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(cli, ["profile", *arguments])
 
 
-def test_the_table_says_where_from_what_and_how_much() -> None:
+def test_the_table_has_source_layers_and_totals() -> None:
     text = printed(made())
     assert text.lstrip().startswith("mine: some model\n")
     assert "measured: by hand" in text
@@ -87,7 +87,7 @@ def test_three_panels_of_any_length(num_layers: int) -> None:
     assert parameters.get_xticklabels()[0].get_text() == "1 layer_0"
 
 
-def test_a_picture_says_that_it_is_one(tmp_path: Path) -> None:
+def test_the_picture_is_reported(tmp_path: Path) -> None:
     profile_figure(made(), 8, "mine").write(tmp_path / "a.png")
     assert is_picture_by(MADE_BY, tmp_path / "a.png")
     (tmp_path / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n")
@@ -141,8 +141,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "said"), REFUSED)
-def test_a_mistake_is_one_sentence_and_nothing_is_written(folder: Path, arguments: list[str], said: str) -> None:
+@pytest.mark.parametrize(("arguments", "sentence"), REFUSED)
+def test_a_mistake_is_one_sentence_and_nothing_is_written(folder: Path, arguments: list[str], sentence: str) -> None:
     (folder / "mine.json").write_text(write_profile(made()))
     (folder / "notes").write_text(json.dumps({"mine": 1}))
     (folder / "theirs.txt").write_text(write_graph_txt(made(), 8).replace(".000,", ".0,"))
@@ -150,5 +150,5 @@ def test_a_mistake_is_one_sentence_and_nothing_is_written(folder: Path, argument
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     result = invoke(*arguments)
     assert result.exit_code == 2, result.output
-    assert said in " ".join(result.output.split())
+    assert sentence in " ".join(result.output.split())
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before

@@ -43,7 +43,7 @@ def test_a_recipe_finds_the_file_beside_it_and_takes_its_microbatches(folder: Pa
 
 
 @pytest.mark.parametrize(
-    ("columns", "said"),
+    ("columns", "sentence"),
     [
         ("plan: 1-1-1", "plan: got '1-1-1' with an order of 2 rows: allowed are as many workers for each row"),
         ("plan: 2-1", "parallelism.plan: got '2-1' with an order of 2 rows: .*, such as 1-1"),
@@ -57,15 +57,15 @@ def test_a_recipe_finds_the_file_beside_it_and_takes_its_microbatches(folder: Pa
         ("plan: 2-2", None),
     ],
 )  # fmt: skip
-def test_a_file_has_to_fit_the_recipe(folder: Path, columns: str, said: str | None) -> None:
+def test_a_file_has_to_fit_the_recipe(folder: Path, columns: str, sentence: str | None) -> None:
     text = VALID.partition("parallelism")[0] + f"parallelism: {{mode: zero-bubble, order: two.csv, {columns}}}\n"
     (folder / "r.yaml").write_text(text)
-    if said is None:
+    if sentence is None:
         load("r.yaml")
         return
     with pytest.raises(RecipeError) as refused:
         load("r.yaml")
-    assert re.search(said, str(refused.value).replace(f"{folder}/", ""))
+    assert re.search(sentence, str(refused.value).replace(f"{folder}/", ""))
 
 
 def test_a_file_that_doesn_t_divide_the_minibatch(folder: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_pipeline_without_a_flush_takes_no_file(folder: Path) -> None:
         load("recipe.yaml", ["parallelism={mode: pipedream, plan: 1-1, order: two.csv, accumulate: 2}"])
 
 
-def test_what_is_written_is_the_recipe_s_own_file(folder: Path) -> None:
+def test_the_written_schedule_equals_the_recipe_s_file(folder: Path) -> None:
     result = invoke("draw", "modes/order-of-a-file", "--out", "out.csv")
     assert result.exit_code == 0, result.output
     shipped = read_csv(str(load("modes/order-of-a-file").recipe.parallelism.order))
@@ -100,21 +100,21 @@ def test_what_is_written_is_the_recipe_s_own_file(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "sentence"),
     [
         (("quickstart/pipedream",), "torch's CSV form holds what is between two flushes, and this schedule has none"),
         (("quickstart/gpipe", "parallelism.plan=2-1"), "replicated alike, and this plan is 2-1"),
     ],
 )
-def test_what_can_t_be_written_is_said(folder: Path, words: tuple[str, ...], said: str) -> None:
+def test_schedules_that_can_t_be_written_are_refused(folder: Path, words: tuple[str, ...], sentence: str) -> None:
     result = invoke("draw", *words, "--out", "out.csv")
     assert result.exit_code == 2
-    assert said in result.stderr
+    assert sentence in result.stderr
     assert not Path("out.csv").exists()
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "sentence"),
     [
         ("circle", "--out: circle can't be written: "),
         ("circle/x.csv", "--out: circle/x.csv can't be written: "),
@@ -122,18 +122,18 @@ def test_what_can_t_be_written_is_said(folder: Path, words: tuple[str, ...], sai
         ("pipe", "--out: pipe is there and isn't a schedule"),
     ],
 )
-def test_what_can_t_be_a_file_is_said_before_any_work(folder: Path, path: str, said: str) -> None:
+def test_invalid_paths_are_refused_before_any_work(folder: Path, path: str, sentence: str) -> None:
     (folder / "circle").symlink_to("circle")
     os.mkfifo(folder / "pipe")
     with within_patience():
         result = invoke("draw", "quickstart/gpipe", "--out", path)
     assert result.exit_code == 2, result.stderr
     (line,) = result.stderr.splitlines()
-    assert said in line
+    assert sentence in line
     assert len(line) < 200
 
 
-def test_a_cell_without_end_is_no_schedule(folder: Path) -> None:
+def test_an_endless_cell_is_refused(folder: Path) -> None:
     (folder / "long.csv").write_text("0" * 200_000)
     with pytest.raises(RecipeError, match=r"long.csv: isn't a table of cells: field larger than field limit"):
         load("recipe.yaml", ["parallelism={mode: gpipe, plan: straight, order: long.csv}"])

@@ -1,4 +1,4 @@
-"""What a command imports: what takes seconds is imported where it is needed. By names, not by time."""
+"""Imports of commands: modules that take seconds are imported only where they are needed. By names, not by time."""
 
 import json
 import os
@@ -67,19 +67,19 @@ def test_computing_a_profile_imports_no_compiler(first: tuple[Path, set[str]]) -
     assert modules & SLOW <= {"sympy"}  # which torch imports to check a convolution's shapes
 
 
-def test_a_command_imports_what_it_needs(first: tuple[Path, set[str]]) -> None:
+def test_a_command_imports_only_what_it_needs(first: tuple[Path, set[str]]) -> None:
     said = python(CODE, json.dumps([words for words, _ in COMMANDS]), cache=first[0])
     found = [line.split() for line in said.splitlines() if line.startswith("0 ")]
     for (words, unwanted), (_, *modules) in zip(COMMANDS, found, strict=True):
         assert unwanted & {*modules} == set(), words
 
 
-def test_no_recipe_s_model_is_filled_with_noise_to_be_checked(tmp_path: Path) -> None:
+def test_checking_a_recipe_s_model_initialises_no_weights(tmp_path: Path) -> None:
     """On the meta device torch does that by way of its compiler."""
     python(EVERY_MODEL, cache=tmp_path)
 
 
-def test_models_without_weights_have_the_shapes_of_those_with() -> None:
+def test_models_without_weights_have_the_shapes_of_initialised_ones() -> None:
     with weightless():
         linear = nn.Linear(4, 3)
         model = nn.Sequential(nn.Embedding(5, 4), linear, nn.LSTM(3, 2))
@@ -131,7 +131,7 @@ def test_ctrl_c_ends_a_command_silently_from_its_first_import_to_its_end(
     assert ("pipedream" in done.stdout) == (module == "")
 
 
-# As torch's C++, which swallows what is raised while it imports numpy, or aborts the process.
+# As torch's C++, which swallows errors raised while it imports numpy, or aborts the process.
 SWALLOWS = """\
 import os, signal
 try:
@@ -153,7 +153,7 @@ def test_ctrl_c_ends_a_command_silently_while_torch_is_imported(tmp_path: Path) 
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
-def test_the_program_that_is_installed_is_ready_for_ctrl_c() -> None:
+def test_the_installed_program_handles_ctrl_c() -> None:
     metadata = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert metadata["project"]["scripts"] == {"pipebench": "pipebench.__main__:main"}
     loaded = "import sys{}; print(*sys.modules, file=sys.stderr)"

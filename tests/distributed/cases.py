@@ -1,4 +1,4 @@
-"""What runs in the processes of the tests: training with the distributed engine, and what it comes to.
+"""Functions that the tests run in processes: training with the distributed engine, and its outcome.
 
 Everything is called by name in a process of its own, so arguments are plain values.
 """
@@ -52,7 +52,7 @@ class Case:
     segments: tuple[int, ...] = (7, 5)  # minibatches between drains
     devices: tuple[int, ...] = ()  # of every worker; empty for its own number
     optimizer: OptimizerRecipe | None = None  # as in a recipe; None for `momentum`
-    shares_memory: bool = True  # whether values are handed over in memory that processes share; otherwise by sockets
+    shares_memory: bool = True  # whether messages travel in memory that processes share; otherwise by sockets
     # First layers of all stages but the first, before every segment but the first; empty: as before.
     recuts: tuple[tuple[int, ...], ...] = ()
     moves: tuple[Repartition, ...] = ()  # announced before the first segment
@@ -158,7 +158,7 @@ def small_setup(case: Case) -> Setup:
 
 @dataclass
 class Outcome:
-    """What a run came to: in one process, in its worker, or in all."""
+    """The outcome of a run: of one process, of a worker, or of all."""
 
     worker: int
     tensors: list[dict[str, torch.Tensor]]  # per worker
@@ -209,7 +209,7 @@ def in_processes(
     scores, done = [], list[int]()
     for index, count in enumerate(segments):
         leave_out(engine, setup, left_out, index)
-        go_under(engine, recuts, index)
+        repartition_before(engine, recuts, index)
         done.append(engine.train(sum(done), count))
         scores.append(engine.evaluate())
     whole(engine)
@@ -228,19 +228,19 @@ def whole(engine: VirtualEngine | DistributedEngine) -> None:
 
 
 def virtually(case: Case, device: str = "cpu") -> Outcome:
-    """Run a case on the virtual engine, on a device; what it comes to is in the host's memory."""
+    """Run a case on the virtual engine, on a device; the outcome's tensors are in the host's memory."""
     setup = replace(small_setup(case), device=torch.device(device))
     return on_virtual_engine(setup, case.segments, case.recuts, case.left_out, case.moves)
 
 
-def go_under(engine: VirtualEngine | DistributedEngine, recuts: Sequence[Sequence[int]], index: int) -> None:
-    """Let an engine go on under the cuts that are given before a segment, if some are."""
+def repartition_before(engine: VirtualEngine | DistributedEngine, recuts: Sequence[Sequence[int]], index: int) -> None:
+    """Repartition an engine before a segment if `recuts` has cuts for it."""
     if 0 < index <= len(recuts) and recuts[index - 1]:
         engine.replan(recut(engine.setup.graph, engine.setup.plan, recuts[index - 1]))
 
 
 def leave_out(engine: VirtualEngine | DistributedEngine, whole: Setup, left_out: Sequence[str], index: int) -> None:
-    """Let an engine go on without the cells that are given before a segment, under the cuts that it has."""
+    """Deactivate the cells that `left_out` has for a segment, with unchanged cuts."""
     if 0 < index <= len(left_out):
         found = leaving_out(replace(whole, device=engine.setup.device), left_out[index - 1])
         engine.switch_setup(found.under(engine.setup.plan))
@@ -261,7 +261,7 @@ def on_virtual_engine(
         moves_of(engine).announce(move)
     for index, count in enumerate(segments):
         leave_out(engine, setup, left_out, index)
-        go_under(engine, recuts, index)
+        repartition_before(engine, recuts, index)
         engine.train(done, count)
         done += count
         scores.append(engine.evaluate())

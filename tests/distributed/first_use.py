@@ -1,7 +1,7 @@
-"""What the processes do in tests of first uses and of tensors that travel by themselves; called by name.
+"""Functions that processes run in tests of the warm-up and of tensors sent apart from their headers; called by name.
 
-There is no GPU here. Gloo stands in for NCCL: it connects when a group is made, so that an all-reduce waits for the
-others the first time is added; and it sends tensors of the host's memory as NCCL does those of a GPU's.
+Gloo stands in for NCCL, so no GPU is needed. Gloo connects when a group is made, so a first all-reduce that waits for
+the others is added; it sends tensors in the host's memory as NCCL does those of a GPU.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,9 +28,9 @@ _PATIENCE = timedelta(seconds=60)  # only a test that fails waits for so long
 
 
 class _Connecting:
-    """Stands before `torch.distributed`: the first all-reduce of a group and size waits until all members have called.
+    """Wraps `torch.distributed`: the first all-reduce of a group and size waits until all members have called.
 
-    So NCCL does, asynchronous or not: it makes connections then.
+    So does NCCL, which connects then, even if the call is asynchronous.
     """
 
     def __init__(self, world: World, name: str) -> None:
@@ -62,8 +62,8 @@ def first_calls_wait(world: World, case: Case, name: str) -> Outcome:
     return outcome
 
 
-def rehearsed(world: World, cases: Sequence[Case | ZooCase]) -> list[Outcome]:
-    """Run cases after a warm_up, as on GPUs; the random state is asserted to be what it was."""
+def warmed_up(world: World, cases: Sequence[Case | ZooCase]) -> list[Outcome]:
+    """Run cases after a warm-up, as on GPUs, which must not change the random state."""
     found = []
     times = [0]
 
@@ -84,8 +84,8 @@ def rehearsed(world: World, cases: Sequence[Case | ZooCase]) -> list[Outcome]:
     return found
 
 
-def facts_after_a_rehearsal(world: World, case: Case) -> list[Any]:
-    """Return what an engine has counted, measured and holds when its clock starts, with and without a warm_up."""
+def facts_after_a_warm_up(world: World, case: Case) -> list[Any]:
+    """Return an engine's counters, measured times and state when its clock starts, without and with a warm-up."""
     found: list[Any] = []
     for gains in (False, True):
         setup = small_setup(case)
@@ -103,7 +103,7 @@ def facts_after_a_rehearsal(world: World, case: Case) -> list[Any]:
 
 
 class GlooForNccl(World):
-    """A world whose tensors travel by themselves."""
+    """A world whose tensors are sent apart from their headers, as by NCCL."""
 
     def new_group(
         self, backend: str, ranks: Sequence[int] | None = None, *, num_pairs: int = 0, limit_s: float | None = None
@@ -112,9 +112,9 @@ class GlooForNccl(World):
 
 
 def directly(world: World, case: Case) -> tuple[Outcome, int]:
-    """Run a case whose tensors travel by themselves; return also the largest buffer of a message."""
-    there = {each.name: getattr(world, each.name) for each in fields(world)}
-    there["direct"] = True
+    """Run a case whose tensors are sent apart from their headers; return also the largest buffer of a message."""
+    values = {each.name: getattr(world, each.name) for each in fields(world)}
+    values["direct"] = True
     sizes: list[int] = []
     buffer = channel.ChannelLink.buffer
 
@@ -124,7 +124,7 @@ def directly(world: World, case: Case) -> tuple[Outcome, int]:
 
     with _replaced(channel.ChannelLink, "buffer", noting):
         # Processes that share memory send no messages.
-        outcome = run_case(GlooForNccl(**there), replace(case, shares_memory=False))
+        outcome = run_case(GlooForNccl(**values), replace(case, shares_memory=False))
     return outcome, max(sizes, default=0)
 
 
@@ -139,9 +139,9 @@ def _replaced(where: Any, name: str, stand_in: Any) -> Iterator[None]:
 
 
 def compiled(world: World, case: Case) -> tuple[list[int], dict[str, torch.Tensor], list[Any]]:
-    """Train a case, compiled or not; return the graphs compiled at the start and the end, and what was trained.
+    """Train a case, compiled or not; return the graphs compiled at the start and the end, and the trained weights.
 
-    The last is what the engine counted and held when its clock started.
+    The third value is the engine's state when its clock started.
     """
     graphs: dict[str, int] = torch._dynamo.utils.counters["stats"]
     setup = small_setup(case)

@@ -1,8 +1,8 @@
-"""Made-up GPUs with a clock of their own: streams, events, and operations between GPUs as NCCL's.
+"""Emulated GPUs with a simulated clock: streams, events, and operations between GPUs like NCCL's.
 
-The hosts of all workers are threads of the test. They compute for real, on the CPU, and what they compute takes no
-time; what takes time is put on a stream beside it. A stream does one thing after the other; an operation between GPUs
-begins when all its members' streams have come to it. So every time is known exactly, and is kept for the test.
+The hosts of all workers are threads of the test. They compute on the CPU, in no simulated time; tests put work with a
+duration on streams. A stream works in order; an operation between GPUs begins when the streams of all its members have
+reached it. So every time is known exactly, and is recorded for the test.
 """
 
 import threading
@@ -57,7 +57,7 @@ class Event:
 
 
 class Stream:
-    """Steps to take in order: each, given its start, returns its end, or None while it can't."""
+    """A queue of steps; each, given its start, returns its end, or None while it can't begin."""
 
     def __init__(self, device: Any = None) -> None:
         self.steps: deque[tuple[float, Callable[[float], float | None]]] = deque()
@@ -174,7 +174,7 @@ class Gpus:
         self._failed = False
         self._local = threading.local()
         self._barrier = threading.Barrier(size)
-        self._told: dict[int, Any] = {}
+        self._exchanged: dict[int, Any] = {}
         self._mail: dict[Any, deque[tuple[torch.Tensor, float]]] = defaultdict(deque)
         self._nccl: dict[tuple[Any, int], Stream] = {}
         self.operations: dict[tuple[Any, int], Operation] = {}
@@ -205,7 +205,7 @@ class Gpus:
             self._changed.notify_all()
 
     def begin(self) -> None:
-        """Let training begin: forget this rank's operations and waits before it."""
+        """Begin training: forget this rank's earlier operations and waits."""
         self.here.waits.clear()
         with self._changed:
             before = [key for key, operation in self.operations.items() if self.rank in operation.ready]
@@ -243,13 +243,13 @@ class Gpus:
         self.here.stream = before
 
     def exchange(self, value: Any) -> list[Any]:
-        """Tell everyone a value; all hosts go on from the latest's time."""
-        self._told[self.rank] = (value, self.here.host_s)
+        """Exchange values between all ranks; all hosts continue at the latest one's time."""
+        self._exchanged[self.rank] = (value, self.here.host_s)
         self._barrier.wait(PATIENCE_S)
-        told = [self._told[rank] for rank in range(self.size)]
+        exchanged = [self._exchanged[rank] for rank in range(self.size)]
         self._barrier.wait(PATIENCE_S)
-        self.here.host_s = max(host_s for _, host_s in told) + self.rank * self.skew_s
-        return [value for value, _ in told]
+        self.here.host_s = max(host_s for _, host_s in exchanged) + self.rank * self.skew_s
+        return [value for value, _ in exchanged]
 
     # torch.distributed. Messages with a tag are Gloo's, between hosts.
 
@@ -358,7 +358,7 @@ class _Done:
 
 
 class MadeUpWorld(World):
-    """Workers that are threads, with made-up GPUs."""
+    """Workers that are threads, with emulated GPUs."""
 
     def exchange(self, value: Any) -> list[Any]:
         return Gpus.present.exchange(value)

@@ -1,4 +1,4 @@
-"""Whole training loops in the processes of the tests: with moves or a search, killed at a place, and gone on."""
+"""Training loops for the processes of the tests: with moves or a search, killed at a given place, and resumed."""
 
 import os
 import signal
@@ -31,8 +31,8 @@ from pipebench.train.periods import Periods
 from pipebench.train.result import RunResult
 from tests.distributed.cases import momentum
 from tests.engine.test_cells import whole
-from tests.search.test_searching import asked
 from tests.search.test_searching import job as search_job
+from tests.search.test_searching import recipe_of
 from tests.support import Blobs, Mlp, make_setup
 from tests.train.test_training import Silent, recipe
 from tests.unwatched import unwatched
@@ -42,15 +42,15 @@ SEGMENT, MOVES_AT = 10, (8, 18)  # minibatches between checkpoints; of the run, 
 
 @dataclass(frozen=True)
 class Moving:
-    """A run of three stages, between the first two of which a layer moves to and fro."""
+    """A run of three stages in which a layer moves from the first to the second and back."""
 
     last: str  # which way it moves the second time, `left` or `right`
     live: bool = True  # whether training goes on meanwhile
 
     def job(self) -> Job:
-        there = {"left": ([3, 4], ("body_2", "body_4"), ("body_3", "body_4"))}
-        there["right"] = ([2, 4], *there["left"][:0:-1])
-        starts, *cuts = there[self.last]
+        sequences = {"left": ([3, 4], ("body_2", "body_4"), ("body_3", "body_4"))}
+        sequences["right"] = ([2, 4], *sequences["left"][:0:-1])
+        starts, *cuts = sequences[self.last]
         moves = [{"at": {"minibatches": at}, "cuts": list(to)} for at, to in zip(MOVES_AT, cuts, strict=True)]
         data = Blobs(num_train=46)
         setup = make_setup(Mlp(), (starts, [1, 1, 1]), dataset=data, make_optimizer=momentum)
@@ -69,12 +69,12 @@ class Searching:
     weights: str  # the policy
 
     def job(self) -> Job:
-        return search_job(whole(weights=self.weights), asked(checkpoint_every=PeriodRecipe(minibatches=3)))
+        return search_job(whole(weights=self.weights), recipe_of(checkpoint_every=PeriodRecipe(minibatches=3)))
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Where a worker is killed."""
+    """The place where a worker is killed."""
 
     rank: int  # which one
     place: str  # an instruction's name in `Op`, or that of a function below
@@ -102,10 +102,10 @@ def trained(
     given = replace(given, recipe=replace(given.recipe, engine=replace(given.recipe.engine, kind="distributed")))
     store, engines = Checkpoints(Path(folder)), list[DistributedEngine]()
 
-    def make(*told: Callable[..., None]) -> TrainingEngine:
-        on_loss, on_unit = told
-        there = replace(world, shares_memory=shares_memory)
-        engines.append(DistributedEngine(given.setup, there, unwatched(given.setup), on_loss=on_loss, on_unit=on_unit))
+    def make(*listeners: Callable[..., None]) -> TrainingEngine:
+        on_loss, on_unit = listeners
+        local = replace(world, shares_memory=shares_memory)
+        engines.append(DistributedEngine(given.setup, local, unwatched(given.setup), on_loss=on_loss, on_unit=on_unit))
         return engines[0]
 
     try:
@@ -133,7 +133,7 @@ def _is(instruction: Instruction, op: Op) -> bool:
 
 
 def _strike(where: type, fault: Fault, folder: Path, counts: Callable[..., bool]) -> None:
-    """Stand before a method, and kill this process when it is called for the nth time."""
+    """Wrap a method, and kill this process when it is called for the nth time."""
     name = fault.place if fault.place in _FUNCTIONS else "execute"
     function, times = getattr(where, name), [0]
 

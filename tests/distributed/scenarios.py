@@ -1,4 +1,4 @@
-"""What the processes do in tests of the transport and of early ends; called by name, like `cases.py`."""
+"""Functions that processes run in tests of the transport and of early ends; called by name, as those of `cases.py`."""
 
 import itertools
 import os
@@ -89,7 +89,7 @@ def huge_setup() -> Setup:
 
 
 class _Counting:
-    """Stands before `torch.distributed` in channels, and notes what sets out."""
+    """Wraps `torch.distributed` in channels, and records what is sent."""
 
     def __init__(self) -> None:
         self.num_sends: Counter[int] = Counter()
@@ -127,7 +127,7 @@ def rows(world: World, huge: bool) -> tuple[Outcome, dict[int, int], dict[int, i
 
 
 class SlowWhenEvaluated(nn.Linear):
-    """The stage that the others would run away from."""
+    """A stage that is slow in evaluation, so that the others could run far ahead of it."""
 
     one_layer = True
 
@@ -192,7 +192,7 @@ def buffers_of_a_segment(world: World, case: Case, num_minibatches: int) -> int:
 
 
 def stopped(world: World, case: Case, name: str, after: int, asks: int, by_key: bool) -> Outcome:
-    """Train until a worker asks for a stop, in its own voice or by the store, in the midst of a segment."""
+    """Train until a worker asks for a stop, by its `Control` or by the store, within a segment."""
     setup, store = small_setup(case), PrefixStore(name, world.store)
     control = Control(store, world.rank, world.size, setup.pipeline, stall_limit_s=PATIENCE_S)
     control.start()
@@ -255,7 +255,7 @@ class Slow(nn.Tanh):
 
 
 def balanced_setup(starts: Sequence[int], *, live: bool, balances: bool = True) -> Setup:
-    """Return twelve layers, half of which take a while if they are to be balanced, cut as told."""
+    """Return a setup of twelve layers cut at `starts`; half of them are slow if it `balances`."""
     torch.default_generator.manual_seed(3)
     layers = [layer for _ in range(6) for layer in (nn.Linear(6, 6), Slow(0.004 * balances))]
     model = nn.Sequential(*layers[:-1], nn.Linear(6, 4)).double()
@@ -286,8 +286,8 @@ def decided_late(
         return execute(worker, it, *others)
 
     with patch.object(RepartitionController, "decide", decide), patch.object(Worker, "execute", delayed):
-        there = replace(world, shares_memory=case.shares_memory)
-        engine = DistributedEngine(replace(setup, device=world.device), there, unwatched(setup))
+        own_world = replace(world, shares_memory=case.shares_memory)
+        engine = DistributedEngine(replace(setup, device=world.device), own_world, unwatched(setup))
         engine.start_clock()
         made = []
         for index, count in enumerate(case.segments):
@@ -299,7 +299,7 @@ def decided_late(
 
 
 def killed(world: World, case: Case, victim: int) -> str:
-    """Train until a worker is killed; return what the others are told."""
+    """Train until a worker is killed; return the others' error messages."""
     setup = small_setup(case)
     engine = DistributedEngine(setup, replace(world, shares_memory=case.shares_memory), unwatched(setup))
     engine.start_clock()

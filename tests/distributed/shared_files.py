@@ -14,9 +14,9 @@ def replicas(count: int, num_bytes: int, limit_s: float = PATIENCE_S) -> list[Sh
     """Return replicas that share files, a line between any two of them."""
     lines: list[dict[int, PipePair]] = [{} for _ in range(count)]
     for a, b in itertools.combinations(range(count), 2):
-        there, back = os.pipe(), os.pipe()
-        lines[a][b] = PipePair(os.getpid(), back[0], there[1], limit_s)
-        lines[b][a] = PipePair(os.getpid(), there[0], back[1], limit_s)
+        forth, back = os.pipe(), os.pipe()
+        lines[a][b] = PipePair(os.getpid(), back[0], forth[1], limit_s)
+        lines[b][a] = PipePair(os.getpid(), forth[0], back[1], limit_s)
     found = [SharedFile(position, own, num_bytes) for position, own in enumerate(lines)]
     for each in found:
         each.files = {position: line.open(found[position].file) for position, line in each.lines.items()}

@@ -1,4 +1,4 @@
-"""What runs in the processes of the tests of tensor slices, and its text."""
+"""Functions that run in the processes of the tests of tensor slices, and their data set."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -67,7 +67,7 @@ def job_of(given: Mapping[str, Any], world: World | None = None) -> Job:
 
 @dataclass
 class Outcome:
-    """What a run came to in one process."""
+    """The outcome of a run in one process."""
 
     parts: list[dict[str, dict[str, Any]]]  # of a checkpoint
     facts: dict[str, Any]

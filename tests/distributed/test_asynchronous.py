@@ -1,4 +1,4 @@
-"""Asynchronous data parallelism in processes: for a given order of pushes they end with the virtual engine's bits."""
+"""Asynchronous data parallelism in processes: for a given order of pushes, weights equal the virtual engine's bits."""
 
 import threading
 from dataclasses import replace
@@ -41,7 +41,7 @@ def pushes_of(outcomes: list[Outcome]) -> list[Pushes]:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
-def test_the_virtual_engine_repeats_what_processes_did(request: pytest.FixtureRequest, name: str) -> None:
+def test_the_virtual_engine_repeats_the_processes_order(request: pytest.FixtureRequest, name: str) -> None:
     """Their order depends on the wall clock; given that order, one process computes the same weights, to the bit."""
     case = CASES[name]
     processes: Processes = request.getfixturevalue(name.split(",")[0])

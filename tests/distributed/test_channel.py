@@ -1,4 +1,4 @@
-"""Both ends of a channel agree on buffers without a word, whatever the sizes; no process is needed."""
+"""Both ends of a channel agree on buffers without messages about them, for all sizes; no process is needed."""
 
 import threading
 import time
@@ -170,7 +170,7 @@ def test_both_ends_agree_on_sizes_in_any_order_of_events(
             assert not (header.spilled and header.num_bytes <= largest), "a size that was there before fits"
 
 
-def test_shapes_that_come_again_cost_one_message_and_no_words(wire: Wire) -> None:
+def test_repeated_shapes_take_one_message_and_no_layout_text(wire: Wire) -> None:
     ends = Ends(wire, 0)
     sizes = [2000, 100] * 10
     ends.receiver.expect(len(sizes))
@@ -192,7 +192,7 @@ def test_numbers_that_are_equal_but_not_the_same_keep_their_types(wire: Wire) ->
     assert [type(value) for (value,) in found] == [int, bool, float, int]
 
 
-def test_receives_stand_ready_before_anything_is_sent(wire: Wire) -> None:
+def test_receives_are_posted_before_anything_is_sent(wire: Wire) -> None:
     ends = Ends(wire, 0)
     ends.receiver.expect(5)
     assert len(wire.receives[_TAG]) == AHEAD
@@ -203,14 +203,14 @@ def test_receives_stand_ready_before_anything_is_sent(wire: Wire) -> None:
     assert len(wire.receives[_TAG]) == AHEAD
 
 
-def test_no_more_is_received_ahead_than_there_is(wire: Wire) -> None:
+def test_no_receive_is_posted_beyond_the_last_message(wire: Wire) -> None:
     ends = Ends(wire, 0)
     ends.receiver.expect(1)
     assert len(wire.receives[_TAG]) == 1
 
 
 def test_buffers_are_used_again_once_their_message_has_left(wire: Wire) -> None:
-    """Gloo's sends never say so by themselves: a segment would keep all it ever sent, were it not told."""
+    """Gloo's sends never complete by themselves: without a notice, a segment would keep all buffers it ever sent."""
     ends = Ends(wire, 64)
     ends.receiver.expect(30)
     for unit in range(30):
@@ -221,7 +221,7 @@ def test_buffers_are_used_again_once_their_message_has_left(wire: Wire) -> None:
     assert ends.num_buffers == 3
 
 
-def test_a_buffer_is_its_message_s_until_that_has_left(wire: Wire) -> None:
+def test_a_buffer_is_not_reused_before_its_message_has_left(wire: Wire) -> None:
     ends = Ends(wire, 64)
     ends.receiver.expect(6)
     for unit in range(6):
@@ -284,7 +284,7 @@ def test_a_bounded_sender_waits_for_its_oldest_message(wire: Wire) -> None:
     assert ends.num_buffers <= 4
 
 
-def test_a_unit_out_of_turn_is_told_by_its_number(wire: Wire) -> None:
+def test_a_unit_out_of_order_is_reported_with_its_number(wire: Wire) -> None:
     ends = Ends(wire, 64)
     ends.receiver.expect(1)
     ends.sender.send(3, torch.ones(1), 0.0)
@@ -292,7 +292,7 @@ def test_a_unit_out_of_turn_is_told_by_its_number(wire: Wire) -> None:
         ends.receiver.receive(2)
 
 
-def test_a_lost_receiver_is_told_to_the_sender(wire: Wire) -> None:
+def test_a_lost_receiver_is_reported_to_the_sender(wire: Wire) -> None:
     ends = Ends(wire, 64)
     ends.sender.send(0, torch.ones(1), 0.0)
     wire.cut()
@@ -301,7 +301,7 @@ def test_a_lost_receiver_is_told_to_the_sender(wire: Wire) -> None:
 
 
 class Device:
-    """A made-up GPU: streams, each done with its work at some second, and NCCL, whose receives take two."""
+    """An emulated GPU: streams, each of which ends its work at some second, and NCCL, whose receives take 2 s."""
 
     def __init__(self) -> None:
         self.ends_s = {"computing": 10.0, "idle": 0.0}
@@ -328,8 +328,8 @@ class Device:
             ends_s[current] = max(ends_s[current], self._end_s)
 
 
-def test_tensors_come_in_while_the_gpu_computes(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    """0.1.0: they were asked for on the computing stream, behind everything that the GPU had been given."""
+def test_tensors_are_received_while_the_gpu_computes(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.1.0: receives were posted on the computing stream, behind all work queued there."""
     gpu = Device()
     link = ChannelLink(0, [None], _TAG, "pair", torch.device("cpu"), lambda: 0.0, idle="idle")
     monkeypatch.setattr(torch.cuda, "stream", gpu.stream)
@@ -343,7 +343,7 @@ def test_tensors_come_in_while_the_gpu_computes(wire: Wire, monkeypatch: pytest.
     assert gpu.used_on == ["computing", "computing"]  # the allocator has to know: the memory is the idle stream's
 
 
-def test_what_an_optimizer_keeps_on_the_host_leaves_from_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer_states_on_the_host_are_sent_from_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most of torch's count their steps there, and a group of NCCL takes a GPU's tensors only."""
     sent: list[str] = []
 
@@ -382,7 +382,7 @@ OF_NCCL = {  # in torch's table
         torch.tensor([True, False]),
     ],
 )
-def test_nccl_carries_what_it_does_not_know(tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_of_types_that_nccl_lacks_are_sent(tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """0.2.0 in its beginnings: int16 and lazy conjugates ended a run on GPUs, and a lazy negative lost its sign."""
     sent: deque[torch.Tensor] = deque()
 
@@ -423,7 +423,7 @@ def assert_torch_takes(arrived: Any) -> None:
     assert taken.batch_sizes.tolist() == [3, 2]
 
 
-def test_what_is_on_the_senders_host_arrives_on_the_receivers(wire: Wire) -> None:
+def test_tensors_on_the_sender_s_host_arrive_on_the_receiver_s_host(wire: Wire) -> None:
     """0.1.0: a packed sequence's lengths arrived on the GPU, where torch refuses them."""
     with made_up_gpu():
         link = ChannelLink(0, [None], _TAG, None, torch.device("cuda"), lambda: 0.0)
@@ -434,7 +434,9 @@ def test_what_is_on_the_senders_host_arrives_on_the_receivers(wire: Wire) -> Non
         assert_torch_takes(receiver.receive(0).values[0])
 
 
-def test_what_is_on_the_senders_host_arrives_there_by_nccl_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_on_the_sender_s_host_arrive_on_the_receiver_s_host_by_nccl_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sent: deque[torch.Tensor] = deque()
 
     class Pair:

@@ -58,7 +58,7 @@ def test_a_stall_names_the_worker_that_computes_while_its_peer_waits(server: TCP
         assert rows[0].endswith("waits for the gradient of minibatch 3 from worker 1")
 
 
-def test_a_stall_names_the_worker_that_is_not_heard_of(server: TCPStore) -> None:
+def test_a_stall_names_the_worker_without_heartbeats(server: TCPStore) -> None:
     reports: list[str] = []
     control = Control(server, 0, 2, straight(), stall_limit_s=3.0, on_stall=reports.append, heartbeat_s=0.02)
     beat = {"count": 7, "text": "RA3<0", "words": "waits", "waits": True, "since_s": 0.1}
@@ -73,7 +73,7 @@ def test_a_stall_names_the_worker_that_is_not_heard_of(server: TCPStore) -> None
 
 
 def _watch(control: Control, clock: list[float], num_looks: int, before: Callable[[], object] = lambda: None) -> None:
-    """Let the watchdog look so many times, on a made-up clock; something happens before every look."""
+    """Run the watchdog for `num_looks` checks on a simulated clock, calling `before` before each."""
     left = iter(range(num_looks))
 
     def wait(period_s: float) -> bool:
@@ -130,7 +130,7 @@ def test_progress_and_work_without_a_name_are_no_stall(clock: list[float]) -> No
 
 
 @pytest.mark.parametrize(("busy", "num_reports"), [("checkpoint", 0), ("", 1)])
-def test_waiting_for_one_that_says_it_works_is_no_stall(clock: list[float], busy: str, num_reports: int) -> None:
+def test_waiting_for_a_worker_that_reports_work_is_no_stall(clock: list[float], busy: str, num_reports: int) -> None:
     reports: list[str] = []
     control = Control(HashStore(), 0, 2, straight(2), stall_limit_s=2.0, on_stall=reports.append)
     control.at(None, "exchange")
@@ -139,7 +139,7 @@ def test_waiting_for_one_that_says_it_works_is_no_stall(clock: list[float], busy
     assert len(reports) == num_reports
 
 
-def test_time_in_which_the_process_slept_is_no_stall(clock: list[float]) -> None:
+def test_time_for_which_the_process_was_suspended_is_no_stall(clock: list[float]) -> None:
     reports: list[str] = []
     control = Control(HashStore(), 0, 1, straight(1), stall_limit_s=2.0, on_stall=reports.append)
     control.at(Instruction(Op.FORWARD, 0, 0))
@@ -181,7 +181,7 @@ time.sleep(600)
 """
 
 
-def test_a_store_that_sleeps_is_reported_and_one_that_is_gone_ends_the_worker() -> None:
+def test_a_suspended_store_is_reported_and_a_lost_one_ends_the_worker() -> None:
     reports: list[str] = []
     gone = threading.Event()
     with (
@@ -230,12 +230,12 @@ def test_a_store_that_sleeps_is_reported_and_one_that_is_gone_ends_the_worker() 
         ("1F3", "evaluate", "runs the forward of minibatch 3 in 'evaluate'", False),
     ],
 )
-def test_instructions_in_words(text: str, work: str, words: str, waits: bool) -> None:
+def test_instructions_are_described(text: str, work: str, words: str, waits: bool) -> None:
     pipeline = Pipeline((1, 2), chain(2), "1f1b", True, 2, microbatches=2, accumulate=2, shares_norm=True)
     assert describe(pipeline, 2, parse(text), work, 7, 1.5) == Activity(text, words, waits, 1.5)
 
 
-def test_the_culprit_is_silent_or_busy_or_the_one_that_waits_longest() -> None:
+def test_a_stall_is_blamed_on_the_silent_then_the_busy_then_the_longest_waiting_worker() -> None:
     pipeline = straight(3)
     waits = {w: Activity(f"RA{w}<0", "waits", True, 10.0 + w) for w in range(3)}
     busy = Activity("F1", "computes", False, 9.0)

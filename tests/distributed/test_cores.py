@@ -1,4 +1,4 @@
-"""How many cores a run may use, and what is said where its processes share them."""
+"""The number of cores that a run may use, and the warnings if its processes share them."""
 
 import os
 import socket
@@ -100,7 +100,7 @@ def test_cores_are_named_alike_where_processes_compete_for_them(root: Path, monk
     assert named("a", {0, 1}) != named("b", {0, 1})  # a quota each
 
 
-def test_what_was_measured_is_known_on_other_cores_of_the_hosts() -> None:
+def test_cached_profiles_are_found_on_other_cores_of_the_hosts() -> None:
     assert numbered([bound(0), bound(1)]) == numbered([bound(2), bound(5)])
     assert numbered([bound(0), bound(1)]) != numbered([bound(0), bound(0)])
     assert numbered([bound(0), bound(1)]) != numbered([bound(0), bound(1, host="b")])
@@ -125,7 +125,7 @@ def bound(*cores: int, host: str = "a", machine: str = "x") -> Shares:
 
 
 @pytest.mark.parametrize(
-    ("shares", "said"),
+    ("shares", "note"),
     [
         ([share()] * 2, ""),
         ([share(threads=2)], ""),
@@ -146,18 +146,18 @@ def bound(*cores: int, host: str = "a", machine: str = "x") -> Shares:
         ([gpu(number, cores=2) for number in range(4)], "4 processes x 1 thread share 2 usable cores; the"),
     ],
 )
-def test_processes_that_share_cores_are_told(shares: list[Shares], said: str) -> None:
-    assert crowding(shares).startswith(said)
-    assert bool(crowding(shares)) == bool(said)
+def test_shared_cores_are_reported(shares: list[Shares], note: str) -> None:
+    assert crowding(shares).startswith(note)
+    assert bool(crowding(shares)) == bool(note)
 
 
-def test_who_knows_of_shared_cores_says_so() -> None:
-    said = "4 processes x 1 thread share 2 usable cores; the prediction deals them out evenly"
-    assert crowding([share()] * 4, simulated=True) == said
-    said = "3 processes share one GPU; the prediction deals them out evenly"
-    assert crowding([gpu(0)] * 3, simulated=True) == said
-    said = "4 processes x 1 thread share 1 usable core; the prediction does not model that"  # but the GPUs' sharing
-    assert crowding([gpu(number // 2, cores=1) for number in range(4)], simulated=True) == said
+def test_workers_that_share_cores_report_it() -> None:
+    note = "4 processes x 1 thread share 2 usable cores; the prediction deals them out evenly"
+    assert crowding([share()] * 4, simulated=True) == note
+    note = "3 processes share one GPU; the prediction deals them out evenly"
+    assert crowding([gpu(0)] * 3, simulated=True) == note
+    note = "4 processes x 1 thread share 1 usable core; the prediction does not model that"  # but the GPUs' sharing
+    assert crowding([gpu(number // 2, cores=1) for number in range(4)], simulated=True) == note
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_who_knows_of_shared_cores_says_so() -> None:
         ([gpu(number, cores=2) for number in range(3)], [0, 0, 1]),
     ],
 )
-def test_in_its_turn_every_thread_has_a_core(shares: list[Shares], turns: list[int]) -> None:
+def test_processes_take_turns_so_that_every_thread_has_a_core(shares: list[Shares], turns: list[int]) -> None:
     assert turns_of(shares) == turns
 
 
@@ -214,8 +214,8 @@ def test_a_process_whose_gpu_computes_keeps_one_core_busy(monkeypatch: pytest.Mo
     assert processor_shares(torch.device("cuda", 7)) == gpu(7, cores=4.0)
 
 
-@pytest.mark.parametrize(("num_cores", "said"), [(1.0, True), (2.0, False)])
-def test_a_run_s_measurements_carry_the_note(num_cores: float, said: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("num_cores", "note"), [(1.0, True), (2.0, False)])
+def test_a_run_s_measurements_carry_the_note(num_cores: float, note: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "usable_cores", lambda: num_cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     pipeline = Pipeline((1, 1), chain(2), "1f1b", flushes=False, depth=2)
@@ -228,4 +228,4 @@ def test_a_run_s_measurements_carry_the_note(num_cores: float, said: bool, monke
     engine.exchange = lambda value: [value, [other, *value[1:]]]
     engine._all = SimpleNamespace(exchange=lambda value: [value, value])
     notes = engine.measured(1.0).notes
-    assert notes.get(PREDICTION, "").startswith("2 processes x 1 thread share 1 usable core") == said
+    assert notes.get(PREDICTION, "").startswith("2 processes x 1 thread share 1 usable core") == note

@@ -322,7 +322,7 @@ def test_the_schedule_of_a_file_whose_stages_stand_in_a_v(two: Processes, tmp_pa
 def test_the_schedule_of_a_file_whose_stages_have_different_orders(
     shares_memory: bool, two: Processes, tmp_path: Path
 ) -> None:
-    """Messages arrive in the order of the sending stage: what comes early is kept."""
+    """Messages arrive in the order of the sending stage; those that come early are stored."""
     path = tmp_path / "any.csv"
     path.write_text(ANY_ORDER)
     columns = {"weights": "one", "order": str(path), "microbatches": 4, "backward": "split"}
@@ -332,7 +332,7 @@ def test_the_schedule_of_a_file_whose_stages_have_different_orders(
 
 
 def test_every_optimizer_ends_with_the_virtual_engine_s_weights(two: Processes) -> None:
-    """Averages, where there are some, are what the scores are of."""
+    """Optimizers with averages are scored with the averages."""
     cases = [
         Case("matrices" if name == "muon" else "mlp", (3,), (1, 1), optimizer=named(name), segments=(4, 3))
         for name in OPTIMIZERS

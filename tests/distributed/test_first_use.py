@@ -1,7 +1,6 @@
-"""What happens only once doesn't hang a run or show in it; tensors may travel beside their messages.
+"""The warm-up and first uses of communicators neither hang a run nor change it; tensors may be sent apart from headers.
 
-NCCL's communicators connect at their first use, and CUDA loads code at the first launch: see `first_use.py` for what
-stands in for them here.
+NCCL's communicators connect at their first use, and CUDA loads code at the first launch: `first_use.py` has stand-ins.
 """
 
 import itertools
@@ -50,7 +49,7 @@ def compositions(total: int) -> Iterator[tuple[int, ...]]:
 def gets_stuck(pipeline: Pipeline, num_minibatches: int, *, connected: bool) -> bool:
     """Execute all lists, the first all-reduce of a stage waiting for all its replicas unless it is connected.
 
-    Knows of the engine only what blocks: receives, waits for an all-reduce, and that first one.
+    Models only what blocks in the engine: receives, waits for an all-reduce, and that first one.
     """
     lists = [list(program) for program in programs(pipeline, num_minibatches)]
     done = [0] * len(lists)
@@ -95,7 +94,7 @@ def stuck(num_workers: int, *, connected: bool) -> list[tuple[int, ...]]:
     return found
 
 
-def test_messages_of_a_rehearsal_between_two_stages_have_tags_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_messages_of_every_pair_of_stages_have_different_tags(monkeypatch: pytest.MonkeyPatch) -> None:
     tags: list[int] = []
     monkeypatch.setattr(warm_up, "ChannelLink", lambda peer, lanes, tag, *others, pins: tags.append(tag))
     world: Any = SimpleNamespace(process=lambda rank: rank)
@@ -108,12 +107,12 @@ def test_messages_of_a_rehearsal_between_two_stages_have_tags_of_their_own(monke
 @pytest.mark.parametrize(
     ("minibatch_size", "microbatches", "sizes"), [(8, 1, {8, 6}), (8, 3, {3, 2}), (20, 3, {7, 6, 2}), (23, 1, {23})]
 )
-def test_a_rehearsal_runs_units_of_every_size(
+def test_a_warm_up_runs_units_of_every_size(
     minibatch_size: int, microbatches: int, sizes: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """46 samples to train on and 10 held out: cuDNN would search for algorithms at the first short minibatch.
 
-    It frees memory then, for which CUDA waits until all messages are sent, which the receiver's may wait for, too.
+    It then frees memory, for which CUDA waits until all messages are sent: both ends could wait for each other.
     """
     setup = make_setup(
         Mlp(),
@@ -143,7 +142,7 @@ def test_a_rehearsal_runs_units_of_every_size(
 
 
 def test_a_first_all_reduce_that_waits_would_hang_plans() -> None:
-    """So groups have to be connected before: the reason for what the other tests here look at."""
+    """So groups have to be connected before training, which the other tests here check."""
     assert stuck(5, connected=False) == [(1, 3, 1)]
     of_eight = stuck(8, connected=False)
     assert len(of_eight) == 21
@@ -152,7 +151,7 @@ def test_a_first_all_reduce_that_waits_would_hang_plans() -> None:
 
 
 @pytest.mark.parametrize("num_workers", WAITING)
-def test_the_cases_here_would_hang(num_workers: int) -> None:
+def test_the_waiting_cases_would_hang(num_workers: int) -> None:
     case = WAITING[num_workers]
     pipeline = Pipeline(case.replicas, chain(len(case.replicas)), "1f1b", flushes=False, depth=case.columns["depth"])
     assert gets_stuck(pipeline, 7, connected=False)
@@ -160,7 +159,7 @@ def test_the_cases_here_would_hang(num_workers: int) -> None:
 
 
 @pytest.mark.parametrize("num_workers", WAITING)
-def test_groups_that_connect_at_their_first_all_reduce_hang_nobody(
+def test_groups_that_connect_at_their_first_all_reduce_do_not_hang(
     request: pytest.FixtureRequest, num_workers: int
 ) -> None:
     """0.1.0: a stage's group was first used in a backward, before the gradient that the others waited for was sent."""
@@ -171,36 +170,36 @@ def test_groups_that_connect_at_their_first_all_reduce_hang_nobody(
 
 
 @pytest.mark.slow
-def test_a_rehearsal_changes_no_bit_of_two_processes(two: Processes) -> None:
+def test_a_warm_up_changes_no_bit_of_two_processes(two: Processes) -> None:
     """Weights, statistics, losses, scores, bytes and versions are those of the virtual engine, which has none."""
     zoo = [ZooCase("vgg16", "dp", 2), ZooCase("awd_lm", "pipedream-flush", 2), ZooCase("gnmt8", "pipedream", 2)]
     cases: list[Case | ZooCase] = [*TWO.values(), *zoo]
-    found = two.run("tests.distributed.first_use:rehearsed", cases)
+    found = two.run("tests.distributed.first_use:warmed_up", cases)
     for case, outcomes in zip(cases, zip(*found, strict=True), strict=True):
         expected = zoo_cases.virtually(case) if isinstance(case, ZooCase) else virtually(case)
         compare(outcomes, expected, 0.0)
 
 
 # Replicated stages on either side, skip connections, a stage without parameters; every way of adding and of cutting.
-REHEARSED = [
+WARMED_UP = [
     *("2-1", "1-2", "three stages", "vertical sync, a stage without parameters", "tied", "two chunks", "zero bubble"),
     *("2-1, parameter servers", "2-1, gpipe", "fp16, 2-1"),
 ]
 
 
 @pytest.mark.parametrize(
-    "names", [pytest.param(REHEARSED, id="some"), pytest.param([*THREE], id="all", marks=pytest.mark.slow)]
+    "names", [pytest.param(WARMED_UP, id="some"), pytest.param([*THREE], id="all", marks=pytest.mark.slow)]
 )
-def test_a_rehearsal_changes_no_bit_of_three_processes(three: Processes, names: list[str]) -> None:
+def test_a_warm_up_changes_no_bit_of_three_processes(three: Processes, names: list[str]) -> None:
     cases = [THREE[name] for name in names]
-    found = three.run("tests.distributed.first_use:rehearsed", cases)
+    found = three.run("tests.distributed.first_use:warmed_up", cases)
     for case, outcomes in zip(cases, zip(*found, strict=True), strict=True):
         compare(outcomes, virtually(case), 0.0)
 
 
 @pytest.mark.parametrize("name", ["2-1", "1-2"])
-def test_a_rehearsal_leaves_no_trace_when_the_clock_starts(three: Processes, name: str) -> None:
-    for without, with_one in three.run("tests.distributed.first_use:facts_after_a_rehearsal", THREE[name]):
+def test_a_warm_up_changes_no_state_before_the_clock_starts(three: Processes, name: str) -> None:
+    for without, with_one in three.run("tests.distributed.first_use:facts_after_a_warm_up", THREE[name]):
         *plain, tensors = without
         *others, theirs = with_one
         assert plain == others
@@ -212,14 +211,14 @@ def test_a_rehearsal_leaves_no_trace_when_the_clock_starts(three: Processes, nam
 
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", [name for name in TWO if name not in NOT_BY_GLOO])
-def test_tensors_may_travel_beside_their_messages(two: Processes, name: str) -> None:
+def test_tensors_may_be_sent_apart_from_their_headers(two: Processes, name: str) -> None:
     """0.1.0: their messages had room for them all the same: 822 MB of pinned memory for VGG-16 at 64 samples."""
     check_directly(TWO[name], two)
 
 
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", THREE)
-def test_tensors_of_three_processes_may_travel_beside_their_messages(three: Processes, name: str) -> None:
+def test_tensors_of_three_processes_may_be_sent_apart_from_their_headers(three: Processes, name: str) -> None:
     check_directly(THREE[name], three)
 
 
@@ -241,7 +240,7 @@ def check_directly(case: Case, processes: Processes) -> None:
     ],
     ids=["pipedream", "parameters shared out", "replicas of a stage"],
 )
-def test_stages_are_compiled_before_the_clock_starts_without_traces(case: Case, tmp_path: Path) -> None:
+def test_stages_are_compiled_before_the_clock_starts_and_keep_their_state(case: Case, tmp_path: Path) -> None:
     """The last minibatch of an epoch is a short one, which would compile once more."""
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     with Processes(sum(case.replicas), environment=environment) as processes:

@@ -1,4 +1,4 @@
-"""Times of transfers on GPUs, measured by the engine, are those of the GPUs: made-up ones, see `gpus`.
+"""Times of transfers that the engine measures equal those of emulated GPUs, see `gpus`.
 
 The engine, its transport, its collectives and its meter are the real ones.
 """
@@ -46,7 +46,7 @@ def covered_s(intervals: Iterable[Interval], without: Iterable[Interval] = ()) -
 
 
 class Truth:
-    """What a rank's GPU did."""
+    """The times of a rank's GPU."""
 
     def __init__(self, gpus: Gpus, rank: int) -> None:
         own = gpus.ranks[rank]
@@ -70,7 +70,7 @@ class Truth:
 
 @pytest.fixture(autouse=True)
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the made-up GPUs in the place of torch's, and let instructions take their time on them."""
+    """Replace torch's GPUs by emulated ones, on which instructions take the given times."""
     for module in (channel, transport, reducer, collectives, shard_exchange):
         monkeypatch.setattr(module, "dist", _Present())
     monkeypatch.setattr(distributed, "time", SimpleNamespace(perf_counter=lambda: Gpus.present.here.host_s))
@@ -103,7 +103,7 @@ class _Present:
 
 @dataclass
 class Run:
-    """What GPUs did in training, by worker, and what was measured of it."""
+    """The times of the GPUs in training, by worker, and the engine's measurements."""
 
     truths: list[Truth]
     found: RunMeasurements
@@ -120,7 +120,7 @@ def run(
     evaluates: bool = False,
     **speeds: float,
 ) -> Run:
-    """Train a case on made-up GPUs; what a stage's instruction takes if not the usual."""
+    """Train a case on emulated GPUs; `takes_s` overrides the seconds of a stage's instruction."""
     size = sum(case.replicas)
     gpus, setups = Gpus(size, **speeds), [small_setup(case) for _ in range(size)]
     gpus.takes_s = takes_s
@@ -157,7 +157,7 @@ def run(
 
 
 def check(done: Run, tolerance: float = 1e-6) -> None:
-    """Compare what was measured with what happened; events are of single precision."""
+    """Compare measured with true times; events have single precision."""
 
     def same(found: float, expected: float) -> None:
         assert found == pytest.approx(expected, rel=tolerance, abs=100 * tolerance)
@@ -232,7 +232,7 @@ def test_two_messages_through_the_hosts_memory(
 ) -> None:
     """Several ranks of a GPU use Gloo: copies wait for the GPU, so a message leaves when its values are there.
 
-    0.2.0 in its beginnings: it told the time at which its host had begun to wait for them.
+    0.2.0 in its beginnings: it reported the time at which its host had begun to wait for them.
     """
     for name in ("pack", "layout_in"):
         monkeypatch.setattr(message, name, _after_the_gpu(getattr(message, name)))

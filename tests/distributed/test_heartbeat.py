@@ -1,4 +1,4 @@
-"""Signs of life between hosts, and who is told of their end; time is made up, except where threads run."""
+"""Heartbeats between hosts, and the report when they end; time is simulated, except where threads run."""
 
 import json
 import threading
@@ -24,69 +24,73 @@ def beat(count: int | str, rank: int) -> bytes:
 
 
 @pytest.fixture
-def ear() -> SilenceMonitor:
+def monitor() -> SilenceMonitor:
     return SilenceMonitor(place(0), 30.0)
 
 
-def told(ear: SilenceMonitor, seconds: int, *, silent: tuple[int, ...] = (), store: bool = True, start: int = 0) -> str:
-    """Listen for so long, half a second at a time; return the first sentence."""
+def first_report(
+    monitor: SilenceMonitor, seconds: int, *, silent: tuple[int, ...] = (), store: bool = True, start: int = 0
+) -> str:
+    """Listen for `seconds`, half a second at a time; return the first report."""
     heard: dict[int, bytes] = {}
 
     def sentences() -> Iterator[str]:
         for tick in range(2 * seconds):
             now = start + tick // 2 if store else start
             heard.update({rank: beat(0 if rank in silent else now, rank) for rank in (1, 2)})
-            yield ear.listen(0.5, now, heard)
+            yield monitor.listen(0.5, now, heard)
 
     return next((sentence for sentence in sentences() if sentence), "")
 
 
-def test_who_gives_signs_is_not_told_of(ear: SilenceMonitor) -> None:
-    assert told(ear, 3600) == ""
+def test_a_worker_with_heartbeats_is_not_reported(monitor: SilenceMonitor) -> None:
+    assert first_report(monitor, 3600) == ""
 
 
-def test_a_silent_worker_is_named_with_its_host_when_the_limit_is_over(ear: SilenceMonitor) -> None:
-    assert told(ear, 30, silent=(2,)) == ""
-    assert told(ear, 1, silent=(2,), start=30) == (
+def test_a_silent_worker_is_reported_with_its_host_after_the_limit(monitor: SilenceMonitor) -> None:
+    assert first_report(monitor, 30, silent=(2,)) == ""
+    assert first_report(monitor, 1, silent=(2,), start=30) == (
         "rank 2 on node2 has not been heard of for 30 s (engine.silence_limit_s): "
         "the host, its network or the process hangs or is gone"
     )
 
 
-def test_the_limit_itself_is_too_long_for_the_store(ear: SilenceMonitor) -> None:
+def test_the_store_is_reported_at_the_limit(monitor: SilenceMonitor) -> None:
     heard = {rank: beat(1, rank) for rank in (1, 2)}
-    assert ear.listen(0.5, 1, heard) == ""
-    assert ear.listen(29.5, 1, heard) == ""
-    assert ear.listen(0.5, 1, heard).startswith(STORE)
+    assert monitor.listen(0.5, 1, heard) == ""
+    assert monitor.listen(29.5, 1, heard) == ""
+    assert monitor.listen(0.5, 1, heard).startswith(STORE)
 
 
-def test_several_silent_workers_are_named_together(ear: SilenceMonitor) -> None:
-    assert told(ear, 40, silent=(1, 2)).startswith("rank 1 on node1, rank 2 on node2 have not been heard of for 30 s")
+def test_several_silent_workers_are_reported_together(monitor: SilenceMonitor) -> None:
+    assert first_report(monitor, 40, silent=(1, 2)).startswith(
+        "rank 1 on node1, rank 2 on node2 have not been heard of for 30 s"
+    )
 
 
-def test_a_worker_that_never_gave_a_sign_is_named_without_its_host(ear: SilenceMonitor) -> None:
-    sentences = [ear.listen(0.5, tick, {1: beat(tick, 1)}) for tick in range(70)]
+def test_a_worker_without_any_heartbeat_is_reported_without_its_host(monitor: SilenceMonitor) -> None:
+    sentences = [monitor.listen(0.5, tick, {1: beat(tick, 1)}) for tick in range(70)]
     assert next(filter(None, sentences)).startswith("rank 2 on a host never heard of has not been heard of for 30 s")
 
 
-def test_a_store_that_does_not_answer_is_told_of_and_not_those_that_cannot_be_heard(ear: SilenceMonitor) -> None:
-    assert told(ear, 5) == ""
-    assert told(ear, 40, store=False, start=4).startswith(STORE)
-    assert ear.store_s >= 30
+def test_a_silent_store_is_reported_instead_of_the_workers(monitor: SilenceMonitor) -> None:
+    assert first_report(monitor, 5) == ""
+    assert first_report(monitor, 40, store=False, start=4).startswith(STORE)
+    assert monitor.store_s >= 30
 
 
-def test_a_break_below_the_limit_is_forgiven(ear: SilenceMonitor) -> None:
+def test_a_break_below_the_limit_is_not_reported(monitor: SilenceMonitor) -> None:
     for start in (0, 100, 200):
-        assert told(ear, 10, start=start) == ""
-        assert told(ear, 29, store=False, start=start + 9) == ""
+        assert first_report(monitor, 10, start=start) == ""
+        assert first_report(monitor, 29, store=False, start=start + 9) == ""
 
 
-def test_a_worker_that_is_done_may_go(ear: SilenceMonitor) -> None:
+def test_a_worker_that_is_done_is_not_reported(monitor: SilenceMonitor) -> None:
     heard = {1: beat("done", 1), 2: beat("done", 2)}
-    assert not any(ear.listen(0.5, tick, heard) for tick in range(200))
+    assert not any(monitor.listen(0.5, tick, heard) for tick in range(200))
 
 
-def test_workers_hear_each_other_and_the_one_that_is_left_alone_is_told() -> None:
+def test_workers_hear_each_other_and_a_lost_one_is_reported_to_the_other() -> None:
     store, heard, over = HashStore(), list[tuple[str, bool]](), threading.Event()
 
     def on_silence(sentence: str, store_answers: bool) -> None:
@@ -111,11 +115,11 @@ def test_workers_hear_each_other_and_the_one_that_is_left_alone_is_told() -> Non
 _BEAT_S = 0.01
 
 
-def pulse(store: HashStore, rank: int) -> Heartbeat:
+def heartbeat(store: HashStore, rank: int) -> Heartbeat:
     return Heartbeat(store, place(rank, 2), limit_s=PATIENCE_S, on_silence=pytest.fail, beat_s=_BEAT_S)
 
 
-def test_who_loses_a_peer_names_the_one_that_gives_no_more_signs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_connection_is_blamed_on_the_worker_without_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
     store.set("heartbeat/1", beat(7, 1).decode())
     with pytest.raises(HostLostError, match=r"^rank 1 on node1 is gone: lost a peer: closed$") as caught:
@@ -123,19 +127,19 @@ def test_who_loses_a_peer_names_the_one_that_gives_no_more_signs(monkeypatch: py
     assert of_exception(caught.value, 0).kind == "silent"
 
 
-def test_where_all_give_signs_the_cause_says_it_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_connection_stays_the_error_if_all_have_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
-    with pulse(store, 1) as other, pytest.raises(PeerLostError, match=r"^lost a peer: closed$") as caught:
+    with heartbeat(store, 1) as other, pytest.raises(PeerLostError, match=r"^lost a peer: closed$") as caught:
         lose(monkeypatch, store, other)
     assert of_exception(caught.value, 0).kind == "lost"
 
 
 def lose(monkeypatch: pytest.MonkeyPatch, store: HashStore, *others: Heartbeat) -> None:
-    """Lose a peer that has given a sign, at least; if it isn't there, right after its last.
+    """Raise the error of a lost peer after its first heartbeat; without `others`, right after its last.
 
-    What waits for some heartbeats here does so by their number: on a busy machine they come late.
+    Waits for heartbeats count them, since they come late on a busy machine.
     """
-    with pulse(store, 0) as mine:
+    with heartbeat(store, 0) as mine:
         wait_for(lambda: len(mine._heard) == 2)
         if not others:
             store.set("heartbeat/1", beat(8, 1).decode())

@@ -1,4 +1,4 @@
-"""Times by the host's clock and by a GPU's, the GPU made up."""
+"""Times by the host's clock and by that of an emulated GPU."""
 
 import itertools
 from typing import Any
@@ -13,7 +13,7 @@ from pipebench.simulate.simulation import TimelineEvent
 
 
 class Gpu:
-    """A stream that takes 2 s for every piece of work, and a host that takes none."""
+    """A stream that takes 2 s per operation, and a host that takes none."""
 
     def __init__(self) -> None:
         self.end_s = 100.0
@@ -61,7 +61,7 @@ def test_a_gpu_s_work_is_timed_by_its_own_events_and_reported_later(gpu: Gpu) ->
     assert found == [TimelineEvent(7 + 2 * i, 9 + 2 * i, 3, each) for i, each in enumerate(instructions)]
 
 
-def test_many_are_reported_on_the_way(gpu: Gpu) -> None:
+def test_many_times_are_reported_before_the_drain(gpu: Gpu) -> None:
     found: list[TimelineEvent] = []
     timer = DeviceTimer(0, lambda: 0.0, found.append)
     for unit in range(_READ_EVERY):
@@ -79,7 +79,7 @@ def test_the_host_s_clock() -> None:
 
 
 def test_short_work_keeps_its_time_hours_after_the_last_drain(gpu: Gpu) -> None:
-    """0.1.0: both ends were compared with the drain, and float32 knows 30 us after 10 minutes no more."""
+    """0.1.0: both ends were compared with the drain, and float32 doesn't resolve 30 us after 10 minutes."""
     found: list[TimelineEvent] = []
     timer = DeviceTimer(0, lambda: 5.0, found.append)
 

@@ -1,6 +1,6 @@
-"""Workers that are killed while layers move or an architecture's turn begins: what goes on ends as if nothing had been.
+"""Workers killed while layers move or an architecture's turn begins: the resumed run ends as an undisturbed one.
 
-Each case starts processes of its own, since one of them dies; those that go on are the ones all tests share.
+Each case starts new processes, since one of them dies; runs resume in those that all tests share.
 """
 
 from pathlib import Path
@@ -31,13 +31,13 @@ _expected: dict[Moving | Searching, tuple[list[dict[str, torch.Tensor]], RunResu
 
 
 def expected(what: Moving | Searching) -> tuple[list[dict[str, torch.Tensor]], RunResult]:
-    """Return the weights of all workers, and the result, of the virtual engine's run, which nobody disturbs."""
+    """Return all workers' weights, and the result, of an undisturbed run on the virtual engine."""
     if what not in _expected:
         given, engines = what.job(), list[VirtualEngine]()
         make = on_virtual_clock(given)
 
-        def keep(*told: Any) -> Any:
-            engines.append(make(*told))  # type: ignore[arg-type]
+        def keep(*listeners: Any) -> Any:
+            engines.append(make(*listeners))  # type: ignore[arg-type]
             return engines[0]
 
         result, _ = TrainingLoop(given, keep, Silent(), lambda point: None).run()
@@ -91,7 +91,7 @@ def newest_step(folder: Path) -> int:
     ],
     ids=lambda it: it.last if isinstance(it, Moving) else f"{it.rank} {'after' if it.after else 'before'} {it.place}",
 )
-def test_a_worker_killed_inside_a_move_loses_what_came_after_the_checkpoint(
+def test_a_run_whose_worker_is_killed_in_a_move_resumes_from_the_checkpoint(
     three: Processes, folder: Path, what: Moving, fault: Fault
 ) -> None:
     shares_memory = fault.after  # half of them by sockets
@@ -116,7 +116,7 @@ def test_a_worker_killed_inside_a_move_loses_what_came_after_the_checkpoint(
     ],
     ids=str,
 )
-def test_a_worker_killed_at_a_drain_of_a_move_or_right_after_one(
+def test_a_run_whose_worker_is_killed_at_or_after_a_move_s_drain_resumes(
     three: Processes, folder: Path, what: Moving, fault: Fault, step: int
 ) -> None:
     """While the pipeline is empty for a move, and in the checkpoint after one."""
@@ -127,7 +127,7 @@ def test_a_worker_killed_at_a_drain_of_a_move_or_right_after_one(
 
 
 @pytest.mark.parametrize(("weights", "shares_memory"), [("one", True), ("stash", False)])
-def test_a_search_in_processes_is_the_virtual_engine_s(
+def test_a_search_in_processes_equals_the_virtual_engine_s(
     three: Processes, folder: Path, weights: str, shares_memory: bool
 ) -> None:
     what = Searching(weights)
@@ -139,9 +139,7 @@ def test_a_search_in_processes_is_the_virtual_engine_s(
 @pytest.mark.parametrize(
     "fault", [Fault(0, "switch_setup", 2), Fault(1, "hand_over", 4, after=True), Fault(0, "commit", 5)], ids=str
 )
-def test_a_search_that_lost_a_worker_goes_on_as_if_nothing_had_happened(
-    three: Processes, folder: Path, fault: Fault
-) -> None:
+def test_a_search_that_lost_a_worker_ends_as_an_undisturbed_one(three: Processes, folder: Path, fault: Fault) -> None:
     what = Searching("stash")
     kill(what, fault, folder)
     assert newest_step(folder) > 0
@@ -149,7 +147,7 @@ def test_a_search_that_lost_a_worker_goes_on_as_if_nothing_had_happened(
 
 
 def _assert_same_search(result: RunResult, what: Searching) -> None:
-    """The same individuals with the same scores; what a clock says is left out."""
+    """Assert the same individuals with the same scores; times are not compared."""
     found, wanted = result.search, expected(what)[1].search
     assert found is not None
     assert wanted is not None

@@ -1,4 +1,4 @@
-"""Starting workers, finding out why they ended, restarting and stopping them."""
+"""Starting workers, finding the cause of their end, restarting and stopping them."""
 
 import contextlib
 import errno
@@ -79,7 +79,7 @@ def test_exceptions_are_recorded_by_kind(
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_exit_codes_speak_for_workers_that_recorded_nothing() -> None:
+def test_workers_without_a_record_are_reported_by_their_exit_codes() -> None:
     nothing = io.BytesIO()
     assert read(1, -signal.SIGSEGV, nothing) == Failure(1, "killed", "ended by SIGSEGV")
     assert read(1, -150, nothing) == Failure(1, "killed", "ended by signal 150")
@@ -98,7 +98,7 @@ def test_exit_codes_speak_for_workers_that_recorded_nothing() -> None:
         ([failed(0, "closed"), failed(1, "lost")], 1),
     ],
 )
-def test_the_cause_is_told_from_its_consequences(failures: list[Failure], cause: int) -> None:
+def test_the_cause_of_failures_is_distinguished_from_its_consequences(failures: list[Failure], cause: int) -> None:
     assert root_cause(failures).rank == cause
 
 
@@ -116,7 +116,7 @@ def test_reports() -> None:
     ]
 
 
-def test_restarts_are_for_what_may_go_better_the_next_time() -> None:
+def test_only_failures_that_a_restart_may_avoid_are_restarted() -> None:
     assert worth_restart(failed(0, "failed"), started=True)
     assert worth_restart(failed(0, "lost"), started=True)
     assert not worth_restart(failed(0, "failed"), started=False)
@@ -136,7 +136,7 @@ def test_workers_share_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _EndedError(BaseException):
-    """Stands for the end of the process."""
+    """Raised instead of ending the process."""
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def _ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_ends")
 @pytest.mark.parametrize("launched_by_us", [True, False])
-def test_a_failing_worker_speaks_only_where_nobody_else_will(
+def test_a_failing_worker_prints_its_error_only_without_our_launcher(
     launched_by_us: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(world, "current", lambda: None)
@@ -174,10 +174,10 @@ def test_a_failing_worker_speaks_only_where_nobody_else_will(
 
 
 @pytest.mark.usefixtures("_ends")
-def test_a_failure_that_a_full_disk_does_not_take_is_told_by_its_worker(
+def test_a_failure_that_a_full_disk_cannot_store_is_printed_by_its_worker(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its launcher could only say that the worker had said nothing."""
+    """Its launcher could only report that the worker had recorded nothing."""
 
     def full(failure: Failure) -> NoReturn:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -191,7 +191,7 @@ def test_a_failure_that_a_full_disk_does_not_take_is_told_by_its_worker(
 
 
 @pytest.mark.usefixtures("_ends")
-def test_torchrun_s_signals_ask_first_and_end_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_signal_of_torchrun_asks_for_a_stop_and_the_second_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     reasons: list[str] = []
     try:
@@ -223,9 +223,9 @@ def script(folder: Path, text: str) -> list[str]:
 
 @contextlib.contextmanager
 def when(exists: Sequence[Path], then: Callable[[], object]) -> Iterator[None]:
-    """Do something in a thread as soon as these files exist, while the block lasts; too late is a failure.
+    """Call `then` in a thread as soon as these files exist, while the block lasts; fail if it was too late.
 
-    It is done even then, after `PATIENCE_S`: what the block waits for would otherwise never end.
+    It is called even then, after `PATIENCE_S`, since the block may wait for its effect.
     """
     over, late = threading.Event(), threading.Event()
 
@@ -262,7 +262,7 @@ def run(
     hear: Callable[[str], object] = lambda text: None,
     **options: Any,
 ) -> tuple[int, str]:
-    """Run workers; `hear` is called with everything that is said, as soon as it is said."""
+    """Run workers; `hear` is called with every message of the launcher."""
     said: list[str] = []
 
     def say(text: str) -> None:
@@ -274,7 +274,7 @@ def run(
     return code, "\n".join(said)
 
 
-def test_workers_are_told_their_place_and_nothing_is_said_when_all_is_well(tmp_path: Path) -> None:
+def test_workers_get_their_ranks_and_a_successful_run_prints_nothing(tmp_path: Path) -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     text = (
         "names = ['RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'PIPEBENCH_RUN']\n"
@@ -289,8 +289,8 @@ def test_workers_are_told_their_place_and_nothing_is_said_when_all_is_well(tmp_p
     assert {number: signal.getsignal(number) for number in before} == before
 
 
-def test_nobody_can_connect_to_what_the_workers_share(tmp_path: Path) -> None:
-    """Torch's store has a port, on which it tells every user of the host all that workers tell each other."""
+def test_the_workers_store_has_no_port(tmp_path: Path) -> None:
+    """Torch's store has a port, by which every user of the host can read it."""
     before = [each for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
     attempt = launch.Attempt(2, 0)
     try:
@@ -303,7 +303,7 @@ def test_nobody_can_connect_to_what_the_workers_share(tmp_path: Path) -> None:
         attempt.close()
 
 
-def test_killed_workers_restart_all_up_to_the_limit(
+def test_a_killed_worker_restarts_all_up_to_the_limit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = (
@@ -326,14 +326,14 @@ def test_killed_workers_restart_all_up_to_the_limit(
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "outcome"),
     [
         ("sys.exit(7)", "ended with exit code 7 and said nothing"),
         ("os.kill(os.getpid(), signal.SIGTERM)", "ended by SIGTERM"),  # `kill PID` of a worker
         ("os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV"),
     ],
 )
-def test_what_the_launcher_ended_is_no_cause(how: str, told: str, tmp_path: Path) -> None:
+def test_workers_that_the_launcher_ended_are_not_the_cause(how: str, outcome: str, tmp_path: Path) -> None:
     text = f"""
 while rank == 1:
     if (folder / "up-0-0").exists() and (folder / "up-0-2").exists():
@@ -342,10 +342,10 @@ while rank == 1:
 time.sleep({PATIENCE_S})
 """
     code, said = run(script(tmp_path, text), tmp_path, num_workers=3, max_restarts=0)
-    assert (code, said) == (3, f"pipebench: error: worker process rank 1 {told} (before training began)")
+    assert (code, said) == (3, f"pipebench: error: worker process rank 1 {outcome} (before training began)")
 
 
-def test_a_failing_start_is_not_repeated_and_a_stuck_worker_not_waited_for(
+def test_a_failing_start_is_not_repeated_and_does_not_wait_for_a_stuck_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipebench.distributed.launch._CLOSING_S", 0.3)
@@ -371,7 +371,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
     )
 
 
-@pytest.mark.usefixtures("hears_sighup")
+@pytest.mark.usefixtures("handles_sighup")
 @pytest.mark.parametrize(
     ("signals", "grace_s"), [([signal.SIGINT, signal.SIGINT], 60.0), ([signal.SIGTERM], 0.2), ([signal.SIGHUP], 0.2)]
 )

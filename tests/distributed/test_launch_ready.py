@@ -1,4 +1,4 @@
-"""Workers hear when their launcher can record them, and those that none records don't wait."""
+"""Workers wait until their launcher has recorded them; those without a launcher don't wait."""
 
 import threading
 
@@ -20,6 +20,6 @@ def test_workers_wait_for_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [wait(0.0) for wait in waits if wait] == [True, True]
 
 
-def test_without_a_launcher_nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_without_a_launcher_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIPEBENCH_RECORDER", raising=False)
     assert ready_listener() is None

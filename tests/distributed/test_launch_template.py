@@ -1,4 +1,4 @@
-"""Workers that are copies of a process which has imported what they need: they start, end and fail as new ones do."""
+"""Workers forked from a template process, which has imported their modules, start, end and fail as new processes do."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def launcher(
 
 
 def run(folder: Path, text: str, size: int = 2, restarts: int = 0) -> tuple[int, list[str], list[str]]:
-    """Return the launcher's exit code, what it said, and what workers wrote to their output."""
+    """Return the launcher's exit code and messages, and the workers' output."""
     with launcher(folder, text, size, restarts) as process:
         process.wait()
     printed = (folder / "printed.txt").read_text().splitlines()
@@ -72,7 +72,7 @@ def wait_until_gone(folder: Path) -> None:
         time.sleep(0.02)
 
 
-def test_a_copy_is_told_its_place_as_a_new_process_is(tmp_path: Path) -> None:
+def test_a_copy_gets_its_rank_as_a_new_process_does(tmp_path: Path) -> None:
     text = """
 import json, stat, threading
 names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "PIPEBENCH_RUN", "OMP_NUM_THREADS"]
@@ -93,14 +93,14 @@ print(*[os.environ[name] for name in names], sys.argv[2:], is_socket, leads, ign
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "outcome"),
     [
         ("sys.exit(7)", "ended with exit code 7 and said nothing"),
         ("raise ValueError", "ended with exit code 1 and said nothing"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV"),
     ],
 )
-def test_how_a_copy_ended_is_told(how: str, told: str, tmp_path: Path) -> None:
+def test_the_end_of_a_copy_is_reported(how: str, outcome: str, tmp_path: Path) -> None:
     text = f"""
 while rank == 1:
     if (folder / "up-0-0").exists():
@@ -109,7 +109,7 @@ while rank == 1:
 time.sleep({PATIENCE_S})
 """
     code, said, _ = run(tmp_path, text)
-    assert (code, said) == (3, [f"pipebench: error: worker process rank 1 {told} (before training began)"])
+    assert (code, said) == (3, [f"pipebench: error: worker process rank 1 {outcome} (before training began)"])
 
 
 def test_killed_copies_are_replaced_by_copies(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_killed_template_is_a_failure_of_its_workers(tmp_path: Path) -> None:
     assert code == 3
     sentence = "pipebench: error: worker process rank 0 ended by SIGKILL (before training began)"
     assert said[0].splitlines()[0] == sentence
-    wait_until_gone(tmp_path)  # a process closes its sockets, which the launcher sees, before its children are told
+    wait_until_gone(tmp_path)  # a process closes its sockets, which the launcher sees, before its children notice
 
 
 @pytest.mark.parametrize("before", ["an end", "a start"])

@@ -1,4 +1,4 @@
-"""What frames a worker process: signals that its launcher forwards, and who reports a failure."""
+"""The start and end of a worker process: signals that its launcher forwards, and which process reports a failure."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ def _handlers_are_put_back() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_handlers_are_put_back")
 @pytest.mark.parametrize("sent", FORWARDED)
-def test_what_torchrun_forwards_asks_for_a_stop(sent: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signals_that_torchrun_forwards_ask_for_a_stop(sent: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGHUP, of a terminal that is gone, ended workers without a checkpoint."""
     asked: list[str] = []
     monkeypatch.setattr(launch_worker, "_listeners", [asked.append])
@@ -61,11 +61,11 @@ def test_a_copy_of_a_worker_can_be_terminated(monkeypatch: pytest.MonkeyPatch) -
     assert os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) == -signal.SIGTERM
 
 
-def test_a_mistake_before_joining_is_told_once_per_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that only a process with LOCAL_RANK 1 made was told by none."""
+def test_an_error_before_joining_is_reported_once_per_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of only a process with LOCAL_RANK 1 was reported by none."""
     monkeypatch.setattr(world, "_joined", [])
 
-    def tells(local_rank: int, kind: str, message: str, error_file: str | None = None) -> bool:
+    def reports(local_rank: int, kind: str, message: str, error_file: str | None = None) -> bool:
         name = str(tmp_path / "attempt_0" / str(local_rank) / "error.json") if error_file is None else error_file
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", name)
@@ -73,17 +73,17 @@ def test_a_mistake_before_joining_is_told_once_per_host(tmp_path: Path, monkeypa
         return launch_worker._is_first_to_report(Failure(local_rank, kind, message))
 
     (tmp_path / "attempt_0").mkdir()
-    assert tells(1, "user", "of all")
-    assert not tells(0, "user", "of all")
-    assert tells(0, "user", "of one")
-    assert tells(1, "failed", "so")
-    assert not tells(1, "lost", "so")
-    assert tells(1, "user", "of all", error_file="")
+    assert reports(1, "user", "of all")
+    assert not reports(0, "user", "of all")
+    assert reports(0, "user", "of one")
+    assert reports(1, "failed", "so")
+    assert not reports(1, "lost", "so")
+    assert reports(1, "user", "of all", error_file="")
     monkeypatch.chdir(tmp_path)
-    assert tells(1, "user", "of all", error_file="error.json")
+    assert reports(1, "user", "of all", error_file="error.json")
 
 
-def test_a_file_that_another_launcher_names_hides_no_mistake_of_its_next_run(
+def test_another_launcher_s_error_file_hides_no_error_of_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(world, "_joined", [])
@@ -94,9 +94,9 @@ def test_a_file_that_another_launcher_names_hides_no_mistake_of_its_next_run(
     assert [each.name for each in tmp_path.iterdir()] == ["errors"]
 
 
-@pytest.mark.parametrize(("answer", "tells"), [(True, True), (False, False), (None, True)])
-def test_a_store_that_is_waiting_holds_nobody_up(
-    answer: bool | None, tells: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("answer", "reports"), [(True, True), (False, False), (None, True)])
+def test_a_store_that_waits_does_not_delay_the_report(
+    answer: bool | None, reports: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its connection answers nothing while torch waits on it for another rank, which is half an hour."""
     over = threading.Event()
@@ -109,11 +109,11 @@ def test_a_store_that_is_waiting_holds_nobody_up(
 
     monkeypatch.setattr(world, "_joined", [SimpleNamespace(first=first)])
     monkeypatch.setattr(launch_worker, "_ASKING_S", 0.05 if answer is None else 60.0)
-    assert launch_worker._is_first_to_report(Failure(0, "silent", "so")) == tells
+    assert launch_worker._is_first_to_report(Failure(0, "silent", "so")) == reports
     over.set()
 
 
-def test_a_worker_s_cuda_has_queues_enough_before_anything_asks_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_s_number_of_queues_is_set_before_a_device_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks of a recipe with `engine.device: cuda` asked torch, which begins CUDA, before the worker had joined."""
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(launch_worker, "_handle_signals", lambda: None)

@@ -1,4 +1,4 @@
-"""Links are measured between real processes, and what is written is a cluster."""
+"""Links are measured between real processes and written as a cluster."""
 
 import os
 import socket
@@ -25,7 +25,7 @@ def level(name: str, port: float, pair: float, ring: float) -> MeasuredLevel:
     return MeasuredLevel(name, 2, port, pair, ring, 12.34e-6, 1 << 20)
 
 
-def test_a_limit_is_written_where_it_binds(tmp_path: Path) -> None:
+def test_a_limit_is_written_only_if_it_is_reached(tmp_path: Path) -> None:
     path = tmp_path / "ours.yaml"
     found = (level("server", 1e11, 1e11, 7e10), level("cluster", 4e9, 1e9, 0.98e9))
     path.write_text(cluster_text(MeasuredLinks("NVIDIA H100", "NCCL", found, 5e10), links._MADE_BY))
@@ -56,7 +56,7 @@ def test_copies_go_between_a_gpu_and_pinned_memory() -> None:
 
 
 def started(rank: int, port: int, words: list[str], folder: Path) -> "subprocess.Popen[str]":
-    """Start one of two processes, each alone on its host for all that they are told."""
+    """Start one of two processes, with settings by which each is alone on its host."""
     place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     command = [sys.executable, "-m", "pipebench", "links", *words]
     environ = {**os.environ, **place, "PYTHONPATH": str(ROOT)}
@@ -65,7 +65,7 @@ def started(rank: int, port: int, words: list[str], folder: Path) -> "subprocess
     )
 
 
-def test_two_processes_measure_what_is_between_them(tmp_path: Path) -> None:
+def test_two_processes_measure_the_link_between_them(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -91,7 +91,7 @@ def test_two_processes_measure_what_is_between_them(tmp_path: Path) -> None:
         (["--workers", "2", "--device", "cpu"], {}, "processes on the CPUs of one host share memory, and use no link"),
     ],
 )
-def test_refused_in_one_sentence(
+def test_invalid_settings_are_refused_in_one_sentence(
     words: list[str], environ: dict[str, str], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

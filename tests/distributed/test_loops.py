@@ -1,7 +1,7 @@
-"""Whole runs in processes, of every mode and at random: training loop, evaluations, checkpoints and what is measured.
+"""Runs in processes, of every mode and at random: training loop, evaluations, checkpoints and measurements.
 
-Runs of modes that shard failed once at their end, where what was measured is put together, and a restart hid it: only
-segments of training had been compared.
+Sharded runs once failed at their end, where measurements are merged, and a restart hid it: only segments of training
+had been compared.
 """
 
 import random
@@ -18,7 +18,7 @@ from tests.random_recipes.worlds import disagreements, draw_more
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("single", "dp-asp")])
-def test_a_run_in_two_processes_is_that_of_the_virtual_engine(two: Processes, mode: str, tmp_path: Path) -> None:
+def test_a_run_in_two_processes_equals_the_virtual_engine_s(two: Processes, mode: str, tmp_path: Path) -> None:
     train = RECIPE["train"] | {"minibatch_size": 8, "checkpoint_every": {"minibatches": 3}}
     recipe = RECIPE | {
         "dataset": RECIPE["dataset"] | {"num_train": 32},  # no microbatch of one row, of which there is no variance
@@ -29,7 +29,7 @@ def test_a_run_in_two_processes_is_that_of_the_virtual_engine(two: Processes, mo
     assert not [*disagreements(two, written(recipe, tmp_path / "run"), random.Random(0))]
 
 
-def test_random_runs_in_two_processes_are_those_of_the_virtual_engine(two: Processes, tmp_path: Path) -> None:
+def test_random_runs_in_two_processes_equal_the_virtual_engine_s(two: Processes, tmp_path: Path) -> None:
     """`nox -s oracle` compares many more, in up to four processes."""
     seed, compared = 5, 0  # others in the oracle
     for number in range(1000):

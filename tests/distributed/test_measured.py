@@ -1,4 +1,4 @@
-"""What workers measure on the wall clock, and how it is put together: made-up events whose sums are known."""
+"""Workers' measurements on the wall clock, and how they are merged, from events whose sums are known."""
 
 import json
 import time
@@ -28,7 +28,7 @@ REPLICATED = Pipeline((2, 1), chain(2), "1f1b", flushes=False, depth=2)
 
 
 def play(meter: MeasuredMeter, worker: int, text: str, start_s: float = 0.0, stall_s: float = 0.0) -> float:
-    """Tell a meter of instructions of stage 0 in turn, each `instruction:seconds`; return when the last ended."""
+    """Report instructions of stage 0, each `instruction:seconds`, to a meter; return when the last ended."""
     for word in text.split():
         instruction, duration = word.split(":")
         end_s = start_s + float(duration)
@@ -75,8 +75,8 @@ def test_every_second_of_a_worker_is_in_its_row(two: RunMeasurements) -> None:
 
 @pytest.mark.parametrize("evaluating", [False, True])
 @pytest.mark.parametrize("op", [op for op in Op if op not in COPIES], ids=lambda op: op.name)
-def test_whatever_takes_time_is_in_the_timeline(op: Op, evaluating: bool) -> None:
-    """Some instructions take time on the wall clock only: sharded runs failed at their end for what gathers weights."""
+def test_every_instruction_that_takes_time_is_in_the_timeline(op: Op, evaluating: bool) -> None:
+    """Some instructions take time on the wall clock only: sharded runs failed at their end, since gathers did."""
     meter = MeasuredMeter(SINGLE, 0, rank=0)
     meter.evaluating = evaluating
     meter.event(TimelineEvent(1.0, 3.0, 0, Instruction(op, 0, 0)))
@@ -120,7 +120,7 @@ def test_the_timeline_has_all_workers_work_waits_and_sends(two: RunMeasurements)
     assert not timeline.truncated
 
 
-def test_pictures_and_traces_are_made_of_it(two: RunMeasurements, tmp_path: Path) -> None:
+def test_pictures_and_traces_are_made_of_the_timeline(two: RunMeasurements, tmp_path: Path) -> None:
     timeline_figure(two.timeline).write(tmp_path / "timeline.png")
     write_trace(two.timeline, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -143,7 +143,7 @@ def test_an_all_reduce_counts_once_however_many_take_part() -> None:
     assert [transfer.senders for transfer in measured.timeline.transfers] == [(0,), (1,), (0,), (1,)]
 
 
-def test_a_message_that_came_before_it_was_sent_took_no_time() -> None:
+def test_a_message_received_before_its_send_time_takes_no_time() -> None:
     meter = MeasuredMeter(SINGLE, 0, rank=0)
     meter.transfer(message(0, 0, 2.0, 1.9))
     measured = merge([meter.share()], SINGLE, 10.0)
@@ -187,7 +187,7 @@ def test_a_long_timeline_ends_where_the_first_worker_ran_out_of_room() -> None:
     assert all(transfer.start_s < room for transfer in timeline.transfers)
 
 
-def test_a_share_that_is_missing_is_told() -> None:
+def test_a_worker_s_missing_measurements_are_an_error() -> None:
     share = MeasuredMeter(STRAIGHT, 1, rank=1).share()
     with pytest.raises(ValueError, match="shares of workers 1 don't make 2 workers"):
         merge([share], STRAIGHT, 1.0)
@@ -231,7 +231,7 @@ def test_a_run_of_which_gpus_timed_only_a_part_has_no_times_of_transfers() -> No
     assert "a part of the run didn't time them" in measured.notes["workers idle"]
 
 
-def test_what_computing_hides_of_a_transfer_is_overlapped() -> None:
+def test_the_part_of_a_transfer_beside_computing_is_overlapped() -> None:
     meter = MeasuredMeter(REPLICATED, 0, rank=0, measures_overlap=True)
     meter.transfer(message(1, 0, 1.0, 3.0), 2.5)  # half a second is waited for
     meter.transfer(message(1, 0, 4.0, 5.0), 9.0)  # nothing is
@@ -245,7 +245,7 @@ def test_what_computing_hides_of_a_transfer_is_overlapped() -> None:
     assert measured.metrics["overlapped_s"] == 5.5
 
 
-def test_transfers_told_at_a_drain_are_in_a_timeline_that_is_full_by_then() -> None:
+def test_transfers_reported_at_a_drain_are_in_a_full_timeline() -> None:
     meter = MeasuredMeter(SINGLE, 0, rank=0)
     for i in range(RECORDED_SPANS + 10):
         play(meter, 0, f"F{i}:1", start_s=float(i))
@@ -255,7 +255,7 @@ def test_transfers_told_at_a_drain_are_in_a_timeline_that_is_full_by_then() -> N
     assert [transfer.start_s for transfer in timeline.transfers] == [2.0]
 
 
-def test_on_processors_nothing_is_left_out(two: RunMeasurements) -> None:
+def test_cpu_runs_have_times_of_all_transfers(two: RunMeasurements) -> None:
     assert two.notes == {}
     assert two.workers[0]["all_reduce_s"] == 0
     assert "overlapped_s" not in two.workers[0]

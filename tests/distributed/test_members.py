@@ -1,4 +1,4 @@
-"""Whoever connects to a worker without knowing the run's secret is found out before anything is sent."""
+"""A process that connects to a worker without the run's secret is detected before anything is sent."""
 
 import dataclasses
 import os
@@ -18,7 +18,7 @@ HERE = "tests.distributed.test_members"
 
 
 def sums_in_a_group(world: World, secret: str) -> Any:
-    """Make a group whose members have to prove themselves; return a sum over it, or why there is none."""
+    """Make a group whose members must prove that they know the secret; return a sum over it, or the error."""
     proving = dataclasses.replace(world, secret=secret.encode())
     try:
         group = proving.new_group("gloo")
@@ -47,11 +47,11 @@ def groups_by_a_file(world: World) -> Any:
     return total.item()
 
 
-def test_members_that_share_the_secret_are_a_group(three: Processes) -> None:
+def test_members_that_share_the_secret_form_a_group(three: Processes) -> None:
     assert three.run(f"{HERE}:sums_secretly") == [6.0] * 3
 
 
-def test_a_stranger_is_found_out_by_all_who_would_hear_of_it(three: Processes) -> None:
+def test_a_stranger_is_detected_by_all_members_it_connects_to(three: Processes) -> None:
     found = three.run(f"{HERE}:sums_with_a_stranger")
     assert all(
         said.startswith("a process that isn't of this run has connected in place of worker 2") for said in found[:2]
@@ -60,11 +60,11 @@ def test_a_stranger_is_found_out_by_all_who_would_hear_of_it(three: Processes) -
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux's files in memory, as NCCL needs Linux")
-def test_groups_are_made_by_a_file_that_has_no_name(two: Processes) -> None:
+def test_groups_are_made_by_an_unnamed_file(two: Processes) -> None:
     assert two.run(f"{HERE}:groups_by_a_file") == [3.0] * 2
 
 
-def test_every_attempt_has_a_secret_of_its_own() -> None:
+def test_every_attempt_has_a_new_secret() -> None:
     stores = HashStore(), HashStore()
     ours, theirs = (shared_secret(store, 0) for store in stores)
     assert ours != theirs

@@ -1,4 +1,4 @@
-"""Messages hold any values the stages exchange, and give back exactly those."""
+"""Messages hold all values that stages exchange, and restore them exactly."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ DTYPES = [
 
 
 def through_bytes(values: Any) -> Any:
-    """Take values through a buffer and their layout through its words, as a message does."""
+    """Convert values to a buffer and a layout's text and back, as a message does."""
     key, tensors = layout_key_of(values)
     layout = key.layout()
     buffer = torch.full((layout.num_bytes,), 0xAB, dtype=torch.uint8)
@@ -38,7 +38,7 @@ def through_bytes(values: Any) -> Any:
 
 
 def same(mine: Any, theirs: Any) -> bool:
-    """Say whether two values have one structure, types, bits and wishes for gradients."""
+    """Return whether two values have equal structure, types, bits and `requires_grad`."""
     ours, structure = pytree.tree_flatten(mine)
     others, other_structure = pytree.tree_flatten(theirs)
     return structure == other_structure and all(_same_leaf(a, b) for a, b in zip(ours, others, strict=True))
@@ -59,7 +59,7 @@ def test_a_tensor_comes_back_whatever_its_type_and_shape(dtype: torch.dtype, sha
     assert same(through_bytes([torch.ones(1, dtype=torch.bool), tensor]), [torch.ones(1, dtype=torch.bool), tensor])
 
 
-def test_structures_come_back_with_numbers_none_and_what_wants_a_gradient() -> None:
+def test_structures_come_back_with_numbers_none_and_requires_grad() -> None:
     x = torch.randn(4, 6, dtype=torch.float64)
     state = (x[None].clone().requires_grad_(), x[None] * 2)  # an LSTM's, only half of which has a gradient
     values = {3: (x.t().requires_grad_(), state, None), 7: [5, True, 0.1, "text"], 2: {"lengths": torch.arange(3)}}
@@ -76,7 +76,7 @@ def test_plain_values_keep_their_type(value: Any) -> None:
     assert str(found) == str(value)
 
 
-def test_types_and_devices_arrive_and_the_senders_gpu_is_the_receivers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_types_and_devices_arrive_and_the_sender_s_gpu_becomes_the_receiver_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.current_device", lambda: 2)
     key, _ = layout_key_of((torch.bfloat16, torch.device("cpu"), torch.device("cuda", 5)))
     arrived = MessageLayout.from_text(key.layout().to_text()).values([])
@@ -126,8 +126,8 @@ def test_any_tree_comes_back(values: Any) -> None:
     assert len(layout.to_text()) % ALIGNMENT == 0
 
 
-def test_a_layout_in_words_is_read_by_python_alone() -> None:
-    """Both ends may be different processes of different hosts: the words hold no addresses and no pickle."""
+def test_the_text_of_a_layout_is_a_python_literal() -> None:
+    """The ends may be processes on different hosts, so the text holds no addresses and no pickle."""
     text = layout_key_of((torch.zeros(2, 3).requires_grad_(), None))[0].layout().to_text()
     assert b"float32" in text
     assert b"[2, 3]" in text

@@ -1,4 +1,4 @@
-"""Stages that measure and balance themselves in processes: what they decide, and what the weights are then."""
+"""Stages that measure and balance themselves in processes: their decisions, and the weights afterwards."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,7 +52,7 @@ def test_stages_balance_themselves_and_the_weights_are_the_virtual_engine_s(
     ],
     ids=["two", "three"],
 )
-def test_what_is_decided_as_late_as_can_be_is_known_to_all_in_time(
+def test_the_latest_possible_decision_reaches_all_processes_in_time(
     request: pytest.FixtureRequest, case: Case, courses: Sequence[Sequence[int]], shares_memory: bool, seed: int
 ) -> None:
     """Moves back and forth, with values that skip a stage: all processes make the same ones, with the same bits."""

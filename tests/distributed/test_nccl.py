@@ -1,4 +1,4 @@
-"""Which workers NCCL takes, and what it is told."""
+"""Which workers use NCCL, and its options."""
 
 from datetime import timedelta
 from types import SimpleNamespace
@@ -22,26 +22,26 @@ def facts_of(*gpus: str | None, shared: bool = False) -> list[dict[str, Any]]:
 
 
 @needs_nccl
-def test_nccl_takes_a_gpu_for_every_worker_or_what_it_was_told_to() -> None:
+def test_nccl_needs_a_gpu_per_worker_unless_told_to_share() -> None:
     assert takes(facts_of("GPU-1", "GPU-2"))
     assert not takes(facts_of("GPU-1", "GPU-2", "GPU-1"))
     assert takes(facts_of("GPU-1", "GPU-1", shared=True))
-    assert not takes([*facts_of("GPU-1", shared=True), *facts_of("GPU-1")])  # one of them was told otherwise
+    assert not takes([*facts_of("GPU-1", shared=True), *facts_of("GPU-1")])  # one of them has another setting
     assert not takes(facts_of("GPU-1", None, shared=True))
 
 
 @pytest.mark.parametrize(("version", "hosts"), [((2, 30, 7), set()), ((2, 28, 9), {"pipebench-0", "pipebench-1"})])
-def test_ranks_share_a_gpu_where_nccl_is_told_to_before_2_30_as_hosts_of_their_own(
+def test_ranks_may_share_a_gpu_by_nccl_and_before_2_30_have_different_host_ids(
     monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...], hosts: set[str]
 ) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
-    told = [{"NCCL_MULTI_RANK_GPU_ENABLE": "1"} for _ in range(2)]
-    for rank, environ in enumerate(told):
+    environments = [{"NCCL_MULTI_RANK_GPU_ENABLE": "1"} for _ in range(2)]
+    for rank, environ in enumerate(environments):
         assert shares(environ)
         set_environment(environ, rank)
-    assert {environ["NCCL_HOSTID"] for environ in told if "NCCL_HOSTID" in environ} == hosts
-    assert all(("NCCL_IB_DISABLE" in environ) is bool(hosts) for environ in told)
+    assert {environ["NCCL_HOSTID"] for environ in environments if "NCCL_HOSTID" in environ} == hosts
+    assert all(("NCCL_IB_DISABLE" in environ) is bool(hosts) for environ in environments)
     assert not shares({"NCCL_MULTI_RANK_GPU_ENABLE": "0"})
     assert not shares({})
     untold: dict[str, str] = {}
@@ -49,7 +49,7 @@ def test_ranks_share_a_gpu_where_nccl_is_told_to_before_2_30_as_hosts_of_their_o
     assert "NCCL_HOSTID" not in untold
 
 
-def test_shared_gpus_are_told_of() -> None:
+def test_shared_gpus_are_reported() -> None:
     assert sharing_remark(facts_of("GPU-1", "GPU-2")) == ""
     assert sharing_remark(facts_of("GPU-1", "GPU-1")).startswith(
         "2 workers share 1 GPU: values and gradients travel by"
@@ -57,7 +57,7 @@ def test_shared_gpus_are_told_of() -> None:
     assert sharing_remark(facts_of("GPU-1", "GPU-2", "GPU-1")).startswith("3 workers share 2 GPUs: ")
 
 
-def test_cuda_s_settings_leave_alone_what_the_user_has_set() -> None:
+def test_cuda_s_settings_keep_the_user_s() -> None:
     found = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     set_environment(found, 0)
     assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
@@ -65,7 +65,7 @@ def test_cuda_s_settings_leave_alone_what_the_user_has_set() -> None:
 
 
 def test_the_groups_of_channels_time_their_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What messages take is read off torch's own events, which it records for groups that are told to."""
+    """Times of messages are read off torch's events, which it records for groups with this option."""
     timed: list[str] = []
     group = SimpleNamespace(_enable_collectives_timing=lambda: timed.append("a pair's"))
     monkeypatch.setattr(dist, "new_group", lambda *_, **__: group)
@@ -81,7 +81,7 @@ def test_the_groups_of_channels_time_their_operations(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_groups_of_gloo_beside_nccl_are_of_all_ranks(direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_gloo_beside_nccl_have_all_ranks(direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch lets ranks outside of a new group split their communicator, which waits for those in it: by NCCL only."""
     made: list[Any] = []
 
@@ -127,13 +127,13 @@ def test_the_pairs_of_a_worker_leave_room_for_each_other(num_pairs: int, blocks:
     ],
     ids=str,
 )
-def test_what_torch_says_of_a_peer_that_is_gone_is_no_failure_of_one_s_own(error: Exception) -> None:
+def test_torch_s_errors_on_a_lost_peer_are_not_the_worker_s_failure(error: Exception) -> None:
     """The first of torch until 2.14, the others of 2.15, whose groups of NCCL are new."""
     with pytest.raises(PeerLostError, match=r"^lost a peer: "), peers():
         raise error
 
 
 @pytest.mark.parametrize("error", ["NCCL Send failed: unhandled cuda error", "NCCL Send failed: invalid argument"])
-def test_what_torch_says_of_one_s_own_mistakes_is_passed_on(error: str) -> None:
+def test_torch_s_errors_on_a_worker_s_own_mistakes_are_passed_on(error: str) -> None:
     with pytest.raises(RuntimeError, match=error), peers():
         raise RuntimeError(error)

@@ -10,17 +10,17 @@
   both ways
 - above 64 MB: `test_values_above_64_megabytes_travel_both_ways`
 - skip edges: a channel per pair of workers: `test_values_go_straight_to_every_stage_that_reads_them`
-- several communicators in flight: `transport`'s docstring argues it; few blocks and a rehearsal:
-  `test_the_pairs_of_a_worker_leave_room_*`, `test_a_rehearsal_*`; `test_random_plans_neither_hang_nor_differ` (Gloo)
+- several communicators in flight: `transport`'s docstring argues it; few blocks and a warm-up:
+  `test_the_pairs_of_a_worker_leave_room_*`, `test_a_warm_up_*`; `test_random_plans_neither_hang_nor_differ` (Gloo)
 - issuing threads, batched hangs: the training thread alone issues; no batches
 - buffers reused early: `test_both_ends_agree_on_sizes_in_any_order_of_events` fills what has left with rubbish
 - buffers kept too long: `test_a_segment_holds_no_more_buffers_*`, `test_buffers_are_used_again_*`
 - `wait` blocks the stream: NCCL's tensors are only read by the device, in stream order:
-  `test_tensors_come_in_while_the_gpu_computes`; lengths and numbers come by Gloo
+  `test_tensors_are_received_while_the_gpu_computes`; lengths and numbers come by Gloo
 - a buffer as a leaf: `test_a_received_value_is_a_fresh_leaf_each_time`
 - receives too early: two are posted, in program order, on a channel of one direction:
-  `test_receives_stand_ready_*`
-- two ranks, one GPU: `nccl.takes`: only where it is new enough and told to (`tests/distributed/test_nccl.py`)
+  `test_receives_are_posted_*`
+- two ranks, one GPU: `nccl.takes`: only where it is new enough and set to (`tests/distributed/test_nccl.py`)
 - leaving the groups: `World.close`, once; `Processes` asserts that all processes end cleanly
 - fewer microbatches than stages: minibatches with fewer samples than microbatches: `gpipe, recompute`, random
   plans
@@ -44,12 +44,12 @@ from pathlib import Path
 _HERE = Path(__file__)
 
 
-def test_no_trap_is_forgotten() -> None:
+def test_every_trap_has_an_entry() -> None:
     rows = [line for line in _HERE.read_text().split('"""')[1].splitlines() if line.startswith("- ")]
     assert len(rows) == 27
 
 
-def test_the_tests_it_names_are_there() -> None:
+def test_the_tests_it_names_exist() -> None:
     text = _HERE.read_text().split('"""')[1]
     names = set(re.findall(r"test_\w+\*?", text)) - {"test_equality", "test_zoo", "test_nccl", "test_staleness"}
     sources = [path.read_text() for path in _HERE.parents[1].rglob("test_*.py") if path != _HERE]

@@ -1,4 +1,4 @@
-"""The launcher's store does what torch's do, for whoever has inherited a connection."""
+"""The launcher's store behaves like torch's, for processes that have inherited a connection."""
 
 import threading
 from collections.abc import Iterator
@@ -27,8 +27,8 @@ def theirs() -> TCPStore:
 
 
 @pytest.mark.parametrize("prefix", ["", "attempt-0"])
-def test_it_answers_as_torchs_does(prefix: str, ours: PrivateStore, theirs: TCPStore) -> None:
-    def told(given: Store) -> list[object]:
+def test_the_store_answers_as_torch_s_does(prefix: str, ours: PrivateStore, theirs: TCPStore) -> None:
+    def answers_of(given: Store) -> list[object]:
         store: Any = PrefixStore(prefix, given) if prefix else given  # torch's types don't list all that they do
         other = store.clone()
         store.set("text", "one")
@@ -46,10 +46,10 @@ def test_it_answers_as_torchs_does(prefix: str, ours: PrivateStore, theirs: TCPS
         ]
         return answers
 
-    assert told(ours) == told(theirs)
+    assert answers_of(ours) == answers_of(theirs)
 
 
-def test_a_value_is_waited_for_as_long_as_the_timeout_says(ours: PrivateStore) -> None:
+def test_a_wait_for_a_value_ends_at_the_timeout(ours: PrivateStore) -> None:
     ours.set_timeout(timedelta(seconds=PATIENCE_S))
     other = ours.clone()
     setting = threading.Timer(0.05, other.set, ("late", b"here"))
@@ -62,7 +62,7 @@ def test_a_value_is_waited_for_as_long_as_the_timeout_says(ours: PrivateStore) -
         assert lost(raised.value)
 
 
-def test_a_launcher_that_is_gone_is_told_as_torch_tells_it() -> None:
+def test_a_lost_launcher_raises_torch_s_error() -> None:
     ours, theirs = Pipe()
     store = PrivateStore(ours)
     theirs.close()

@@ -22,7 +22,7 @@ BUCKETS = [[4, 3], [2], [1, 0]]  # the last parameter's gradient is there first
 
 
 class Wire:
-    """Stands in for `torch.distributed`: notes what sets out, and doubles it, as two equal replicas would."""
+    """Stands in for `torch.distributed`: records what is sent, and doubles it, as two equal replicas would."""
 
     def __init__(self) -> None:
         self.sent: list[int] = []
@@ -60,7 +60,7 @@ def make(like: list[torch.Tensor] | None = None, buckets: list[list[int]] = BUCK
     return Reducer(buckets, like or parameters(), Summing(None, host_copy=False), timer)
 
 
-def test_buckets_set_out_in_one_order_whatever_order_gradients_come_in(wire: Wire) -> None:
+def test_buckets_are_sent_in_one_order_for_any_order_of_gradients(wire: Wire) -> None:
     """Replicas whose backwards finish in different orders would exchange one bucket's numbers for another's."""
     sizes = [sum(parameters()[i].numel() for i in bucket) for bucket in BUCKETS]
     reducer, drawn = make(), random.Random(1)
@@ -81,7 +81,7 @@ def test_buckets_set_out_in_one_order_whatever_order_gradients_come_in(wire: Wir
             assert torch.equal(mine, 2 * gradient)
 
 
-def test_a_bucket_sets_out_as_soon_as_it_and_those_before_are_full(wire: Wire) -> None:
+def test_a_bucket_is_sent_as_soon_as_it_and_those_before_are_full(wire: Wire) -> None:
     reducer, given = make(), gradients()
     ready: list[int] = []
     for index in (2, 4, 3, 0, 1):
@@ -90,10 +90,10 @@ def test_a_bucket_sets_out_as_soon_as_it_and_those_before_are_full(wire: Wire) -
     assert ready == [0, 0, 2, 2, 3]
 
 
-def test_what_the_backward_did_not_reach_is_earlier_units_sums_or_nothing(wire: Wire) -> None:
+def test_what_the_backward_did_not_reach_is_the_sum_of_earlier_units_or_zero(wire: Wire) -> None:
     """Otherwise a replica without a unit in a short round, or with an unused parameter, leaves the others waiting.
 
-    Zeros travel then; what nobody has a gradient of, an optimizer mustn't see one of either.
+    Zeros travel then; a parameter without a gradient on any replica must have none for the optimizer either.
     """
     reducer, given = make(), gradients()
     reducer.add(3, given[3])
@@ -109,7 +109,7 @@ def test_what_the_backward_did_not_reach_is_earlier_units_sums_or_nothing(wire: 
     assert not any(gradient is not None and gradient.any() for gradient in reducer.wait(lambda *_: None))
 
 
-def test_a_replica_without_a_unit_takes_gradients_that_are_zero_as_the_others_do(wire: Wire) -> None:
+def test_a_replica_without_a_unit_has_zero_gradients_as_the_others_do(wire: Wire) -> None:
     """Else weight decay and momentum moved the parameters on all replicas but this one."""
     reducer, given = make(), gradients()
     reducer.finish([None, *given[1:]])
@@ -119,7 +119,7 @@ def test_a_replica_without_a_unit_takes_gradients_that_are_zero_as_the_others_do
         assert [gradient is None for gradient in reducer.wait(lambda *_: None)] == [True, *[False] * 4]
 
 
-def test_a_gradient_of_another_replica_s_alone_is_taken(wire: Wire) -> None:
+def test_a_gradient_of_another_replica_alone_is_taken(wire: Wire) -> None:
     """An idle replica brings zeros, and gets what the others have."""
     reducer = make(buckets=[[0]])
     reducer.finish([None] * len(SHAPES))
@@ -142,7 +142,7 @@ def mlp_replica() -> Replica:
 
 
 @pytest.mark.parametrize("num_units", [1, 2, 3, 5])
-def test_sums_of_microbatches_have_the_bits_of_those_added_after_the_backward(wire: Wire, num_units: int) -> None:
+def test_sums_during_the_backward_have_the_bits_of_sums_after_it(wire: Wire, num_units: int) -> None:
     """The virtual engine adds all after the backward; here the last unit's are added while it runs."""
     torch.manual_seed(1)
     inputs = [torch.randn(4, 6, dtype=torch.float64) for _ in range(num_units)]

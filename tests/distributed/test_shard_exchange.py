@@ -1,4 +1,4 @@
-"""What sharded replicas hold while they exchange, and what they get; no process is needed."""
+"""The memory of sharded replicas while they exchange, and the results; no process is needed."""
 
 import itertools
 import os
@@ -40,7 +40,7 @@ class Operation(NamedTuple):
 
 
 class Wire:
-    """Stands in for `torch.distributed`; what a peer sends is made by `peer`, given its position and the place."""
+    """Stands in for `torch.distributed`; `peer` makes the tensors of a peer, given its position and the place."""
 
     P2POp, isend, irecv = Operation, "send", "receive"
 
@@ -159,7 +159,7 @@ def test_large_weights_arrive_where_they_are_used(monkeypatch: pytest.MonkeyPatc
 
 
 class Native(Wire):
-    """One whose backend scatters and gathers: as torch 2.15's for NCCL, which asks where the first two parts are."""
+    """A backend that scatters and gathers, as torch 2.15's NCCL, which reads the addresses of the first two parts."""
 
     def reduce_scatter(
         self, output: torch.Tensor, given: list[torch.Tensor], *, group: Any, async_op: bool
@@ -178,7 +178,7 @@ class Native(Wire):
         return self
 
 
-def test_what_is_too_little_for_a_part_for_everyone_is_not_the_backend_s_to_exchange(
+def test_buckets_with_too_few_elements_for_all_members_are_not_exchanged_by_the_backend(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A bucket of few elements is one member's: the others' parts are empty, and empty tensors have no address."""
@@ -264,7 +264,7 @@ def test_in_memory_members_of_any_speed_get_their_sums_and_all_weights(order: tu
 
 
 @in_memory
-def test_in_memory_who_runs_ahead_overwrites_nothing_that_is_still_to_be_read() -> None:
+def test_in_memory_a_fast_member_overwrites_no_unread_values() -> None:
     shared = replicas(2, 0)
     both = Sharding((tuple(divided([0], [1200], 2, whole=False)),), 0)
     like = [torch.zeros(1200)]

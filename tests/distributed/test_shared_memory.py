@@ -50,7 +50,7 @@ def values_of(unit: int, size: int) -> Any:
 @settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(0, 3000), min_size=1, max_size=20), st.data())
 def test_values_of_any_size_arrive_and_stay_while_they_are_held(sizes: list[int], data: st.DataObject) -> None:
-    """However far the sender runs ahead and whatever the receiver still holds, nothing is written over."""
+    """Nothing is overwritten, however far the sender runs ahead and whatever the receiver still holds."""
     ends, held, sent = Ends(), dict[int, Any](), 0
     for unit, size in enumerate(sizes):
         while sent <= unit or (sent < len(sizes) and data.draw(st.booleans())):
@@ -73,7 +73,7 @@ def test_values_of_any_size_arrive_and_stay_while_they_are_held(sizes: list[int]
     ends.close()
 
 
-def test_a_slot_is_used_again_when_nothing_of_its_message_is_left(ends: Ends) -> None:
+def test_a_slot_is_reused_when_all_tensors_of_its_message_are_freed(ends: Ends) -> None:
     held = []
     for unit in range(3):
         ends.sender.send(unit, (torch.full((2,), float(unit)), torch.zeros(3)), 0.0)
@@ -87,8 +87,8 @@ def test_a_slot_is_used_again_when_nothing_of_its_message_is_left(ends: Ends) ->
     assert [each.tolist() for each in held] == [[0.0, 0.0], [2.0, 2.0]]
 
 
-def test_values_stand_in_memory_in_any_way(ends: Ends) -> None:
-    """Turned over, cut out, of one number with a stride of its own, which torch calls contiguous, and of none."""
+def test_values_of_any_layout_are_sent(ends: Ends) -> None:
+    """Transposed, sliced, of one number with any stride, which torch calls contiguous, and empty."""
     grid = torch.arange(24.0, dtype=torch.float64).reshape(4, 6)
     values = (grid.t(), grid[1:3, ::2], grid[:1, 5], grid[2, 3], grid[:0], torch.ones(1).expand(3, 2))
     assert values[2].is_contiguous()
@@ -98,7 +98,7 @@ def test_values_stand_in_memory_in_any_way(ends: Ends) -> None:
         assert torch.equal(sent, received)
 
 
-def test_many_values_on_their_way_take_no_more_of_a_sender_s_file_descriptors(ends: Ends) -> None:
+def test_many_values_in_flight_take_no_more_file_descriptors(ends: Ends) -> None:
     """A flush of a thousand microbatches has as many, and most systems let a process have 1,024 files open."""
     before = len(os.listdir("/proc/self/fd"))
     for unit in range(50):
@@ -108,8 +108,8 @@ def test_many_values_on_their_way_take_no_more_of_a_sender_s_file_descriptors(en
     assert [value.tolist() for value in held] == [[unit] * 3 for unit in range(50)]
 
 
-def test_what_autograd_saves_keeps_its_slot(ends: Ends) -> None:
-    """The leaf is let go by everybody but the graph, and its gradient is right although other messages came."""
+def test_saved_tensors_keep_their_slot(ends: Ends) -> None:
+    """Only the graph holds the leaf, and its gradient is right although other messages came."""
     weight = torch.tensor([2.0, 3.0], requires_grad=True)
     ends.sender.send(0, torch.tensor([5.0, 7.0]).requires_grad_(), 0.0)
     result = (ends.receiver.receive(0).values * weight).sum()
@@ -162,14 +162,14 @@ def test_a_bounded_sender_waits_until_its_oldest_message_is_taken(ends: Ends) ->
     assert len(ends.sender._slots) == 6
 
 
-def test_a_unit_out_of_turn_is_told_by_its_number(ends: Ends) -> None:
+def test_a_unit_out_of_order_is_reported_with_its_number(ends: Ends) -> None:
     ends.sender.send(3, torch.ones(1), 0.0)
     with pytest.raises(AssertionError, match="sent unit 3 where unit 2 was awaited"):
         ends.receiver.receive(2)
 
 
-def test_a_peer_that_is_gone_is_told() -> None:
-    """Whoever waits for it hears of it; a value that is let go afterwards disturbs nobody."""
+def test_a_lost_peer_is_reported() -> None:
+    """Waits for it raise an error; freeing a value afterwards doesn't."""
     ends = Ends()
     ends.sender.send(0, torch.ones(1), 0.0)
     value = ends.receiver.receive(0).values
@@ -185,14 +185,14 @@ def test_a_peer_that_is_gone_is_told() -> None:
     ends.sender.close()
 
 
-def test_a_peer_that_says_nothing_counts_as_lost_in_the_end() -> None:
+def test_a_silent_peer_counts_as_lost_after_the_limit() -> None:
     ends = Ends(limit_s=0.01)
     with pytest.raises(PeerLostError, match=r"lost a peer: nothing came within 0\.01 s"):
         ends.receiver.receive(0)
     ends.close()
 
 
-def test_a_slot_whose_process_is_gone_is_a_lost_peer(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_of_an_ended_process_is_a_lost_peer(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     ends.sender.send(0, torch.ones(1), 0.0)
 
     def gone(process: int, file: int, mode: int) -> int:
@@ -204,7 +204,7 @@ def test_a_slot_whose_process_is_gone_is_a_lost_peer(ends: Ends, monkeypatch: py
 
 
 def test_a_forked_process_frees_no_slot(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a loader's process drops of what it has inherited is still held here."""
+    """Values that a loader's process inherits and frees are still held by its parent."""
     ends.sender.send(0, torch.ones(1), 0.0)
     value = ends.receiver.receive(0).values
     own = os.getpid()

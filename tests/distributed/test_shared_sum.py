@@ -61,7 +61,7 @@ def test_every_replica_has_the_sum_in_every_round(count: int) -> None:
 
 
 def test_two_replicas_sums_have_the_same_bits_in_any_order() -> None:
-    """What the virtual engine adds in one process is what two processes come to."""
+    """Two processes have the virtual engine's sums."""
     torch.manual_seed(1)
     own = [torch.randn(10_001), torch.randn(10_001)]
     shares = replicas(2, room_bytes(40_004))
@@ -82,7 +82,7 @@ def test_two_replicas_sums_have_the_same_bits_in_any_order() -> None:
         each.close()
 
 
-def test_a_bucket_is_filled_again_only_when_all_have_read_it() -> None:
+def test_a_bucket_is_refilled_only_after_all_have_read_it() -> None:
     first, second = replicas(2, room_bytes(64))
     fast, slow = (SharedSum(16, torch.float32, each, 0, 1) for each in (first, second))
     for each in (fast, slow):
@@ -109,7 +109,7 @@ def test_a_bucket_is_filled_again_only_when_all_have_read_it() -> None:
     second.close()
 
 
-def test_a_replica_that_is_gone_is_told() -> None:
+def test_a_lost_replica_is_reported() -> None:
     first, second = replicas(2, room_bytes(64))
     each = SharedSum(16, torch.float32, first, 0, 1)
     each.start()
@@ -119,8 +119,8 @@ def test_a_replica_that_is_gone_is_told() -> None:
     first.close()
 
 
-def test_a_reducer_sums_what_only_one_replica_has() -> None:
-    """Zeros of the other; of what nobody has there is no gradient."""
+def test_a_reducer_sums_gradients_of_a_single_replica() -> None:
+    """The other adds zeros; a parameter without a gradient on any replica has none."""
     like = [torch.zeros(shape, dtype=torch.float64) for shape in ((3, 2), (), (4,))]
     buckets = [[2], [1, 0]]
     shares = replicas(2, shared_bytes(buckets, like))

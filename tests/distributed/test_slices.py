@@ -130,8 +130,8 @@ def test_two_slices_have_the_virtual_engine_s_weights(two: Processes, name: str)
     check(two, recipe(parallelism, 2, **more), tolerance)
 
 
-def test_slices_of_one_s_own_model_have_the_virtual_engine_s_weights(two: Processes) -> None:
-    """0.2.0 in its beginnings: its dropout dropped other numbers of whole values in every process."""
+def test_slices_of_a_user_s_model_have_the_virtual_engine_s_weights(two: Processes) -> None:
+    """0.2.0 in its beginnings: its dropout differed between processes for values that aren't sliced."""
     given = recipe({"mode": "single"}, 2)
     check(two, {**given, "model": {"target": "tests.distributed.sliced:Residual"}})
 
@@ -191,7 +191,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_slices_in_processes_do_not_go_with(name: str) -> None:
+def test_options_that_slices_in_processes_do_not_support(name: str) -> None:
     parallelism, optimizer, said = REFUSED[name]
     train: dict[str, Any] = {"optimizer": {"lr": 0.1, **optimizer, "clip_norm": None}}
     with pytest.raises(PlanError, match=f"parallelism.tensor: got 2 with engine distributed.*{said}"):
@@ -223,7 +223,7 @@ def test_slices_of_gpus_are_put_together_on_the_host(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(world.World, "exchange", lambda self, value: [rows, rows])
     monkeypatch.setattr(torch.distributed, "recv", lambda tensor, rank: tensor.copy_(second))
     with made_up_gpu():
-        here = world.World(slot, torch.device("cuda"), direct=True, store=store, operation_limit_s=1, connection=store)
-        gathered = here.gather({"w": first.to("cuda")})
+        local = world.World(slot, torch.device("cuda"), direct=True, store=store, operation_limit_s=1, connection=store)
+        gathered = local.gather({"w": first.to("cuda")})
         (whole,) = joined(gathered, Slices(Alone(2), {"w": Cut(0, 0, (4, 3), 2)}))
     assert whole["w"].tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] * 2

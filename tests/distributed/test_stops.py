@@ -61,7 +61,7 @@ class _Agreed(AdmissionControl):
 
 @settings(deadline=None, max_examples=150)
 @given(pipelines(), st.integers(1, 24), st.data())
-def test_a_program_goes_over_to_the_shorter_one(pipeline: Pipeline, num_minibatches: int, data: st.DataObject) -> None:
+def test_a_program_switches_to_the_shorter_one(pipeline: Pipeline, num_minibatches: int, data: st.DataObject) -> None:
     size = pipeline.period
     cuts = [*range(0, num_minibatches, size), num_minibatches]
     cut = data.draw(st.sampled_from(cuts))
@@ -75,7 +75,7 @@ def test_a_program_goes_over_to_the_shorter_one(pipeline: Pipeline, num_minibatc
 
 @settings(deadline=None, max_examples=100)
 @given(pipelines(), st.integers(1, 24))
-def test_what_ran_before_the_stop_is_the_beginning_of_the_shorter_program(pipeline: Pipeline, count: int) -> None:
+def test_instructions_before_the_stop_are_a_prefix_of_the_shorter_program(pipeline: Pipeline, count: int) -> None:
     """Whatever the cut, the instructions before the first one asked for beyond it are in both lists."""
     for cut in range(0, count, pipeline.period):
         for worker, program in enumerate(programs(pipeline, cut)):
@@ -88,42 +88,42 @@ def test_what_ran_before_the_stop_is_the_beginning_of_the_shorter_program(pipeli
             assert list(programs(pipeline, count)[worker])[:ran] == shorter[:ran]
 
 
-def test_a_gate_lets_in_what_has_begun_and_nothing_else_until_the_cut_is_known() -> None:
-    gate = AdmissionControl(2)
-    gate.begin(3, 9)
-    assert gate.admit(2)
-    assert gate.stop_admitting() == Position(3, 4)
-    assert gate.admit(3)
-    assert gate.stop_admitting() == Position(3, 4)
-    assert [gate.is_undecided(minibatch) for minibatch in (3, 4, 8)] == [False, True, True]
-    gate.settle(Position(3, 6))
-    assert gate.limit == 6
-    assert [gate.admit(minibatch) for minibatch in (4, 5, 6)] == [True, True, False]
+def test_admission_control_admits_only_begun_minibatches_until_the_stop_is_known() -> None:
+    admission = AdmissionControl(2)
+    admission.begin(3, 9)
+    assert admission.admit(2)
+    assert admission.stop_admitting() == Position(3, 4)
+    assert admission.admit(3)
+    assert admission.stop_admitting() == Position(3, 4)
+    assert [admission.is_undecided(minibatch) for minibatch in (3, 4, 8)] == [False, True, True]
+    admission.settle(Position(3, 6))
+    assert admission.limit == 6
+    assert [admission.admit(minibatch) for minibatch in (4, 5, 6)] == [True, True, False]
 
 
-def test_a_gate_is_cut_in_the_segment_of_the_worker_that_is_furthest() -> None:
+def test_the_stop_is_in_the_segment_of_the_furthest_worker() -> None:
     for cut, limits in ((Position(1, 5), (5, 0)), (Position(2, 2), (5, 2)), (Position(2, 0), (5, 0))):
-        gate = AdmissionControl(2)
-        gate.begin(1, 5)
-        assert gate.admit(4)
-        assert gate.stop_admitting() == Position(1, 5)
-        gate.settle(cut)
-        assert gate.limit == limits[0]
-        gate.begin(2, 5)
-        assert gate.limit == limits[1]
-        assert gate.admit(0) == (limits[1] > 0)
-        gate.begin(3, 5)
-        assert not gate.admit(0)
+        admission = AdmissionControl(2)
+        admission.begin(1, 5)
+        assert admission.admit(4)
+        assert admission.stop_admitting() == Position(1, 5)
+        admission.settle(cut)
+        assert admission.limit == limits[0]
+        admission.begin(2, 5)
+        assert admission.limit == limits[1]
+        assert admission.admit(0) == (limits[1] > 0)
+        admission.begin(3, 5)
+        assert not admission.admit(0)
 
 
-def test_a_closed_gate_holds_back_the_next_segment() -> None:
-    gate = AdmissionControl(1)
-    assert gate.stop_admitting() == Position(-1, 0)
-    gate.begin(0, 4)
-    assert gate.is_undecided(0)
-    gate.settle(Position(0, 2))
-    assert gate.admit(1)
-    assert not gate.admit(2)
+def test_a_closed_admission_control_delays_the_next_segment() -> None:
+    admission = AdmissionControl(1)
+    assert admission.stop_admitting() == Position(-1, 0)
+    admission.begin(0, 4)
+    assert admission.is_undecided(0)
+    admission.settle(Position(0, 2))
+    assert admission.admit(1)
+    assert not admission.admit(2)
 
 
 class _Job:
@@ -233,7 +233,7 @@ def test_all_workers_stop_at_the_same_minibatch(
     assert all(len(reasons - {None}) <= 1 for reasons in job.reasons)
 
 
-def test_a_stop_cuts_a_long_segment_short_and_everybody_knows_why() -> None:
+def test_a_stop_shortens_a_long_segment_and_all_workers_know_the_reason() -> None:
     job = _Job(Pipeline((2, 1), chain(2), "1f1b", False, 2), [100_000, 10], 0, pause_s=0.001)
 
     def ask() -> None:

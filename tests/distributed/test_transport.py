@@ -19,7 +19,7 @@ ACTIVATIONS, GRADIENTS = 2, 4  # tags; what spills has the next one
 
 
 def test_shapes_that_repeat_travel_in_one_message_each(two: Processes) -> None:
-    """24 units of 7 lengths, drained twice: no questions, no answers, and words for what is new alone."""
+    """24 units of 7 lengths, drained twice: no requests or replies, and layout text for new shapes only."""
     found = two.run("tests.distributed.scenarios:rows", huge=False)
     compare([outcome for outcome, *_ in found], on_virtual_engine(rows_setup(), (7, 12, 5)), 0.0)
     (_, ahead, ahead_words, _), (_, back, back_words, _) = found
@@ -33,15 +33,15 @@ def test_shapes_that_repeat_travel_in_one_message_each(two: Processes) -> None:
         assert 0 < spilled <= num_lengths
 
 
-def test_shapes_that_change_stand_in_few_slots(two: Processes) -> None:
-    """As many as there are values held and on their way; once a slot has grown, smaller values stand in it, too."""
+def test_changing_shapes_use_few_slots(two: Processes) -> None:
+    """As many as there are values held and in flight; a slot that has grown also takes smaller values."""
     found = two.run("tests.distributed.scenarios:shared_rows")
     compare([outcome for outcome, _ in found], on_virtual_engine(rows_setup(), (7, 12, 5)), 0.0)
     assert max(slots for _, slots in found) <= 3 * len(set(_SIZES))
 
 
 def test_values_above_64_megabytes_travel_both_ways(two: Processes) -> None:
-    """Beyond that size sends have been seen to wait for their receiver; and here no buffer is ready for them."""
+    """Beyond that size sends have been seen to wait for their receiver; here no buffer is ready for them."""
     found = two.run("tests.distributed.scenarios:rows", huge=True)
     compare([outcome for outcome, *_ in found], on_virtual_engine(huge_setup(), (3,)), 0.0)
     for _, _, _, sizes in found:
@@ -91,7 +91,7 @@ def test_values_without_a_gradient_cross_forward_only(three: Processes) -> None:
 
 
 @pytest.mark.parametrize("shares_memory", [True, False])
-def test_an_evaluation_does_not_run_away_from_a_slow_stage(three: Processes, shares_memory: bool) -> None:
+def test_an_evaluation_does_not_run_far_ahead_of_a_slow_stage(three: Processes, shares_memory: bool) -> None:
     most = three.run("tests.distributed.scenarios:slow_evaluation", shares_memory)
     assert most[0] <= 4
     assert most[1] == 4  # it would have, if nothing held it
@@ -99,8 +99,8 @@ def test_an_evaluation_does_not_run_away_from_a_slow_stage(three: Processes, sha
 
 
 @pytest.mark.parametrize("shares_memory", [True, False])
-def test_a_segment_holds_no_more_buffers_than_messages_on_their_way(two: Processes, shares_memory: bool) -> None:
-    """Gloo never says by itself that a send is done: 200 minibatches would keep 200 buffers."""
+def test_a_segment_holds_no_more_buffers_than_messages_in_flight(two: Processes, shares_memory: bool) -> None:
+    """Gloo's sends never complete by themselves: 200 minibatches would keep 200 buffers."""
     case = Case("mlp", (4,), (1, 1), shares_memory=shares_memory)
     found = two.run("tests.distributed.scenarios:buffers_of_a_segment", case, 200)
     assert max(found) <= 8
@@ -133,7 +133,7 @@ def test_a_stop_ends_all_workers_at_one_minibatch(three: Processes, case: Case, 
 
 
 @pytest.mark.parametrize("shares_memory", [True, False])
-def test_the_others_are_told_when_a_worker_is_killed(shares_memory: bool) -> None:
+def test_a_killed_worker_is_reported_to_the_others(shares_memory: bool) -> None:
     """The one in the middle: one waits for its gradients, the other for its activations."""
     case = Case("skip", (3, 6), (1, 1, 1), shares_memory=shares_memory)
     with Processes(3) as processes:

@@ -1,4 +1,4 @@
-"""Joining the other workers: places, the store, the handshake, and what workers share."""
+"""Joining the other workers: ranks, the store, the handshake, and shared facts."""
 
 import contextlib
 import errno
@@ -69,7 +69,7 @@ GLOO = "[/src/gloo/transport/tcp/pair.cc:545] Read error [127.0.0.1]:1: Connecti
         (UserError("connection reset by peer (gloo)"), False),
     ],
 )
-def test_lost_tells_consequences_from_causes(error: Exception, expected: bool) -> None:
+def test_errors_of_lost_peers_are_distinguished_from_causes(error: Exception, expected: bool) -> None:
     assert lost(error) is expected
 
 
@@ -134,21 +134,21 @@ def test_devices_must_be_of_one_kind() -> None:
         check_devices("auto", [gpu, cpu])
 
 
-@pytest.mark.parametrize(("rank", "attempt", "told"), [(0, 0, True), (1, 0, False), (0, 1, False)])
-def test_what_is_told_is_told_once(
-    capsys: pytest.CaptureFixture[str], rank: int, attempt: int, told: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("rank", "attempt", "printed"), [(0, 0, True), (1, 0, False), (0, 1, False)])
+def test_messages_are_printed_by_one_process(
+    capsys: pytest.CaptureFixture[str], rank: int, attempt: int, printed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     where: Any = place(rank, 2, attempt=attempt)
     nothing: Any = None
-    here = world.World(where, torch.device("cpu"), False, nothing, 1.0, nothing, "so it is")
-    process_run._remark(here, restarted=process_run._is_restart(here))
-    assert capsys.readouterr().err == ("pipebench: so it is\n" if told else "")
+    own_world = world.World(where, torch.device("cpu"), False, nothing, 1.0, nothing, "so it is")
+    process_run._remark(own_world, restarted=process_run._is_restart(own_world))
+    assert capsys.readouterr().err == ("pipebench: so it is\n" if printed else "")
 
 
-@pytest.mark.parametrize(("local_rank", "told"), [("0", True), ("1", False)])
-def test_the_first_process_of_another_host_says_that_it_has_joined(
-    local_rank: str, told: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("local_rank", "printed"), [("0", True), ("1", False)])
+def test_the_first_process_of_another_host_prints_that_it_has_joined(
+    local_rank: str, printed: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
@@ -156,14 +156,14 @@ def test_the_first_process_of_another_host_says_that_it_has_joined(
     nothing: Any = None
     process_run._remark(world.World(where, torch.device("cpu"), False, nothing, 1.0, nothing), restarted=False)
     said = "pipebench: rank 1 of 2 has joined; rank 0 prints progress and result\n"
-    assert capsys.readouterr().err == (said if told else "")
+    assert capsys.readouterr().err == (said if printed else "")
 
 
 @pytest.mark.parametrize(
     ("counted", "has_folder", "is_restart"),
     [("0", False, False), ("0", True, True), ("1", True, True), ("1", False, True)],
 )
-def test_a_restart_is_one_by_torchrun_s_store_too(
+def test_a_restart_is_recognised_by_torchrun_s_store_too(
     counted: str, has_folder: bool, is_restart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a host whose own workers didn't fail torchrun counts no restart, and the run began anew in a new folder."""
@@ -172,13 +172,11 @@ def test_a_restart_is_one_by_torchrun_s_store_too(
     if has_folder:
         store.set(process_run._FOLDER_KEY, "pipebench-runs/before")
     for rank in (0, 1):
-        here = world.World(replace(place(rank, 2), attempt=None), torch.device("cpu"), False, store, 1.0, store)
-        assert process_run._is_restart(here) == (is_restart if rank == 0 else counted == "1")
+        own_world = world.World(replace(place(rank, 2), attempt=None), torch.device("cpu"), False, store, 1.0, store)
+        assert process_run._is_restart(own_world) == (is_restart if rank == 0 else counted == "1")
 
 
-def test_gloo_uses_an_interface_that_others_reach_where_the_name_leads_to_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gloo_uses_an_interface_that_others_reach_if_the_host_name_is_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Debian's 127.0.1.1, to which every host would connect."""
     monkeypatch.setattr(interfaces, "_names_itself", lambda: True)
     monkeypatch.setattr(interfaces, "address_towards", lambda other: "127.0.0.1" if other == "10.0.0.2" else "")
@@ -198,7 +196,7 @@ def test_gloo_uses_an_interface_that_others_reach_where_the_name_leads_to_itself
     assert given == {"GLOO_SOCKET_IFNAME": "eth7"}
 
 
-def test_the_way_to_a_host_has_an_address_but_for_the_loopback_s() -> None:
+def test_a_route_has_an_address_unless_it_is_the_loopback_s() -> None:
     assert interfaces.address_towards("127.0.0.1") == interfaces.address_towards("nowhere.invalid") == ""
     assert interfaces.interface_of("192.0.2.1") == ""
 
@@ -249,14 +247,14 @@ def test_a_name_that_nothing_knows_is_one_sentence_on_several_hosts_too() -> Non
 
 
 def test_a_program_that_has_the_port_and_is_no_store_is_named() -> None:
-    """A worker waited for its first words for as long as that program lived."""
+    """A worker waited for its answer for as long as that program ran."""
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port = stranger.getsockname()[1]
         with pytest.raises(UserError, match=rf"^rank 1 of 2: what answers at 127.0.0.1:{port} isn't the workers' "):
             connect(place(1, 2, port), 0.3)
 
 
-def test_an_address_that_nobody_serves_is_one_sentence() -> None:
+def test_an_address_without_a_server_is_one_sentence() -> None:
     with reserved_port() as reserved:
         port = reserved.getsockname()[1]
         with pytest.raises(UserError, match=rf"rank 1 of 2: nothing answers at 127.0.0.1:{port} after 0.3 s"):
@@ -264,7 +262,7 @@ def test_an_address_that_nobody_serves_is_one_sentence() -> None:
 
 
 def meeting(port: int, ranks: list[int], size: int, limit_s: float = PATIENCE_S, **changes: Any) -> dict[int, Any]:
-    """Let these ranks meet, each in a thread with a connection of its own; the outcome of each."""
+    """Let these ranks meet, each in a thread with its own connection; return their outcomes."""
     outcomes: dict[int, Any] = {}
 
     def attend(rank: int) -> None:
@@ -289,8 +287,8 @@ def test_workers_meet_and_learn_of_each_other() -> None:
 
 
 @pytest.mark.parametrize(("first", "others"), [(3, 2), (2, 3)])
-def test_different_numbers_of_workers_are_told_at_once(first: int, others: int) -> None:
-    """They were told, after the limit to join, as ranks that are missing, or met and then waited for each other."""
+def test_different_numbers_of_workers_are_reported_at_once(first: int, others: int) -> None:
+    """They were reported as missing ranks after the limit to join, or met and then waited for each other."""
     store, outcomes = serve("127.0.0.1"), list[BaseException]()
 
     def attend(rank: int, size: int) -> None:
@@ -312,7 +310,7 @@ def test_different_numbers_of_workers_are_told_at_once(first: int, others: int) 
     assert {type(each) for each in outcomes} == {UserError, PeerLostError}
 
 
-def test_workers_meet_on_a_store_that_the_dead_have_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_meet_on_a_store_used_by_an_ended_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_join, "_SLACK_S", 0.3)
     store = serve("127.0.0.1")
     tokens = [meeting(store.port, [0, 1, 2], 3)[0][0] for _ in range(3)]
@@ -325,7 +323,7 @@ def test_workers_meet_on_a_store_that_the_dead_have_used(monkeypatch: pytest.Mon
     assert outcomes[1][1] == [{"of": 0}, {"of": 1}, {"of": 2}]
 
 
-def test_rank_0_waits_for_the_living_where_the_dead_have_said_hello() -> None:
+def test_rank_0_ignores_the_hello_of_an_ended_attempt() -> None:
     store = serve("127.0.0.1")
     store.set("pipebench/join/hello/1", "a word of the dead")
     late = threading.Timer(0.2, lambda: found.update(meeting(store.port, [1], 2)))
@@ -337,11 +335,11 @@ def test_rank_0_waits_for_the_living_where_the_dead_have_said_hello() -> None:
     assert found[1] == outcome
 
 
-def test_a_missing_worker_is_told_once_with_how_many_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_worker_is_reported_once_with_the_number_that_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     store, ticks = serve("127.0.0.1"), threading.local()
 
     def now_s() -> float:
-        """Stand still until rank 2 is there, then go on at every look of a thread's own."""
+        """Stand still until rank 2 has joined, then advance at every call, per thread."""
         if store.check([f"pipebench/join/{prefix(0)}/here/2"]):
             ticks.now_s = getattr(ticks, "now_s", 0.0) + 0.1
         return getattr(ticks, "now_s", 0.0)
@@ -355,7 +353,7 @@ def test_a_missing_worker_is_told_once_with_how_many_joined(monkeypatch: pytest.
     assert (type(outcomes[2]), str(outcomes[2])) == (PeerLostError, expected)
 
 
-def test_a_missing_rank_0_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_rank_0_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_join, "_SLACK_S", 0.1)
     store = serve("127.0.0.1")
     outcome = meeting(store.port, [1], 2, 0.1)[1]
@@ -363,10 +361,10 @@ def test_a_missing_rank_0_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "rank 0 doesn't answer" in str(outcome)
 
 
-def test_a_folder_that_one_host_has_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_read_only_on_one_host_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """0.2.0: the run trained to its end and kept no checkpoint, nor its weights."""
-    told: Iterator[Any] = iter([["token", ""], {"sees": True, "problem": "", "host": "host0"}])
-    second = SimpleNamespace(rank=1, size=2, exchange=lambda own: [next(told), own])
+    printed: Iterator[Any] = iter([["token", ""], {"sees": True, "problem": "", "host": "host0"}])
+    second = SimpleNamespace(rank=1, size=2, exchange=lambda own: [next(printed), own])
     (tmp_path / "token").touch()
 
     def refuse(path: Path, text: str) -> int:

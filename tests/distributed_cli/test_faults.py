@@ -26,7 +26,7 @@ SMALL = (
     "train.evaluate_every={minibatches: 50}", "train.checkpoint_every={minibatches: 25}",
 )  # fmt: skip
 IN_PROCESSES = (*SMALL, "engine.kind=distributed")
-# It ends when it is told to, however late the signal comes on a loaded machine.
+# It ends only by a signal, however late that comes on a loaded machine.
 ENDLESS = (*IN_PROCESSES, "cluster.name=local", "train.max_epochs=100000")
 MINIBATCHES_PER_EPOCH = 125
 CURVES = ("train_loss", "eval_loss", "top1")
@@ -112,12 +112,12 @@ def test_a_killed_worker_changes_nothing(virtual: Path, tmp_path: Path) -> None:
     assert parts_s == pytest.approx(result["metrics"]["total_time_s"])
     assert "comm_bytes_per_sample" in record["metrics"]
     assert [worker["compute_s"] > 0 for worker in result["workers"]] == [True, True]
-    # Costs of a V100 say nothing about this machine.
+    # Costs of a V100 don't predict this machine's.
     assert not any("predict" in name for name in record["metrics"])
 
 
 @pytest.mark.slow
-def test_a_worker_killed_while_layers_move_loses_nothing(tmp_path: Path) -> None:
+def test_a_run_whose_worker_is_killed_while_layers_move_ends_undisturbed(tmp_path: Path) -> None:
     """From the command line; `distributed/test_killed.py` kills at every step of a move.
 
     Every segment has a move right after it begins, and the kill comes right after a checkpoint.
@@ -144,14 +144,14 @@ def test_a_worker_killed_while_layers_move_loses_nothing(tmp_path: Path) -> None
 
 
 def refused_as_running(folder: Path, run_id: str, pid: int) -> bool:
-    """Return whether going on with a run is refused in one sentence, because a process trains it."""
+    """Return whether resuming a run is refused in one sentence, because a process trains it."""
     answer = pipebench(folder, "run", "--resume", run_id)
     said = f"pipebench: error: run {run_id} is running: process {pid} on {socket.gethostname()} trains it; wait until"
     return answer.exit_code == 2 and without_phases(answer.stderr).count("\n") == 1 and said in answer.stderr
 
 
 @pytest.mark.parametrize("kind", ["virtual", pytest.param("distributed", marks=pytest.mark.slow)])
-def test_a_run_that_is_running_is_exported_but_not_gone_on_with(tmp_path: Path, kind: str) -> None:
+def test_a_run_that_is_running_is_exported_but_not_resumed(tmp_path: Path, kind: str) -> None:
     """0.1.0 let it be resumed: both trained, and removed each other's checkpoints."""
     with CopiedRun(tmp_path, (*SMALL, "train.max_epochs=100000", f"engine.kind={kind}")) as run:
         assert run.wait_until(run.steps, PATIENCE_S, "a checkpoint")
@@ -187,7 +187,7 @@ def test_torchrun_restarts_in_the_same_run_folder(virtual: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_ctrl_c_and_going_on_under_another_plan(tmp_path: Path) -> None:
+def test_ctrl_c_and_resuming_with_another_plan(tmp_path: Path) -> None:
     with WatchedRun(tmp_path, ENDLESS) as run:
         assert run.wait_until(run.steps, PATIENCE_S, "a checkpoint")
         run.signal(signal.SIGINT, [run.process.pid])
@@ -220,7 +220,7 @@ def test_ctrl_c_and_going_on_under_another_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_stopped_worker_is_named(tmp_path: Path) -> None:
+def test_a_suspended_worker_is_named(tmp_path: Path) -> None:
     with WatchedRun(tmp_path, (*IN_PROCESSES, "engine.stall_limit_s=15", "train.max_epochs=50")) as run:
         assert run.wait_until(run.steps, PATIENCE_S, "a checkpoint")
         run.signal(signal.SIGSTOP, [run.workers(0)[1]])
@@ -238,7 +238,7 @@ def test_a_stopped_worker_is_named(tmp_path: Path) -> None:
     assert recorded(tmp_path)["runs"][0]["status"] == "FAILED"
 
 
-def test_too_few_processes_are_told_once(tmp_path: Path) -> None:
+def test_too_few_processes_are_reported_once(tmp_path: Path) -> None:
     """As under torchrun: two processes for a plan of three workers."""
     others = [word for word in IN_PROCESSES if not word.startswith("parallelism.plan=")]
     codes, said = started_apart(tmp_path, 2, *([[*others, "parallelism.plan=1-1-1"]] * 2))
@@ -247,10 +247,10 @@ def test_too_few_processes_are_told_once(tmp_path: Path) -> None:
     assert said.startswith("pipebench: error: plan 1-1-1 needs 3 workers, got 2: start torchrun so that"), said
 
 
-def test_hosts_with_different_recipes_are_told_so(tmp_path: Path) -> None:
+def test_hosts_with_different_recipes_are_reported(tmp_path: Path) -> None:
     """Each host reads its own recipe; only what comes from the environment may differ, and where files are.
 
-    One that doesn't suit rank 0's plan was told by what that lacked, and on that host alone.
+    One that doesn't suit rank 0's plan was reported by what the plan lacked, and on that host alone.
     """
     words = []
     for name, size in (("here", 32), ("there", 16)):
@@ -263,12 +263,12 @@ def test_hosts_with_different_recipes_are_told_so(tmp_path: Path) -> None:
     rank_1 = "pipebench: error: rank 1 on "
     (line, *others) = [line for line in said.splitlines() if line.startswith(rank_1)]
     assert "does: recipe key train.minibatch_size: 16 there, 32 here; give every host" in line
-    assert others in ([], [line]), said  # each host tells its own people
+    assert others in ([], [line]), said  # each host reports to its own users
     assert "Traceback" not in said
 
 
-def test_a_worker_that_lost_another_says_so_where_no_launcher_does(tmp_path: Path) -> None:
-    """As under srun: nobody else saw the other one being killed."""
+def test_a_worker_without_our_launcher_reports_a_lost_peer(tmp_path: Path) -> None:
+    """As under srun: no other process noticed the kill."""
     words = [*IN_PROCESSES, "train.max_epochs=100000"]  # it measures nothing, unlike ENDLESS
     with starting_apart(tmp_path, 2, words, words) as (first, second):
         wait_for(lambda: any(tmp_path.glob("pipebench-runs/*/checkpoints/*")), "a checkpoint")
@@ -280,20 +280,20 @@ def test_a_worker_that_lost_another_says_so_where_no_launcher_does(tmp_path: Pat
 
 
 def started_apart(folder: Path, num_per_host: int, *words: Sequence[str]) -> tuple[list[int], str]:
-    """Run `starting_apart` to the end; return exit codes and what all said."""
+    """Run `starting_apart` to the end; return exit codes and all output."""
     with starting_apart(folder, num_per_host, *words) as processes:
         codes = [process.wait() for process in processes]
     return codes, without_phases("".join(said_by(folder, rank) for rank in range(len(words))))
 
 
 def said_by(folder: Path, rank: int) -> str:
-    """Return what a process that was started apart has said, both streams."""
+    """Return the output of a process that was started apart, both streams."""
     return (folder / f"said-{rank}.txt").read_text()
 
 
 @contextlib.contextmanager
 def starting_apart(folder: Path, num_per_host: int, *words: Sequence[str]) -> Iterator[list[CopiedCommand]]:
-    """Start a process of a run per list of words, as `srun` does: nobody restarts them or says how they ended."""
+    """Start a process of a run per list of words, as `srun` does: no launcher restarts them or reports their end."""
     with reserved_port() as reserved, contextlib.ExitStack() as stack:
         place = {"WORLD_SIZE": str(len(words)), "LOCAL_WORLD_SIZE": str(num_per_host), "MASTER_ADDR": "127.0.0.1"}
         place["MASTER_PORT"] = str(reserved.getsockname()[1])
@@ -305,7 +305,7 @@ def starting_apart(folder: Path, num_per_host: int, *words: Sequence[str]) -> It
         yield processes
 
 
-def test_a_run_that_isnt_there_is_a_users_mistake(tmp_path: Path) -> None:
+def test_a_missing_run_is_a_user_s_mistake(tmp_path: Path) -> None:
     answer = pipebench(tmp_path, "run", "--resume", "nosuch")
     assert answer.exit_code == 2
     assert answer.stderr.splitlines() == [
@@ -314,7 +314,7 @@ def test_a_run_that_isnt_there_is_a_users_mistake(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_isnt_there_is_a_users_mistake(tmp_path: Path) -> None:
+def test_a_missing_device_is_a_user_s_mistake(tmp_path: Path) -> None:
     answer = pipebench(tmp_path, "run", *IN_PROCESSES, "engine.device=cuda")
     assert answer.exit_code == 2
     (line,) = answer.stderr.splitlines()

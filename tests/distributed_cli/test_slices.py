@@ -1,4 +1,4 @@
-"""A run whose workers are several processes each, from the command line: killed, and gone on with without slices."""
+"""A run whose workers are several processes each, from the command line: killed, and resumed without slices."""
 
 import signal
 from pathlib import Path
@@ -24,7 +24,7 @@ parallelism: {mode: single, tensor: 2}
 
 
 @pytest.mark.slow
-def test_a_killed_slice_changes_nothing_and_a_run_goes_on_without_slices(tmp_path: Path) -> None:
+def test_a_killed_slice_changes_nothing_and_a_run_resumes_without_slices(tmp_path: Path) -> None:
     killed, virtual = tmp_path / "killed", tmp_path / "virtual"
     for folder in (killed, virtual):
         folder.mkdir()

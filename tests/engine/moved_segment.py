@@ -1,4 +1,4 @@
-"""A simulated segment in which layers move, alone."""
+"""Simulates a segment in which layers move."""
 
 from collections.abc import Sequence
 

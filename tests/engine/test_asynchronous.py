@@ -97,7 +97,7 @@ def test_gradients_are_clipped_by_their_own_norm() -> None:
         assert (parameter - expected.weights[name]).abs().max() < 1e-12
 
 
-def test_equal_workers_are_as_stale_as_there_are_others() -> None:
+def test_the_staleness_of_equal_workers_is_the_number_of_others() -> None:
     """After the start, the N - 1 other workers each make an update between a pull and a push."""
     (pushes,) = pushes_of(trained(asp(num_workers=4), [20]))
     assert pushes.staleness == [0, 1, 2, 3] + [3] * 16
@@ -131,7 +131,7 @@ def test_a_run_repeated_has_the_same_order_and_another_order_can_be_given() -> N
 
 
 @pytest.mark.parametrize("num_minibatches", [1, 3, 12])
-def test_two_times_the_weights_per_minibatch_of_every_worker_but_the_server_s(num_minibatches: int) -> None:
+def test_every_worker_but_the_server_s_sends_twice_the_weights_per_minibatch(num_minibatches: int) -> None:
     """Engine, prediction and formula; a worker without a minibatch pulls once, at the drain."""
     setup = asp(dataset=Blobs(num_train=48))
     engine = trained(setup, [num_minibatches])
@@ -213,7 +213,7 @@ def test_the_log_goes_on_after_a_checkpoint() -> None:
 
 
 def test_a_long_order_of_pushes_takes_little_in_a_checkpoint_and_early_ones_are_read() -> None:
-    """Every checkpoint had two numbers per minibatch of the run: 48 MB after 1.8 million."""
+    """Once every checkpoint held two numbers per minibatch of the run: 48 MB after 1.8 million."""
     turns = [3 * (k // 3) + (1, 0, 2)[k % 3] for k in range(30_000)]
     pushes = Pushes(12, turns, [max(0, k - 2) for k in range(30_000)])
     packed = PackedPushes.of(pushes)
@@ -284,7 +284,7 @@ def test_the_log_can_be_read_again(tmp_path: Path) -> None:
         ("[", "push-order.json"),
     ],
 )
-def test_what_is_no_order_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_without_a_valid_order_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "push-order.json"
     path.write_text(text)
     with pytest.raises(RecipeError, match=message):
@@ -305,7 +305,7 @@ def test_a_recipe_repeats_an_order(tmp_path: Path) -> None:
         load("modes/dp-asp", [*changes, "engine.kind=simulated"])
 
 
-def test_a_segment_longer_than_the_given_order_goes_on_as_pushes_come() -> None:
+def test_a_segment_longer_than_the_given_order_continues_in_the_order_of_arrival() -> None:
     setup = asp(push_order={0: [1, 0, 3, 2]})
     (pushes,) = pushes_of(trained(setup, [12]))
     assert pushes.minibatches[:4] == [1, 0, 3, 2]

@@ -1,4 +1,4 @@
-"""Evaluations of averaged SGD: the average is what is scored and exported, and training never goes on from it."""
+"""Evaluations of averaged SGD: the average is scored and exported, and training never continues from it."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,7 +31,7 @@ def held_out_loss(model: nn.Module, parameters: Mapping[str, torch.Tensor], data
 
 @pytest.mark.parametrize("plan", [([], [1]), ([3, 5], [1, 1, 1])], ids=["single", "model"])
 def test_evaluations_see_the_average_of_a_plain_loop_s_weights(plan: tuple[list[int], list[int]]) -> None:
-    """Of those after update t0 + 2 and later, as torch counts; before that, the weights themselves."""
+    """The average of the weights after update t0 + 2 and later, as torch counts; before that, the newest weights."""
     data, model = Blobs(), Recurrent()
     setup = make_setup(Recurrent(), plan, weights="one", depth=1, dataset=data, make_optimizer=ASGD, lr=lambda *_: LR)
     engine, optimizer = make_engine(setup), torch.optim.SGD(model.parameters(), LR)
@@ -50,7 +50,7 @@ def test_evaluations_see_the_average_of_a_plain_loop_s_weights(plan: tuple[list[
 
 
 @pytest.mark.parametrize("plan", [([2, 4], [1, 1, 1]), ([2, 4], [2, 1, 1])], ids=["straight", "replicated"])
-def test_what_is_in_flight_keeps_its_versions(plan: tuple[list[int], list[int]]) -> None:
+def test_minibatches_in_flight_keep_their_versions(plan: tuple[list[int], list[int]]) -> None:
     """With stashing: an evaluation between two segments changes nothing, and a restored run scores the same."""
     make = partial(make_setup, Mlp(), plan, make_optimizer=ASGD)
     engine, other = make_engine(make()), make_engine(make())
@@ -71,14 +71,14 @@ def test_what_is_in_flight_keeps_its_versions(plan: tuple[list[int], list[int]])
 
 
 class Whole(Blobs):
-    """Keeps the model that it was to score."""
+    """Stores the model that it is given to score."""
 
     def whole_model_metrics(self, model: nn.Module) -> dict[str, float]:
         self.model = model
         return {}
 
 
-def test_what_only_the_whole_model_can_give_is_of_averages() -> None:
+def test_metrics_of_the_whole_model_use_averages() -> None:
     engine = make_engine(make_setup(Mlp(), ([2, 4], [1, 1, 1]), make_optimizer=ASGD))
     engine.train(0, 9)
     data = Whole()

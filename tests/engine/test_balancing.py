@@ -93,7 +93,7 @@ def test_bad_cuts_are_balanced(starts: list[int], columns: Any, live: bool) -> N
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_what_was_decided_can_be_done_again_by_hand(live: bool) -> None:
+def test_given_moves_repeat_a_balanced_run(live: bool) -> None:
     setup = balancing([6, 7], live=live, model=SkipNet)
     engine, made = played(setup, 80)
     again = make_engine(moving(setup, balances=False))
@@ -111,14 +111,14 @@ def test_what_was_decided_can_be_done_again_by_hand(live: bool) -> None:
     assert engine.clock_s == again.clock_s, "reports and decisions travel along"
 
 
-def test_nothing_is_decided_where_a_stage_waits_for_no_gradients() -> None:
+def test_stages_without_gradients_are_not_balanced() -> None:
     """The second stage selects features of the data. It gets no gradients, and so no decisions."""
     setup = balancing([1, 2], live=True, model=SkipNet)
     assert not any(edge.has_gradient for edge in setup.pipeline.edges if edge.source == 1)
     assert played(setup, 60)[1] == []
 
 
-def test_balanced_stages_stay_and_training_is_what_it_was() -> None:
+def test_balanced_stages_stay_and_training_is_unchanged() -> None:
     setup = balancing([3], live=True)
     engine, made = played(setup, 40)
     other = make_engine(replace(setup, repartitions=False, pipeline=replace(setup.pipeline, extensions={})))
@@ -128,7 +128,7 @@ def test_balanced_stages_stay_and_training_is_what_it_was() -> None:
         assert bits(captured(engine)) == bits(captured(other))
 
 
-def test_throughput_grows_while_it_goes_on() -> None:
+def test_throughput_grows_during_training() -> None:
     balanced, _ = played(balancing([1, 2], live=True), 80)
     drained, _ = played(balancing([1, 2], live=False), 80)
     bad = make_engine(moving(balancing([1, 2], live=True), balances=False))
@@ -168,7 +168,7 @@ def choosing(starts: list[int], limit: int, *, live: bool = True, **columns: Any
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_layers_that_move_do_what_their_new_stages_have_room_for(live: bool) -> None:
+def test_layers_that_move_get_policies_that_fit_their_new_stages(live: bool) -> None:
     """The weights are those of the same moves if all layers keep their activations."""
     setup = choosing([4, 5, 6], 3400, live=live)
     engine, done, moves = make_engine(setup), 0, []
@@ -204,7 +204,7 @@ def simulated_peaks(setup: Setup) -> list[int]:
 
 
 @pytest.mark.parametrize(("starts", "limit"), [([1, 2, 3], 2800), ([4, 5, 6], 3400)])
-def test_what_is_decided_fits_with_the_messages_that_wait(starts: list[int], limit: int) -> None:
+def test_decided_cuts_fit_with_waiting_messages(starts: list[int], limit: int) -> None:
     """By the closed form, which ignores messages, other cuts would fit."""
     setup = choosing(starts, limit)
     engine, made = played(setup, 120)
@@ -230,7 +230,7 @@ def test_stages_have_room_while_layers_move(
     assert max(worker.peaks.device_bytes for worker in careless.workers) > limit
 
 
-def test_layers_stay_where_stages_that_keep_all_have_no_room_for_them_to_move(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_stay_if_a_move_does_not_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last stage would hold two versions of some layers that it gives away."""
     setup, limit = balancing([1, 2], live=True), 4600
     setup = replace(setup, profile=replace(profile_of(setup), state_bytes_per_byte=1)).under(setup.plan)
@@ -247,7 +247,7 @@ def test_layers_stay_where_stages_that_keep_all_have_no_room_for_them_to_move(mo
     assert max(simulated_peaks(setup)) <= limit < min(peaks)
 
 
-def test_layers_stay_where_a_stage_has_no_room_as_it_was_and_as_it_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_stay_if_a_move_at_a_drain_does_not_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Moves are at drains. With the optimizer's state, the last stage alone fills its device."""
     setup, limit = balancing([1, 2], live=False), 26_000
     setup = replace(setup, profile=replace(profile_of(setup), state_bytes_per_byte=20)).under(setup.plan)
@@ -263,7 +263,7 @@ def test_layers_stay_where_a_stage_has_no_room_as_it_was_and_as_it_would_be(monk
     assert played(setup, 60)[1]
 
 
-def test_where_nothing_better_was_found_no_search_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_without_a_better_result_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages are unbalanced, and no cuts on the way to better ones fit."""
     looked, best = [], RepartitionSearch.best
 
@@ -277,7 +277,7 @@ def test_where_nothing_better_was_found_no_search_follows(monkeypatch: pytest.Mo
     assert len(looked) == 1
 
 
-def test_what_stages_hold_is_reported_with_what_they_take() -> None:
+def test_stages_report_their_memory_with_their_times() -> None:
     """Memory counts from the first measured backward on; until then a stage reports none."""
     setup = balancing([2, 4], live=True)
     engine = make_engine(replace(setup, cluster=replace(setup.cluster, memory_bytes=10**9)))
@@ -314,7 +314,7 @@ def test_a_unit_whose_gradients_go_to_two_stages_carries_one_decision() -> None:
     assert other.decision(4) is None
 
 
-def test_a_stage_that_holds_too_much_makes_room_though_all_are_balanced() -> None:
+def test_a_stage_beyond_its_memory_gives_layers_away_though_all_are_balanced() -> None:
     """It holds too much by measurement; by prediction it would fit."""
     setup = choosing([2, 4], 10**9)
     problem_of = problems_of(setup.profile, setup.pipeline, 4, math.inf, None, ())

@@ -1,4 +1,4 @@
-"""Cells that are left out and put back at a drain: the state of idle cells keeps its bits, active ones are trained."""
+"""Cells deactivated and reactivated at drains: the state of idle cells is unchanged, active ones are trained."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -81,7 +81,7 @@ CASES: dict[str, Callable[[], Setup]] = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_idle_stays_as_it_is_to_the_bit_and_trains_on_when_it_is_back(case: str) -> None:
+def test_idle_cells_keep_their_bits_and_train_again_once_active(case: str) -> None:
     setup = CASES[case]()
     engine = make_engine(setup)
     engine.train(0, 6)
@@ -113,7 +113,7 @@ def test_cells_that_begin_idle_keep_their_initial_weights() -> None:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("left_out", ["b", "ad", "abcd", "c"])
 @pytest.mark.parametrize("weights", ["one", "stash"])
-def test_what_is_trained_is_the_model_built_without_the_cells(left_out: str, weights: str) -> None:
+def test_training_without_cells_equals_a_model_built_without_them(left_out: str, weights: str) -> None:
     setup = whole(cuts=("cells_b_norm",), weights=weights)
     engine = make_engine(leaving_out(setup, left_out))
     rest = "".join(name for name in NAMES if name not in left_out)
@@ -132,7 +132,7 @@ def test_what_is_trained_is_the_model_built_without_the_cells(left_out: str, wei
     assert engine.peak_bytes == other.peak_bytes
 
 
-def test_cuts_move_with_cells_left_out_and_nothing_is_lost() -> None:
+def test_cuts_move_with_idle_cells_and_keep_all_state() -> None:
     setup = whole()
     engine, other = make_engine(setup), make_engine(setup)
     for each in (engine, other):
@@ -151,7 +151,7 @@ def test_cuts_move_with_cells_left_out_and_nothing_is_lost() -> None:
     engine.train(18, 6)
 
 
-def test_a_stage_without_anything_to_do_hands_on_nothing() -> None:
+def test_messages_skip_a_stage_of_idle_layers() -> None:
     setup = whole(cuts=("cells_b_norm", "cells_c_norm"))
     engine = make_engine(leaving_out(setup, "b"))
     assert engine.setup.plan.stages[1].stop - engine.setup.plan.stages[1].start == 7
@@ -162,7 +162,7 @@ def test_a_stage_without_anything_to_do_hands_on_nothing() -> None:
     assert engine.evaluate().keys() == rest.evaluate().keys()
 
 
-def test_unit_profiles_of_these_tests_are_those_of_the_model_without_the_cells() -> None:
+def test_the_unit_profiles_equal_those_of_the_model_without_the_cells() -> None:
     setup = leaving_out(whole(), "bc")
     small = trace(Stack("ad"))
     expected = unit_profile(small, Blobs(), [4]).layers[4]

@@ -1,4 +1,4 @@
-"""The norm that gradients are clipped by: a round's own, in float64, with the same bits under every cut."""
+"""The norm that gradients are clipped by: that of one update, in float64, with the same bits for every cut."""
 
 import copy
 import math
@@ -42,7 +42,7 @@ def accumulating(order: str = "all-forwards", starts: tuple[int, ...] = (4,), **
 
 
 def plainly(setup: Setup, num_updates: int, clip_norm: float | None = CLIP) -> dict[str, torch.Tensor]:
-    """Train the same with a loop that anyone writes."""
+    """Train the same model in a plain loop."""
     model, data = copy.deepcopy(Mlp()), setup.dataset
     updates = []
     for update in range(num_updates):
@@ -82,7 +82,7 @@ def test_every_update_is_clipped_by_its_own_norm(
         torch.testing.assert_close(parameter, expected[name], rtol=1e-12, atol=1e-13)
 
 
-def test_who_goes_on_from_a_checkpoint_after_one_update_ends_with_the_same_bits() -> None:
+def test_a_run_resumed_after_one_update_ends_with_the_same_bits() -> None:
     setup = accumulating()
     engine = drained(setup, 5)
     again = restored(setup, captured(engine))
@@ -109,7 +109,7 @@ ODD = LossScaleRecipe(initial=3.0 * 2**10, growth=1.7, growth_interval=3)
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, None), (torch.float64, None), (torch.float32, ODD)])
-def test_model_has_single_s_bits(dtype: torch.dtype, scale: LossScaleRecipe | None) -> None:
+def test_model_parallelism_has_a_single_worker_s_bits(dtype: torch.dtype, scale: LossScaleRecipe | None) -> None:
     """Whatever the cut; also in fp16, where the loss has a scale that is no power of two."""
     data = images(num_train=32)
     data._x = data._x.to(dtype)
@@ -131,7 +131,7 @@ def test_model_has_single_s_bits(dtype: torch.dtype, scale: LossScaleRecipe | No
 
 @pytest.mark.parametrize("starts", [(), (4,)], ids=["single", "model"])
 def test_gradients_whose_squares_overflow_in_fp32_are_clipped(starts: tuple[int, ...]) -> None:
-    """A norm of 1e20 and more is no infinity, by which gradients would be scaled to nothing."""
+    """A norm above 1e20 isn't infinite, which would scale gradients to 0."""
     data = Blobs(num_train=8)
     data._x = data._x.float() * 1e21
     setup = make_setup(
@@ -178,7 +178,7 @@ def test_a_gpu_takes_norms_of_aligned_memory(offset: int, monkeypatch: pytest.Mo
     assert (float(square), seen) == (36.0, [0])
 
 
-def test_what_is_not_there_or_not_finite() -> None:
+def test_missing_and_infinite_gradients() -> None:
     assert gradient_norm([], CPU) == gradient_norm([None], CPU) == 0
     for count in (3, 100_000):
         for bad, is_bad in ((math.inf, torch.isinf), (math.nan, torch.isnan)):
@@ -189,7 +189,7 @@ def test_what_is_not_there_or_not_finite() -> None:
         assert float(gradient_norm([large], CPU)) == pytest.approx(2e38 * math.sqrt(count))
 
 
-def test_gradients_make_room_for_the_clipped_ones_one_by_one() -> None:
+def test_gradients_are_freed_one_by_one_while_they_are_clipped() -> None:
     """All at once took as much memory again as the gradients: 0.9 GB beside the 2.55 GB of a stage of GNMT-8."""
     alive: list[int] = []
     tensors = [torch.full((4,), float(k)) for k in range(1, 4)]

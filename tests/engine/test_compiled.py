@@ -67,7 +67,7 @@ def saved_bytes(replica: Replica, unit: int) -> int:
 
 
 def trained(model: nn.Module, *, compiled: bool, **columns: Any) -> VirtualEngine:
-    """Return an engine that has trained, evaluated and trained; what every forward keeps was compared."""
+    """Return an engine that has trained, evaluated and trained; compares what every forward saves."""
     compared: list[Any] = []
 
     def look(event: TimelineEvent) -> None:
@@ -104,7 +104,7 @@ def test_compiled_stages_train_the_same_weights_and_are_compiled_once(
 ) -> None:
     """Every minibatch has another version of the weights, other targets and another draw: none compiles anew.
 
-    Without kernels of its own, torch's compiler is done in seconds: what it makes is played by torch's operations.
+    Without generating kernels, torch's compiler takes seconds; torch's operations run its graphs.
     """
     if not makes_kernels:
         to_compile = torch.compile

@@ -57,8 +57,8 @@ def test_every_version_is_the_formula_s(plan: tuple[list[int], list[int]], optim
     assert max(replica.weights.most_alive for replica in engine.replicas) == 2
 
 
-def test_with_fewer_minibatches_per_update_than_in_flight_two_versions_would_not_do() -> None:
-    """What the rule that asks for `accumulate` of at least the depth is for: the engine has no such version."""
+def test_two_versions_are_too_few_if_an_update_has_fewer_minibatches_than_are_in_flight() -> None:
+    """Why `accumulate` must be at least the depth: otherwise a minibatch needs a version that the engine has freed."""
     setup = make_setup(Mlp(), ([2, 4, 6], [1, 1, 1, 1]), weights="double-buffer", accumulate=2)
     with pytest.raises(StopIteration):
         make_engine(setup).train(0, 12)

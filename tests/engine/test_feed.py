@@ -1,4 +1,4 @@
-"""What stages read: fetched ahead in other processes or not, the same bits in the same order; and the whole model."""
+"""The data that stages read has the same bits in the same order, whether fetched ahead or not; and the whole model."""
 
 import json
 import os
@@ -45,7 +45,7 @@ class Noisy(Blobs):
 
 
 class Whole(Noisy):
-    """Samples that are read whole, also for their labels alone; writes down who reads which."""
+    """Samples that are read whole, also for their labels alone; records which process reads which."""
 
     targets_apart = False
     notes_in = os.devnull
@@ -117,7 +117,7 @@ def test_samples_that_are_read_whole_are_read_ahead_for_their_targets_too(
 
 
 class Named(Blobs):
-    """Says in place of its inputs which process reads which minibatch for what."""
+    """Returns, as inputs, which process reads which minibatch, and for what."""
 
     def fetch(self, split: str, indices: Any, fields: Any, draw: int = 0) -> dict[str, torch.Tensor]:
         return {field: torch.tensor([os.getpid(), indices[0], draw, split == "eval"]) for field in fields}
@@ -175,7 +175,7 @@ def test_a_thread_is_two_minibatches_ahead_and_ends_with_its_reader(monkeypatch:
     assert not any(thread.name.startswith("fetch-ahead") for thread in threading.enumerate())
 
 
-def test_what_fails_in_the_thread_is_raised_where_the_minibatch_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_thread_is_raised_where_the_minibatch_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     fetch_in_a_thread(monkeypatch)
     source = Source(Noisy(), "train", ["x"], torch.device("cuda"))
     minibatches = source.minibatches(iter([([0], 0), ([1 << 40], 0)]))
@@ -277,7 +277,7 @@ class Constant(nn.Module):
         return self.two(self.one(x) * torch.arange(5.0))
 
 
-def test_a_model_that_makes_tensors_can_be_put_together_again() -> None:
+def test_a_model_that_makes_tensors_can_be_joined_from_its_stages() -> None:
     class Whole(Blobs):
         generates_with = "forward"
 
@@ -324,7 +324,7 @@ def test_workers_that_load_wait_for_their_share_of_the_processes(data: Noisy, pl
 
 
 class Fetched:
-    """A tensor in the host's memory, and what became of it."""
+    """A tensor in the host's memory that records how it is copied."""
 
     def __init__(self, pinned: bool = False) -> None:
         self._pinned = pinned
@@ -355,7 +355,7 @@ class Unmoved(Blobs):
 def test_a_gpu_copies_inputs_and_targets_from_pinned_memory(
     pinned: bool, concurrent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """0.1.0: targets were copied from ordinary memory, for which the host waited until the GPU had done everything."""
+    """0.1.0: targets were copied from pageable memory, so the host waited for all of the GPU's work."""
     set_to: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", set_to.append)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
@@ -390,7 +390,7 @@ print(len(found), len(asked))
 
 
 def test_loader_processes_go_on_until_a_run_that_is_stopped_has_drained() -> None:
-    """They ended with the signal, and the run in an error instead of with a checkpoint."""
+    """They ended at the signal, so the run ended with an error instead of a checkpoint."""
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "none", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, "-c", STOPPED], env=environment, start_new_session=True, capture_output=True, text=True

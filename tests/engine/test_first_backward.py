@@ -14,8 +14,8 @@ from pipebench.model.stage import cut_stage
 MARK = 1_000_003  # bytes of no other tensor
 
 
-def test_what_the_first_forward_saved_was_held_until_its_backward_ended() -> None:
-    """0.1.0: what notes the saved tensors of the first forward held them, as each node of torch's holds its hooks."""
+def test_activations_of_the_first_forward_were_held_until_its_backward_ended() -> None:
+    """0.1.0: hooks that recorded the saved tensors of the first forward held them; torch's nodes hold their hooks."""
     graph = trace(nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(8, 8), nn.ReLU())]))
     replica = Replica(
         cut_stage(graph, make_plan(graph, [], [1]), 0),

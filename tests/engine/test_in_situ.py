@@ -38,12 +38,12 @@ MODES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def ticks() -> Any:
-    """Return a clock that goes on by one second between two looks."""
+    """Return a clock that advances by one second per call."""
     return itertools.count().__next__
 
 
 def alone(enough: bool) -> bool:
-    """Agree as the only process does: with itself."""
+    """Agree as the only process."""
     return enough
 
 
@@ -82,7 +82,7 @@ class Lengths(Blobs):
 
 
 @pytest.mark.parametrize("mode", [*MODES, "two-ways"])
-def test_units_of_many_lengths_practise(mode: str) -> None:
+def test_units_of_many_lengths_are_profiled(mode: str) -> None:
     """0.2.0: stand-ins had the length of the first unit, so that runs of wmt16 in processes ended in a traceback."""
     two_ways = ([2, 4, 6], [2] * 4), {"weights": "one", "order": "dualpipe", "backward": "split", "chunks": 2}
     plan, columns = {**MODES, "two-ways": two_ways}[mode]
@@ -91,7 +91,7 @@ def test_units_of_many_lengths_practise(mode: str) -> None:
     assert {key.stage for key in found if key.op is Op.FORWARD} == {*range(len(setup.plan.stages))}
 
 
-def test_models_that_carry_states_and_running_statistics_practise() -> None:
+def test_models_with_states_and_running_statistics_are_profiled() -> None:
     for setup in (text_setup(([2], [1, 1]), weights="one"), make_setup(ConvNet(), ([2], [1, 1]), dataset=images())):
         before = {name: b.clone() for name, b in setup.graph.root.named_buffers()}
         assert profile_in_situ(setup, alone, rule=StopRule(most=1))
@@ -112,7 +112,7 @@ def test_workers_wait_for_other_processes_every_time() -> None:
 
 
 @pytest.mark.parametrize(("mode", "most"), [("pipedream", [1, 1, 1]), ("interleaved", [2]), ("dp", [1])])
-def test_workers_are_there_one_after_the_other_unless_they_wait_for_each_other(
+def test_workers_are_made_one_after_the_other_unless_they_wait_for_each_other(
     mode: str, most: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """0.2.0: every process had all stages at once, their gradients and the optimizer's state: 9 GB with BERT large."""
@@ -140,7 +140,7 @@ def test_workers_are_there_one_after_the_other_unless_they_wait_for_each_other(
     assert not any(each() for each in made)
 
 
-def test_one_segment_is_enough_where_it_is_long() -> None:
+def test_one_long_segment_is_enough() -> None:
     asked: list[bool] = []
 
     def agree(enough: bool) -> bool:
@@ -152,7 +152,7 @@ def test_one_segment_is_enough_where_it_is_long() -> None:
     assert {*found.values()} == {1}
 
 
-def test_parts_of_a_split_backward_are_told_apart() -> None:
+def test_parts_of_a_split_backward_are_timed_separately() -> None:
     setup = setup_of("zero-bubble")
     profile = unit_profile(setup.graph, setup.dataset, [2])
     rows = tuple(replace(row, weight_s=row.backward_s / 4) for row in profile.layers[2])
@@ -162,7 +162,7 @@ def test_parts_of_a_split_backward_are_told_apart() -> None:
     assert sum(row.weight_s for row in found) == pytest.approx(2)
 
 
-def test_layers_in_use_add_up_to_what_stages_took_and_keep_their_shares() -> None:
+def test_layers_profiled_in_situ_add_up_to_their_stages_times_and_keep_their_shares() -> None:
     setup = make_setup(Mlp(), ([2], [1, 1]), weights="one")
     profile = unit_profile(setup.graph, setup.dataset, range(1, 9))
     rows = [replace(row, forward_s=1.0 + i, backward_s=2.0, weight_s=1.0) for i, row in enumerate(profile.layers[4])]
@@ -199,7 +199,7 @@ def test_loads_count_where_workers_fetch_themselves() -> None:
         ([(100, 1.0), (200, 3.0)], (0, (100 + 600) / (100**2 + 200**2))),  # nor is anything faster than 0
     ],
 )
-def test_update_costs_are_a_line_that_makes_sense(
+def test_update_costs_are_a_line_without_negative_terms(
     steps: list[tuple[int, float]], expected: tuple[float, float]
 ) -> None:
     assert update_costs(steps) == pytest.approx(expected)

@@ -47,8 +47,8 @@ def test_interleaved_equals_sequential_training(
     assert max(replica.weights.most_alive for replica in engine.replicas) == 1
 
 
-def test_what_goes_from_a_worker_to_itself_is_no_communication() -> None:
-    """SkipNet's skip edges meet the same worker again: those bytes don't travel, the prediction knows it too."""
+def test_messages_between_stages_of_one_worker_are_not_counted() -> None:
+    """SkipNet's skip edges return to the same worker: those bytes don't travel, nor does the prediction count them."""
     make = partial(make_setup, SkipNet(), ([2, 4, 6], [1, 1, 1, 1]), weights="one", microbatches=2)
     engines = [make_engine(make(depth=4)), make_engine(make(order="interleaved", chunks=2))]
     for engine in engines:

@@ -66,7 +66,7 @@ def done_s(events: Sequence[TimelineEvent]) -> list[float]:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("before", "after"), SEVERAL)
-def test_bytes_are_those_that_the_shapes_foretell(before: Starts, after: Starts) -> None:
+def test_bytes_equal_those_computed_from_shapes(before: Starts, after: Starts) -> None:
     """Counted independently: with each unit a version and the layers' inputs, then the layers' whole state."""
     at, d = 9, len(before) + 1
     engine, events, _ = timed(before, [Repartition(at, after)], 20)
@@ -114,7 +114,7 @@ class HalfTrained(nn.Module):
 
 @pytest.mark.parametrize("live", [True, False])
 @pytest.mark.parametrize("after", [(1, 3), (3, 6)])
-def test_what_is_not_trained_moves_too(after: Starts, live: bool) -> None:
+def test_untrained_parameters_and_constants_move_too(after: Starts, live: bool) -> None:
     """Simulated transfers lacked parameters that aren't trained, and constants; only the engine's bytes had them."""
     setup = timed((2, 4), [], 0, model=HalfTrained(), dataset=Blobs(num_train=80))[0].setup
     trained, simulated = VirtualEngine(setup, Network(setup.cluster)), SimulatedEngine(setup)
@@ -141,7 +141,7 @@ def test_throughput_before_and_after() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [((5, 6), (4, 6)), ((1, 4), (2, 4)), ((3, 6), (3, 5)), ((2, 3), (2, 4))])
-def test_nothing_waits_but_for_what_runs_again(before: Starts, after: Starts) -> None:
+def test_moves_over_fast_links_cost_only_recomputed_forwards(before: Starts, after: Starts) -> None:
     """With fast links, no worker takes longer than under the slower plan, plus its recomputed forwards."""
     at, count = 15, 40
     _, events, meter = timed(before, [Repartition(at, after)], count)
@@ -152,7 +152,7 @@ def test_nothing_waits_but_for_what_runs_again(before: Starts, after: Starts) ->
     assert meter.again_s == again_s
 
 
-def test_a_slow_link_is_waited_for_where_layers_are_taken_only() -> None:
+def test_only_the_receiver_of_layers_waits_for_a_slow_link() -> None:
     slow, events, meter = timed((2, 4), [Repartition(15, (3, 4))], 40, bytes_per_s=100.0)
     waits = [e for e in events if e.instruction.op in (Op.TAKE, Op.TAKE_UNIT) and e.end_s > e.start_s]
     assert [str(e.instruction) for e in waits] == ["0T15<1"]
@@ -165,7 +165,7 @@ def test_a_slow_link_is_waited_for_where_layers_are_taken_only() -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("before", "after"), SEVERAL)
-def test_what_is_only_simulated_takes_as_long(before: Starts, after: Starts) -> None:
+def test_a_simulated_segment_takes_as_long_as_a_trained_one(before: Starts, after: Starts) -> None:
     """The clock, bytes and busy time are those of training, from any minibatch of the run on."""
     moves = [Repartition(9, after), Repartition(17, before)]
     engine, _, meter = timed(before, moves, 25, bytes_per_s=1000.0)
@@ -189,7 +189,7 @@ def test_throughput_over_time() -> None:
     assert min(rates[1:-1]) >= 8 / 45
 
 
-def test_updates_take_as_long_as_what_is_updated() -> None:
+def test_updates_take_the_time_of_the_layers_they_update() -> None:
     """1 s per byte: a layer counts for its new stage from the first update after a backward there."""
     engine, events, _ = timed((2, 6), [Repartition(15, (3, 4))], 30, update_s_per_byte=1.0)
     rows = engine.setup.profile.layers[4]

@@ -49,12 +49,12 @@ def run(
     dataset: Any = None,
     optimizer: str = "momentum",
     count: int = TRAINED,
-    told_at: int | None = None,
+    announced_at: int | None = None,
     **columns: Any,
 ) -> tuple[VirtualEngine, dict[tuple[str, int], torch.Tensor]]:
     """Train while layers move; return the engine, and every parameter after every update by (name, minibatch).
 
-    Moves are announced before the segment, or when minibatch `told_at` begins.
+    Moves are announced before the segment, or when minibatch `announced_at` begins.
     """
     setup = make_setup(
         model or Mlp(), plan or (starts, [1] * (len(starts) + 1)), dataset=dataset or Blobs(num_train=4 * count),
@@ -68,7 +68,7 @@ def run(
             for name, tensor in newest_of_all(engine, stage).items():
                 assert (name, number) not in seen, f"update {number} of {name} was made twice"
                 seen[name, number] = tensor.detach().clone()
-        if op is Op.FORWARD and stage == 0 and number == told_at:
+        if op is Op.FORWARD and stage == 0 and number == announced_at:
             announce()
 
     def announce() -> None:
@@ -76,7 +76,7 @@ def run(
             moves_of(engine).announce(move)
 
     engine = make_engine(moving(setup.under(setup.plan)), observe)
-    if told_at is None:
+    if announced_at is None:
         announce()
     assert engine.train(0, count) == count
     return engine, seen
@@ -162,14 +162,14 @@ def test_several_boundaries_move_at_once(before: Starts, after: Starts, at: int)
 
 
 def test_moves_follow_each_other() -> None:
-    """There and back again, as soon after each other as is allowed."""
+    """Layers move and move back as soon as is allowed."""
     check((2, 4), [Repartition(6, (3, 5)), Repartition(12, (2, 4)), Repartition(18, (1, 3))])
     check((1, 3, 5), [Repartition(8, (2, 4, 6)), Repartition(16, (1, 3, 5))], optimizer="adam")
 
 
-@pytest.mark.parametrize("told_at", [0, 3, 8])
-def test_a_move_is_announced_while_training_goes_on(told_at: int) -> None:
-    check((2, 4), [Repartition(told_at + 7, (3, 5))], told_at=told_at)
+@pytest.mark.parametrize("announced_at", [0, 3, 8])
+def test_a_move_is_announced_during_training(announced_at: int) -> None:
+    check((2, 4), [Repartition(announced_at + 7, (3, 5))], announced_at=announced_at)
 
 
 @pytest.mark.sampled(10)
@@ -183,7 +183,7 @@ def test_a_segment_may_end_before_in_or_after_a_move(after: Starts, at: int) -> 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("after", [(3, 5), (1, 3), (1, 5)])
 @pytest.mark.parametrize("at", range(9, 15))
-def test_a_stop_in_mid_move_ends_it_first(after: Starts, at: int) -> None:
+def test_a_stop_during_a_move_ends_the_move_first(after: Starts, at: int) -> None:
     """The segment is cut short when minibatch 9 begins: every worker ends at the same minibatch, with its layers."""
     starts = (2, 4)
     setup = moving(make_setup(Mlp(), (starts, [1] * 3), dataset=Blobs(num_train=4 * 22)))
@@ -205,7 +205,7 @@ def test_a_stop_in_mid_move_ends_it_first(after: Starts, at: int) -> None:
 
 
 @pytest.mark.parametrize("after", [(3, 5), (1, 3), (1, 5)])
-def test_a_move_at_a_drain_is_a_run_that_is_planned_anew(after: Starts) -> None:
+def test_a_move_at_a_drain_equals_a_new_run_with_the_later_plan(after: Starts) -> None:
     """Both then train and evaluate with the same results."""
     made = []
     for live in (True, False):
@@ -246,7 +246,7 @@ def test_with_a_flush_layers_move_between_two_updates(after: Starts, columns: di
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("before", "after"), SEVERAL)
-def test_what_a_worker_holds_while_layers_move(before: Starts, after: Starts) -> None:
+def test_the_versions_of_a_worker_while_layers_move(before: Starts, after: Starts) -> None:
     """At most as many versions as minibatches in flight; afterwards, as much as with the last cuts from the start."""
     moved, _ = run(before, [Repartition(9, after)])
     stayed, _ = run(after, [])
@@ -261,7 +261,7 @@ def test_what_a_worker_holds_while_layers_move(before: Starts, after: Starts) ->
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("after", [(3, 5), (1, 3), (1, 5)])
 @pytest.mark.parametrize("memory", ["sssssss", "ksrsksr"])
-def test_layers_move_whose_activations_are_swapped(after: Starts, memory: str) -> None:
+def test_layers_with_swapped_activations_move(after: Starts, memory: str) -> None:
     """Swapped activations stay on the host of the stage that runs the unit's backward."""
     words = {"k": "keep", "s": "swap", "r": "recompute"}
     engine = check(
@@ -293,7 +293,7 @@ POLICIES: dict[str, tuple[Starts, list[tuple[Starts, str]]]] = {
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", POLICIES)
-def test_what_layers_do_with_activations_changes_with_a_move(name: str, optimizer: str) -> None:
+def test_policies_change_with_a_move(name: str, optimizer: str) -> None:
     """The oracle has no policies. Units in flight keep theirs, and all that is copied out is copied back."""
     starts, changes = POLICIES[name]
     depth = len(starts) + 1
@@ -348,7 +348,7 @@ def test_with_a_flush_policies_change_between_two_updates(columns: dict[str, Any
     assert copied[0] == 0 < copied[1]
 
 
-def test_layers_that_compute_again_from_a_move_on_take_the_time_for_it() -> None:
+def test_layers_that_recompute_after_a_move_take_the_time_of_it() -> None:
     """Seven layers of 1 s forward and 2 s backward: layers that recompute then take 4 s, those that swap no more."""
     times = []
     for letters in ("kkkkkkk", "rrrrrrr", "sssssss"):
@@ -379,7 +379,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("columns", "moves", "sentence"), REFUSED.values(), ids=REFUSED)
-def test_refusals(columns: dict[str, Any], moves: Sequence[Repartition], sentence: str) -> None:
+def test_refused_moves(columns: dict[str, Any], moves: Sequence[Repartition], sentence: str) -> None:
     plan = columns.pop("plan", ((2, 4), (1, 1, 1)))
     engine = make_engine(moving(make_setup(Mlp(), plan, **columns)))
     for move in moves[:-1]:
@@ -388,6 +388,6 @@ def test_refusals(columns: dict[str, Any], moves: Sequence[Repartition], sentenc
         moves_of(engine).announce(moves[-1])
 
 
-def test_a_move_may_come_too_late_to_be_announced() -> None:
+def test_a_move_that_is_announced_too_late_is_refused() -> None:
     with pytest.raises(PlanError, match=r"6 minibatches have begun, .* from 12 on"):
-        run((2, 4), [Repartition(11, (3, 5))], told_at=5)
+        run((2, 4), [Repartition(11, (3, 5))], announced_at=5)

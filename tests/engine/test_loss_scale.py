@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: against a plain loop with a scaler of its own, across stages, replicas and checkpoints."""
+"""Dynamic loss scaling: against a plain loop with a scaler, across stages, replicas and checkpoints."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -63,7 +63,7 @@ def states(engine: VirtualEngine) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("mode", ["single", "model"])
-def test_scaled_updates_are_those_of_a_plain_loop(mode: str) -> None:
+def test_scaled_updates_equal_a_plain_loop_s(mode: str) -> None:
     setup = setup_of(mode)
     engine = trained(setup, 16)
     expected, scales, skipped = by_hand(setup, 16)
@@ -88,7 +88,7 @@ def test_clipping_takes_gradients_without_their_scale() -> None:
 
 
 @pytest.mark.parametrize("mode", ["model", "gpipe", "pipedream-flush"])
-def test_all_stages_skip_the_same_updates_where_they_flush(mode: str) -> None:
+def test_all_stages_of_a_flushing_pipeline_skip_the_same_updates(mode: str) -> None:
     engine = make_engine(setup_of(mode))
     last = engine.replicas[-1]
     seen = []
@@ -111,8 +111,8 @@ def test_replicas_of_a_stage_agree(mode: str) -> None:
     masters_of(engine)  # checks that replicas hold the same
 
 
-def test_a_stage_skips_alone_without_a_flush_and_gradients_arrive_in_its_own_scale() -> None:
-    """With scales too small to overflow and powers of two, whose scale is whose changes no bit of what is learned."""
+def test_without_a_flush_a_stage_skips_alone_and_gradients_arrive_in_its_scale() -> None:
+    """With scales that are powers of two and too small to overflow, they change no bit of the weights."""
     plain = masters_of(trained(setup_of("pipedream", LossScaleRecipe(initial=1024.0)), 12))
     setup = setup_of("pipedream", LossScaleRecipe(initial=1024.0))
     engine = make_engine(setup)
@@ -145,7 +145,7 @@ def test_a_checkpoint_holds_scale_and_counters(mode: str) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_checkpoint_of_several_scales_gives_the_most_careful_one() -> None:
+def test_a_checkpoint_of_several_scales_restores_the_smallest() -> None:
     engine = trained(setup_of("pipedream"), 8)
     first, last = (replica.scale for replica in engine.replicas)
     assert first is not None

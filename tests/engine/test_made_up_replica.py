@@ -1,4 +1,4 @@
-"""A kind of replica made up here, which has the mean of all versions of its weights (Polyak averaging).
+"""A kind of replica defined by this test, which has the mean of all versions of its weights (Polyak averaging).
 
 It needs a class in place of `Replica`, one in place of `ReplicaMemory`, and an entry in the table of hooks. No file of
 the core is changed.
@@ -72,7 +72,7 @@ def predicted_peaks(setup: Setup) -> list[int]:
     return [peak.num_bytes for peak in meter.timeline().peaks]
 
 
-def test_a_run_keeps_means_and_trains_as_without() -> None:
+def test_a_run_has_means_and_trains_as_without() -> None:
     setup = make_setup(Mlp(), ([2, 4], [1, 2, 1]))
     engine, plain = make_engine(with_means(setup)), make_engine(setup)
     seen = [[each.detach().clone() for each in plain.workers[0].replicas[0].weights.newest.parameters]]
@@ -87,7 +87,7 @@ def test_a_run_keeps_means_and_trains_as_without() -> None:
         torch.testing.assert_close(mean, torch.stack(versions).mean(0))
 
 
-def test_what_it_keeps_counts_in_the_run_and_in_its_forecast() -> None:
+def test_means_count_in_measured_and_predicted_memory() -> None:
     setup = make_setup(Mlp(), ([2, 4], [1, 1, 1]))
     peaks = []
     for each in (setup, with_means(setup)):

@@ -1,4 +1,4 @@
-"""Channels last (`engine.channels_last`): the same results, laid out so on both sides of a cut, in the same bytes."""
+"""Channels last (`engine.channels_last`): the same results, in that format on both sides of a cut, in equal bytes."""
 
 import copy
 from functools import partial
@@ -58,7 +58,7 @@ def test_channels_last_trains_the_same_weights(mode: str, optimizer: OptimizerRe
     assert engines[0].num_bytes == engines[1].num_bytes
 
 
-def test_weights_gradients_and_what_crosses_are_channels_last() -> None:
+def test_weights_gradients_and_messages_are_channels_last() -> None:
     engine = make_engine(setup(MODES["pipedream"]))
     seen: list[torch.Tensor] = []
     for replica in engine.replicas:

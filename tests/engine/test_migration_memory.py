@@ -61,7 +61,7 @@ def compared(setup: Setup, moves: Sequence[Repartition]) -> list[tuple[int, int]
 @pytest.mark.parametrize("model", [Mlp, HalfTrained])
 @pytest.mark.parametrize("policies", ["k", "r", "s", "krs"])
 @pytest.mark.parametrize("seed", range(4))
-def test_what_a_move_holds_is_foretold(policies: str, seed: int, model: type[nn.Module]) -> None:
+def test_the_memory_of_a_move_is_predicted(policies: str, seed: int, model: type[nn.Module]) -> None:
     """To the byte, in both directions, in two to four stages, with all policies."""
     draw = random.Random(f"{policies} {seed}")
     starts, moves = drawn(draw)
@@ -72,7 +72,7 @@ def test_what_a_move_holds_is_foretold(policies: str, seed: int, model: type[nn.
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(12))
-def test_what_moves_with_other_policies_hold_is_predicted(seed: int) -> None:
+def test_the_memory_of_moves_with_other_policies_is_predicted(seed: int) -> None:
     """The same if policies change with each move, with copies that are slow enough to queue, or fast."""
     draw = random.Random(seed)
     (starts, moves), words = drawn(draw), draw.choice(((KEEP, SWAP), (KEEP, RECOMPUTE), (KEEP, RECOMPUTE, SWAP)))
@@ -84,7 +84,7 @@ def test_what_moves_with_other_policies_hold_is_predicted(seed: int) -> None:
 
 
 @pytest.mark.parametrize("at", [COUNT - 1, COUNT, COUNT + 9])
-def test_what_a_move_holds_that_the_end_of_its_segment_makes_is_foretold(at: int) -> None:
+def test_the_memory_of_a_move_made_at_its_segment_s_end_is_predicted(at: int) -> None:
     """If the segment ended before the move, the prediction had only the memory before and afterwards."""
     for found, held in compared(setup_of([2, 4], None), [Repartition(at, (1, 5))]):
         assert found == held
@@ -92,7 +92,7 @@ def test_what_a_move_holds_that_the_end_of_its_segment_makes_is_foretold(at: int
 
 @pytest.mark.parametrize("model", [Mlp, HalfTrained])
 @pytest.mark.parametrize(("plan", "after"), [(([5, 6], [1, 1, 1]), (1, 2)), (([6], [2, 1]), (1,))])
-def test_a_move_at_a_drain_holds_stages_old_and_new(
+def test_a_move_at_a_drain_holds_the_old_and_the_new_stages(
     plan: tuple[list[int], list[int]], after: tuple[int, ...], model: type[nn.Module]
 ) -> None:
     """The prediction had only the memory before and afterwards; stages with few units in flight hold more."""
@@ -110,7 +110,7 @@ def test_a_move_at_a_drain_holds_stages_old_and_new(
     assert trained.peak_bytes == wanted != before
 
 
-def test_copies_that_begin_with_a_move_give_way_to_messages_in_what_is_foretold_too() -> None:
+def test_copies_that_begin_with_a_move_give_way_to_messages_in_predictions_too() -> None:
     """The order in which copies out and in end determines the memory held between them."""
     k, r, s = KEEP, RECOMPUTE, SWAP
     setup = setup_of([1, 3, 4], [k, r, r, k, k, k, k], rate=905_361.0)
@@ -118,7 +118,7 @@ def test_copies_that_begin_with_a_move_give_way_to_messages_in_what_is_foretold_
     assert compared(setup, moves) == [(n, n) for n in (3856, 3968, 2528, 2792)]
 
 
-def test_what_is_on_its_way_counts_while_it_waits() -> None:
+def test_messages_that_wait_count_in_memory() -> None:
     """One layer, a Linear of 64 doubles with momentum, moves from stage 1 to stage 0, from minibatch 6 on.
 
     Before that, 4 rows of 7 doubles cross, afterwards 4 rows of 8. Unit 5 runs forward before and backward after the
@@ -144,7 +144,7 @@ def test_what_is_on_its_way_counts_while_it_waits() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_nothing_is_released_that_has_not_come_and_nothing_stays_on_its_way(seed: int) -> None:
+def test_predicted_memory_is_never_negative_and_no_message_remains(seed: int) -> None:
     """Per kind of memory, for random moves, policies and rates of copies."""
     draw = random.Random(f"kinds {seed}")
     starts, moves = drawn(draw)

@@ -229,7 +229,7 @@ def test_running_statistics_are_averaged_over_replicas_at_the_drain() -> None:
     assert engine.clock_s - max(ends) == pytest.approx(took_s)
 
 
-def test_what_no_layer_changes_is_neither_sent_nor_averaged_at_a_drain() -> None:
+def test_unchanged_buffers_are_neither_sent_nor_averaged_at_a_drain() -> None:
     """The mean of three equal numbers may be another number."""
     setup = make_setup(HalfFrozen(), ([], [3]), weights="one", depth=1, dataset=images(48), minibatch_size=4)
     engine = make_engine(setup)
@@ -247,7 +247,7 @@ def test_what_no_layer_changes_is_neither_sent_nor_averaged_at_a_drain() -> None
         assert changed == {f"features.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
 
 
-def test_evaluation_sees_every_sample_once_and_leaves_no_trace() -> None:
+def test_evaluation_reads_every_sample_once_and_changes_no_state() -> None:
     setup = make_setup(ConvNet(), ([4], [2, 1]), dataset=images())
     engine = make_engine(setup)
     engine.train(0, 12)

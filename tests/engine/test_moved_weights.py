@@ -150,7 +150,7 @@ def test_a_replica_keeps_one_version_and_as_many_copies_as_the_planner_says(
     assert all(replica.weights.most_alive == 1 for replica in engine.replicas)
 
 
-def test_without_a_step_to_go_by_the_weights_are_the_version_s() -> None:
+def test_without_an_earlier_step_nothing_is_predicted() -> None:
     """Before the first update, and for a parameter that no gradient has reached, nothing is predicted."""
     setup = make_setup(Mlp(), STRAIGHT[0], weights="predict", make_optimizer=OPTIMIZERS["momentum"][0])
     replica = make_engine(setup).replicas[0]
@@ -177,8 +177,8 @@ def test_at_depth_1_nothing_is_late_and_nothing_is_predicted(optimizer: str, mic
             assert (a - b).abs().max() < 1e-12
 
 
-def test_a_drain_starts_versions_over_but_keeps_what_predicts() -> None:
-    """Two segments: the second's first forward predicts nothing, its next one by what the first segment has left."""
+def test_a_drain_restarts_versions_and_keeps_the_predictor() -> None:
+    """Two segments: the second's first forward predicts nothing, the next one uses the first segment's last step."""
     setup = make_setup(Mlp(), STRAIGHT[0], weights="predict", make_optimizer=OPTIMIZERS["momentum"][0])
     moves: list[tuple[int, bool]] = []
 

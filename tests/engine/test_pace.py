@@ -1,4 +1,4 @@
-"""A host stays two pieces of work ahead of its GPU, the GPU made up."""
+"""A host stays two instructions ahead of its GPU, which is emulated."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from pipebench.distributed.instruction_times import Pace
 
 
 class Gpu:
-    """Notes what a host marks on its stream, and what it waits for."""
+    """Records the events that a host puts on its stream, and those it waits for."""
 
     def __init__(self) -> None:
         self.marks: list[int] = []
@@ -32,7 +32,7 @@ class Mark:
         self._gpu.waits.append(self._number)
 
 
-def test_the_host_waits_for_the_work_two_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_waits_for_the_instruction_two_before(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu()
     monkeypatch.setattr(torch.cuda, "Event", gpu.event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)

@@ -25,7 +25,7 @@ PUBLISHED = Path(__file__).parents[2] / "reports" / "published" / "pipedream_arx
 
 
 @pytest.mark.parametrize("machines", [2, 3, 4, 8])
-def test_every_worker_communicates_what_the_preprint_says(machines: int) -> None:
+def test_every_worker_communicates_the_preprint_s_bytes(machines: int) -> None:
     """A whole number of shares; the oracle counts both ends, the engine every byte once, at its sender."""
     num_bytes = 4 * 840 * machines
     sent, received = Counter[int](), Counter[int]()
@@ -54,7 +54,7 @@ def test_the_oracle_is_the_published_formula(machines: int) -> None:
     ],
     ids=str,
 )
-def test_weights_are_a_ring_s_and_bytes_the_formula_s(plan: Any, columns: dict[str, Any]) -> None:
+def test_weights_equal_a_ring_s_and_bytes_the_formula_s(plan: Any, columns: dict[str, Any]) -> None:
     """Engine, prediction and oracle agree; so do the weights, to the order in which sums are added."""
     engines = []
     for sync in ("all-reduce", PARAMETER_SERVER, PARAMETER_SERVER_AFTER):
@@ -78,7 +78,7 @@ def test_weights_are_a_ring_s_and_bytes_the_formula_s(plan: Any, columns: dict[s
     assert not any(kind == "all-reduce" for kind, _ in servers.num_bytes)
 
 
-def test_the_planner_foresees_the_bytes() -> None:
+def test_the_planner_predicts_the_bytes() -> None:
     setup = make_setup(SkipNet(), ([3, 5], [2, 1, 3]), dataset=Blobs(num_train=48), sync=PARAMETER_SERVER)
     rows = unit_profile(setup.graph, setup.dataset, [4]).layers[4]
     mode = replace(MODES["pipedream"], sync=PARAMETER_SERVER)

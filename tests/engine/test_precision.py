@@ -45,7 +45,7 @@ def constant(stage: int, before: int, own: int) -> float:
 
 
 def masters_of(engine: VirtualEngine) -> dict[str, torch.Tensor]:
-    """Return what the optimizers step on, by the model's names, checking that replicas agree."""
+    """Return the optimizers' master weights by the model's names, checking that replicas agree."""
     found: dict[str, torch.Tensor] = {}
     for replica in engine.replicas:
         for name, value in replica.weights.trained().items():
@@ -73,7 +73,7 @@ def in_a_loop(model: nn.Module, setup: Any, groups: Sequence[range], low_type: t
 
 @pytest.mark.parametrize("precision", LOW_TYPES)
 @pytest.mark.parametrize("mode", ["single", "model"])
-def test_one_unit_per_update_is_a_plain_loop_to_the_bit(precision: str, mode: str) -> None:
+def test_one_unit_per_update_equals_a_plain_loop_to_the_bit(precision: str, mode: str) -> None:
     setup = mode_setup(ConvNet(), mode, [4], dataset=images(), make_optimizer=sgd, lr=constant, precision=precision)
     engine = trained(setup, 6)
     expected = in_a_loop(ConvNet(), setup, [range(k, k + 1) for k in range(6)], LOW_TYPES[precision], NORMS)
@@ -141,7 +141,7 @@ def test_stale_versions_are_the_rounded_masters_of_the_formula(vertical_sync: bo
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_versions_are_low_and_masters_and_state_are_there_once(mode: str) -> None:
+def test_versions_have_16_bits_and_masters_and_state_exist_once(mode: str) -> None:
     setup = mode_setup(
         ConvNet(), mode, [4], dataset=images(), precision="bf16",
         make_optimizer=lambda p: torch.optim.Adam(p, 0.01, fused=True),
@@ -165,7 +165,7 @@ def test_versions_are_low_and_masters_and_state_are_there_once(mode: str) -> Non
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_travels_is_half_as_large(mode: str) -> None:
+def test_messages_are_half_as_large(mode: str) -> None:
     kinds = TRAINING_KINDS
 
     def sent(precision: str) -> Mapping[str, int]:
@@ -329,8 +329,8 @@ def test_constants_and_frozen_parameters_are_kept_exactly_for_checkpoints() -> N
     assert torch.equal(again.replicas[0].tensors()["place"], model.place)
 
 
-def test_frozen_parameters_of_a_checkpoint_are_computed_with() -> None:
-    """Only the exact copy was restored: layers went on with the model's own, rounded."""
+def test_frozen_parameters_of_a_checkpoint_are_used() -> None:
+    """Only the exact copy was restored: layers used the model's initial values, rounded."""
     model, other = Normed(), Normed()
     for each in (model, other):
         each.first.weight.requires_grad_(False)
@@ -349,7 +349,7 @@ def test_tied_parameters_share_one_master() -> None:
     assert replica.weights.master_bytes == sum(4 * p.numel() for p in Tied().parameters())
 
 
-def test_nothing_is_rounded_twice_or_in_the_model_itself() -> None:
+def test_values_are_rounded_once_and_the_model_is_unchanged() -> None:
     model = ConvNet()
     before = copy.deepcopy(model.state_dict())
     trained(mode_setup(model, "pipedream", [4], dataset=images(), precision="bf16"), 3)
@@ -358,7 +358,7 @@ def test_nothing_is_rounded_twice_or_in_the_model_itself() -> None:
     assert lower([model], None) == {}
 
 
-def test_types_that_are_the_model_s_own_stay() -> None:
+def test_types_that_a_model_sets_itself_stay() -> None:
     engine = trained(mode_setup(MixedTypes(), "pipedream", [4], precision="bf16"))
     types = {name: t.dtype for r in engine.replicas for name, t in r.weights.trained().items()}
     assert types == {name: p.dtype for name, p in MixedTypes().named_parameters()}

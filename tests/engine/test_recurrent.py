@@ -1,4 +1,4 @@
-"""Weight versions of recurrent layers: where cuDNN looks for them, and swapped without PyTorch moving them."""
+"""Weight versions of recurrent layers have cuDNN's layout, so that PyTorch doesn't copy them when versions change."""
 
 import copy
 from typing import Any
@@ -89,7 +89,7 @@ def test_recurrent_layers_train_as_in_a_plain_loop_to_the_bit(plan: Any) -> None
     assert all(torch.equal(value, expected[name]) for name, value in parameters_of(engine).items())
 
 
-def test_shared_and_frozen_weights_stay_where_they_are_found() -> None:
+def test_shared_and_frozen_weights_keep_their_storage() -> None:
     model = Recurrent()
     model.gru.bias_hh_l0.requires_grad_(False)
     weights = Weights(model, sgd)
@@ -97,7 +97,7 @@ def test_shared_and_frozen_weights_stay_where_they_are_found() -> None:
     model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
 
 
-def test_a_recurrent_module_of_two_types_stays_where_it_is_found() -> None:
+def test_a_recurrent_module_of_two_types_has_a_buffer_per_type() -> None:
     module = nn.RNN(2, 3)
     module.weight_ih_l0 = nn.Parameter(torch.ones(3, 2, dtype=torch.float64))
     flats = Weights(module, sgd).newest.flats

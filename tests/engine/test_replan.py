@@ -1,4 +1,4 @@
-"""A run that goes on under another plan has the bits of one that was stopped and started again under it."""
+"""A run that continues with another plan has the bits of one that was stopped and resumed with it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -64,7 +64,7 @@ def under(engine: VirtualEngine, starts: list[int]) -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
-def test_a_replanned_run_is_one_that_was_stopped_and_started_again(case: str) -> None:
+def test_a_replanned_run_equals_one_that_was_stopped_and_resumed(case: str) -> None:
     make, starts, later = CASES[case]
     engine = make_engine(make(starts))
     engine.train(0, BEFORE)
@@ -78,7 +78,7 @@ def test_a_replanned_run_is_one_that_was_stopped_and_started_again(case: str) ->
     assert engine.evaluate() == again.evaluate()
 
 
-def test_what_moves_is_counted_once_and_takes_its_time() -> None:
+def test_moved_bytes_are_counted_once_and_take_time() -> None:
     engine = make_engine(make_setup(Mlp(), ([2, 4], [1, 1, 1]), make_optimizer=SGD))
     engine.train(0, BEFORE)
     drained_s = engine.clock_s
@@ -90,7 +90,7 @@ def test_what_moves_is_counted_once_and_takes_its_time() -> None:
     assert engine.clock_s - drained_s == pytest.approx(max(sizes) / level.bandwidth_bytes_per_s + level.latency_s)
 
 
-def test_replicas_that_have_a_layer_already_are_sent_nothing() -> None:
+def test_replicas_that_already_have_a_layer_are_not_sent_it() -> None:
     engine = make_engine(make_setup(Mlp(), ([2], [2, 2]), make_optimizer=SGD))
     engine.train(0, 8)
     under(engine, [1])
@@ -147,8 +147,8 @@ def test_other_workers_are_another_run() -> None:
         engine.replan(other)
 
 
-def test_what_is_computed_again_is_that_of_the_cuts_that_hold() -> None:
-    """The clock's meter takes the costs of every segment, not those that the run began with."""
+def test_recomputation_is_metered_by_the_current_cuts() -> None:
+    """The meter uses the costs of each segment, not those of the first."""
     engine = make_engine(conv([3, 5]))
     engine.train(0, BEFORE)
     assert engine.facts()["again_s"] == 0

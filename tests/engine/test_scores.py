@@ -20,7 +20,7 @@ class Sharing(Mlp):
 
 
 class Whole(Blobs):
-    """Keeps the model that it was to score."""
+    """Stores the model that it is given to score."""
 
     def whole_model_metrics(self, model: nn.Module) -> dict[str, float]:
         self.model = model
@@ -28,7 +28,7 @@ class Whole(Blobs):
 
 
 def test_modules_of_the_whole_model_share_buffers_on_another_device_too() -> None:
-    """`Module.to` gave each of them its own: what one wrote while it generated text, the other didn't read."""
+    """`Module.to` copied it for each: values that one wrote while generating text were not read by the other."""
     data, model = Whole(), Sharing()
     setup = replace(make_setup(model, ([], [1]), weights="one", depth=1, dataset=data), device=torch.device("meta"))
     WholeModel(setup).metrics([])

@@ -138,8 +138,8 @@ class TiedInside(TiedEnds):
 
 
 @pytest.mark.parametrize("shard", SHARDS)
-def test_tied_weights_are_sharded_under_whatever_name(shard: str) -> None:
-    """0.2.0 looked for the model's first name of it: the Transformer with one embedding was a traceback."""
+def test_tied_weights_are_sharded_under_any_of_their_names(shard: str) -> None:
+    """0.2.0 looked for the weight's first name in the model: the Transformer with one embedding failed."""
     plain = engine_of("none", 3, model=TiedInside(), make_optimizer=adamw)
     columns: dict[str, Any] = {"weights": "one", "depth": 1, "sums": "ordered", "order": "sequential", "chunks": 1}
     engine = make_engine(
@@ -204,7 +204,7 @@ def test_optimizers_of_whole_tensors_get_them_whole(make_optimizer: Any) -> None
 @pytest.mark.parametrize(
     ("before", "after"), [("optimizer", "none"), ("none", "parameters"), ("parameters", "optimizer")]
 )
-def test_any_mode_resumes_what_another_has_written(before: str, after: str) -> None:
+def test_any_mode_resumes_another_s_checkpoint(before: str, after: str) -> None:
     first, second = engine_of(before, 3, make_optimizer=adamw), engine_of(after, 2, make_optimizer=adamw)
     reference, then = engine_of("none", 3, make_optimizer=adamw), engine_of("none", 2, make_optimizer=adamw)
     for each in (first, reference):
@@ -227,7 +227,7 @@ def test_a_missing_part_of_a_parameter_is_found() -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("replicas", [2, 3, 8])
-def test_bytes_are_those_of_the_paper(shard: str, replicas: int) -> None:
+def test_bytes_equal_the_paper_s(shard: str, replicas: int) -> None:
     engine = engine_of(shard, replicas, dataset=Blobs(4 * 3 * replicas))
     engine.train(0, 3 * replicas)
     weights = sum(bucket.num_bytes for stage in engine.setup.costs.stages for bucket in stage.buckets)
@@ -261,7 +261,7 @@ class _Deep(nn.Module):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("shard", "row"), [("optimizer", "zero1"), ("gradients", "zero2"), ("parameters", "zero3")])
 @pytest.mark.parametrize("replicas", [2, 8])
-def test_memory_is_that_of_the_paper(shard: str, row: str, replicas: int) -> None:
+def test_memory_equals_the_paper_s(shard: str, row: str, replicas: int) -> None:
     """Mixed precision and Adam, K = 12: replicas, and the simulator's account, while an update is made."""
     formula = yaml.safe_load(PUBLISHED.read_text())["zero"]["formula"][row]
     starts = list(range(2, 12, 2))

@@ -1,4 +1,4 @@
-"""A run whose layers move, simulated: the same decisions, seconds and bytes as where it trains on the virtual clock."""
+"""Simulated runs whose layers move have the decisions, seconds and bytes of runs that train on the virtual clock."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -56,7 +56,9 @@ def counted(num_bytes: Counter[tuple[str, str]]) -> dict[tuple[str, str], int]:
 @pytest.mark.parametrize("drains", [[160], [7 * each for each in range(1, 15)]], ids=["one drain", "many"])
 @pytest.mark.parametrize("live", [True, False])
 @pytest.mark.parametrize(("starts", "columns"), CASES)
-def test_the_same_is_decided_as_where_it_trains(starts: list[int], columns: Any, live: bool, drains: list[int]) -> None:
+def test_simulated_decisions_equal_those_in_training(
+    starts: list[int], columns: Any, live: bool, drains: list[int]
+) -> None:
     """To the byte, and at the same clock, but for the rounding of a drain's sums in another order."""
     setup = with_momentum(balancing(starts, live=live, **columns))
     if setup.pipeline.flushes and drains[0] % setup.pipeline.period:
@@ -84,7 +86,7 @@ LIMITED: list[Any] = [
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("starts", "columns", "share", "chooses"), LIMITED)
-def test_the_same_is_decided_where_memory_is_limited(
+def test_simulated_decisions_equal_those_in_training_with_limited_memory(
     starts: list[int], columns: Any, share: float, chooses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Simulated stages report their memory, too, to the byte, in every report."""
@@ -114,7 +116,7 @@ def test_the_same_is_decided_where_memory_is_limited(
     assert any(peak_bytes for *_, peak_bytes in predicted)
 
 
-def test_what_is_computed_again_counts_where_layers_move_at_drains_only() -> None:
+def test_recomputation_counts_if_layers_move_at_drains_only() -> None:
     """Under a weight policy with which layers can't move in training, so there is no `MovingSegment`."""
     setup = with_momentum(balancing([1, 2], live=False, weights="correct", recompute=True))
     trained, simulated = make_engine(setup), SimulatedEngine(setup)
@@ -123,7 +125,7 @@ def test_what_is_computed_again_counts_where_layers_move_at_drains_only() -> Non
     assert simulated.totals.again_s > 0
 
 
-def test_replicas_average_statistics_at_every_drain_also_where_layers_move_there() -> None:
+def test_replicas_average_statistics_also_at_drains_of_moves() -> None:
     """BatchNorm's statistics on slow links, so that the average takes time: at a regular drain, and at a move's."""
     cluster = Cluster("slow", "unit", None, (Level("server", 4, 40.0, 1e-3),))
     setup = moving(make_setup(ConvNet(), ([4], [3, 1]), dataset=images(), cluster=cluster, sizes=(2, 4)), live=False)
@@ -157,7 +159,9 @@ SHAPES = [
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("columns", SHAPES)
 @pytest.mark.parametrize("segments", [[400], [100, 100, 100], [350, 500], [40, 700]], ids=str)
-def test_what_isn_t_played_is_as_if_it_were(segments: list[int], columns: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extrapolated_segments_equal_fully_simulated_ones(
+    segments: list[int], columns: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For segments that end with an epoch, within one, or that have several."""
 
     def run() -> tuple[SimulatedEngine, int]:
@@ -200,7 +204,7 @@ class Counted:
         """Nothing to count."""
 
 
-def test_nothing_moves_where_stages_are_balanced() -> None:
+def test_balanced_stages_do_not_move() -> None:
     """And the totals are those of a simulation without measurements."""
     setup = with_momentum(balancing([3], live=True))
     engine, other = SimulatedEngine(setup), SimulatedEngine(moving(setup, balances=False))

@@ -57,7 +57,7 @@ def weights(engine: VirtualEngine) -> dict[str, torch.Tensor]:
 
 
 def moved(job: Job, engine: VirtualEngine) -> dict[str, torch.Tensor]:
-    """Train; return how far every weight has moved."""
+    """Train; return the change of every weight."""
     before = {name: tensor.detach().clone() for name, tensor in job.setup.graph.root.named_parameters()}
     engine.train(0, 4)
     return {name: tensor - before[name] for name, tensor in weights(engine).items()}
@@ -109,7 +109,7 @@ def test_slices_train_in_sixteen_bits() -> None:
         assert (found[name].float() - step.float()).norm() < 0.1 * step.float().norm() + 1e-6
 
 
-def test_time_and_memory_are_those_of_the_simulation_and_bytes_megatrons() -> None:
+def test_time_and_memory_equal_the_simulation_s_and_bytes_megatron_s() -> None:
     parallelism = {"mode": "pipedream-flush", "plan": "1-1", "microbatches": 2}
     job, engine = ready(2, parallelism)
     engine.train(0, 6)
@@ -129,14 +129,14 @@ def test_time_and_memory_are_those_of_the_simulation_and_bytes_megatrons() -> No
     assert again["evaluation"] > 0
 
 
-def test_a_segment_takes_what_its_simulation_does() -> None:
+def test_a_segment_takes_its_simulated_time() -> None:
     job, engine = ready(4, {"mode": "pipedream", "plan": "1-1"})
     engine.train(0, 12)
     assert engine.clock_s == pytest.approx(simulate_segment(job.setup, 12).end_s)
 
 
 @pytest.mark.parametrize("parallelism", [{"mode": "dp"}, {"mode": "pipedream-flush", "plan": "1-1"}])
-def test_what_slices_send_goes_over_pcie_too(parallelism: dict[str, Any]) -> None:
+def test_messages_of_slices_cross_pcie_too(parallelism: dict[str, Any]) -> None:
     job, engine = ready(2, parallelism, on="cluster-a", data={"train_tokens": 2_000})
     engine.train(0, job.setup.sampler.minibatches_per_epoch)
     sent = sum(count for kind, _, count in engine.facts()["num_bytes"] if kind != "evaluation")
@@ -147,7 +147,7 @@ def test_what_slices_send_goes_over_pcie_too(parallelism: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)])
-def test_checkpoints_go_on_with_other_slices(first: int, then: int, tmp_path: Path) -> None:
+def test_checkpoints_resume_with_other_slices(first: int, then: int, tmp_path: Path) -> None:
     _, one = ready(first, {"mode": "dp"})
     _, whole_way = ready(first, {"mode": "dp"})
     one.train(0, 2)

@@ -1,4 +1,4 @@
-"""Split backwards: the training of whole ones, bit for bit, whatever can be split; what is kept in between."""
+"""Split backwards train as whole ones, bit for bit, for any set of layers that can be split; memory in between."""
 
 import copy
 import math
@@ -138,7 +138,7 @@ def test_replicated_stages_equal_sequential_training(replicas: list[int], clip_n
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("columns", [{"weights": "one", "microbatches": 4}, {"weights": "stash"}], ids=str)
-def test_the_bits_are_those_of_whole_backwards(columns: dict[str, Any], recompute: bool) -> None:
+def test_split_backwards_have_the_bits_of_whole_ones(columns: dict[str, Any], recompute: bool) -> None:
     """Single precision, BatchNorm, in-place layers and dropout; with a flush and without."""
     found = []
     orders = ["1f1b", "zero-bubble"] if columns["weights"] == "one" else ["1f1b"]
@@ -161,7 +161,7 @@ def replica_of(model: nn.Module) -> Replica:
     return Replica(stage, momentum, device=torch.device("cpu"), seed=0, rules=ReplicaRules(split=True))
 
 
-def test_the_second_part_keeps_what_layers_with_weights_need_and_no_more() -> None:
+def test_the_second_part_keeps_only_what_layers_with_weights_need() -> None:
     """Of conv, tanh, pool, linear: the inputs of the two layers and the gradients of their outputs."""
     torch.default_generator.manual_seed(3)
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 4))
@@ -179,7 +179,7 @@ def test_the_second_part_keeps_what_layers_with_weights_need_and_no_more() -> No
 
 
 class Held:
-    """A tensor that autograd keeps, in a box that can be watched."""
+    """A tensor that autograd keeps, in an object that weak references can follow."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -196,38 +196,38 @@ def test_memory_is_freed_after_each_part() -> None:
         boxes.append((tuple(tensor.shape), weakref.ref(box)))
         return box
 
-    def kept() -> list[tuple[int, ...]]:
+    def alive() -> list[tuple[int, ...]]:
         return [shape for shape, box in boxes if box() is not None and shape[0] == 3]
 
     x = torch.randn(3, 6, dtype=torch.float64)
     for unit in (0, 1):  # the first one is measured
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor):
             replica.forward(UnitInput(unit, (unit, 0), [x], {}, 0, loss=lambda output: output.square().sum()))
-        before = kept()
+        before = alive()
         replica.backward_input(unit, {})
-        between = kept()
+        between = alive()
         replica.backward_weight(unit)
-        assert kept() == []
+        assert alive() == []
     # Inputs of the linear layers, tanh's output, softplus's input, the square's.
     assert sorted(before) == [(3, 4), (3, 5), (3, 5), (3, 5), (3, 6)]
     assert sorted(between) == [(3, 5), (3, 6)]
 
 
-def test_layers_that_run_whole_have_their_gradients_after_the_first_part() -> None:
+def test_layers_with_whole_backwards_have_their_gradients_after_the_first_part() -> None:
     replica = replica_of(Recurrent())
     x = torch.randn(3, 6, dtype=torch.float64)
     replica.forward(UnitInput(0, (0, 0), [x], {}, 0, loss=lambda output: output.square().sum()))
     replica.backward_input(0, {})
-    there = {n for n, g in zip(replica.weights.names, replica.gradients, strict=True) if g is not None}
-    assert there == {"gain", *(name for name in replica.weights.names if name.startswith(("lstm.", "norm.")))}
+    present = {n for n, g in zip(replica.weights.names, replica.gradients, strict=True) if g is not None}
+    assert present == {"gain", *(name for name in replica.weights.names if name.startswith(("lstm.", "norm.")))}
     passed_on: list[int] = []
     replica.backward_weight(0, lambda index, _: passed_on.append(index))
     names = [replica.weights.names[index] for index in passed_on]
-    assert sorted(names) == sorted({*replica.weights.names} - there)
+    assert sorted(names) == sorted({*replica.weights.names} - present)
     assert names.index("head.weight") < names.index("first.weight")  # the last layer first, as buckets set out
 
 
-def test_a_shared_weight_is_told_of_once_and_whole() -> None:
+def test_a_shared_weight_s_gradient_is_reported_once() -> None:
     model = Tied()
     replica, plain = replica_of(copy.deepcopy(model)), copy.deepcopy(model)
     x = torch.randn(3, 6, dtype=torch.float64)
@@ -236,18 +236,18 @@ def test_a_shared_weight_is_told_of_once_and_whole() -> None:
     passed_on: dict[str, torch.Tensor] = {}
     calls: list[int] = []
 
-    def tell(index: int, gradient: torch.Tensor) -> None:
+    def report(index: int, gradient: torch.Tensor) -> None:
         calls.append(index)
         passed_on[replica.weights.names[index]] = gradient.clone()
 
-    replica.backward_weight(0, tell)
+    replica.backward_weight(0, report)
     plain(x).square().sum().backward()
     assert len(calls) == len({*calls}) == len(passed_on)
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(passed_on[name], parameter.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_what_runs_whole_is_named() -> None:
+def test_layers_with_whole_backwards_are_named() -> None:
     assert unsplit(trace(Mlp())) == unsplit(trace(ConvNet())) == ""
     assert unsplit(trace(Recurrent())) == "lstm (LSTM), mul (mul)"
     many = nn.Sequential(*(nn.PReLU() for _ in range(10)))

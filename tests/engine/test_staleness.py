@@ -148,7 +148,7 @@ def test_vertical_sync_holds_as_many_versions_as_the_input_stage() -> None:
     assert [replica.weights.most_alive for replica in engine.replicas] == [4, 4, 4, 4]
 
 
-def test_the_formula_with_numbers() -> None:
+def test_the_formula_s_example() -> None:
     """PipeDream section 3.3: in a 4-stage pipeline minibatch 5 (4, from 0) sees updates 1, 2, 3, 4 stage by stage."""
     d = staleness.depths([1, 1, 1, 1])
     assert [max(0, 4 - d[s] + 1) for s in range(4)] == [1, 2, 3, 4]

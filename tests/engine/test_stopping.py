@@ -1,4 +1,4 @@
-"""A run on the virtual clock that is asked to stop ends at a whole round, drained, wherever it was asked."""
+"""A run on the virtual clock that is asked to stop at any point ends drained, after a whole round."""
 
 from collections.abc import Callable
 from typing import Any
@@ -49,7 +49,7 @@ def stopped(setup: Setup, after: int, count: int = COUNT) -> tuple[VirtualEngine
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", SETUPS)
-def test_wherever_it_is_asked_to_stop_it_ends_as_if_a_drain_had_been_planned_there(kind: str) -> None:
+def test_a_stop_at_any_event_equals_a_planned_drain(kind: str) -> None:
     make, count = SETUPS[kind], 8
     size = make().pipeline.period
     ended: dict[int, Any] = {}
@@ -69,7 +69,7 @@ def test_wherever_it_is_asked_to_stop_it_ends_as_if_a_drain_had_been_planned_the
     assert count in ended
 
 
-def test_after_a_stop_nothing_is_trained_any_more() -> None:
+def test_nothing_is_trained_after_a_stop() -> None:
     engine, done = stopped(SETUPS["pipedream"](), 20)
     before = bits(captured(engine)), engine.clock_s
     assert engine.train(done, COUNT) == 0
@@ -79,8 +79,8 @@ def test_after_a_stop_nothing_is_trained_any_more() -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", SETUPS)
-def test_only_a_run_that_flushes_ends_as_if_it_had_never_been_stopped(kind: str) -> None:
-    """Without a flush the drain is one that the run would not have had: what is said in docs/distributed.md."""
+def test_only_a_stop_of_a_flushing_run_changes_no_weights(kind: str) -> None:
+    """Without a flush the stop adds a drain, as docs/distributed.md says."""
     make = SETUPS[kind]
     whole = make_engine(make())
     whole.train(0, COUNT)

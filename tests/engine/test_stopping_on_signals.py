@@ -1,4 +1,4 @@
-"""Ctrl-C on the virtual clock: the run drains, keeps a checkpoint, says how to go on, and goes on."""
+"""Ctrl-C on the virtual clock: the run drains, writes a checkpoint, prints how to resume, and can be resumed."""
 
 import signal
 import threading
@@ -17,7 +17,7 @@ from tests.commands import CopiedRun
 from tests.patience import PATIENCE_S
 
 
-@pytest.mark.usefixtures("hears_sighup")
+@pytest.mark.usefixtures("handles_sighup")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_asks_and_the_second_ends(number: signal.Signals, capsys: pytest.CaptureFixture[str]) -> None:
     stop, before = StopRequest(), signal.getsignal(number)
@@ -39,7 +39,7 @@ def _get_module_lock(number):
 
 
 @pytest.mark.parametrize("stops", [True, False])
-def test_a_signal_while_an_import_takes_its_lock_ends_a_moment_later(stops: bool) -> None:
+def test_a_signal_while_an_import_holds_its_lock_ends_after_the_import(stops: bool) -> None:
     """0.2.0: a second Ctrl-C while MLflow was being imported left Python's lock of imports locked, and the run hung."""
     made: dict[str, Any] = {}
     exec(compile(IN_IMPORTLIB, "<frozen importlib._bootstrap>", "exec"), made)
@@ -51,7 +51,7 @@ def test_a_signal_while_an_import_takes_its_lock_ends_a_moment_later(stops: bool
             threading.Event().wait(PATIENCE_S)
 
 
-def test_a_signal_that_is_to_be_ignored_stays_so() -> None:
+def test_an_ignored_signal_stays_ignored() -> None:
     stop = StopRequest()
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -62,7 +62,7 @@ def test_a_signal_that_is_to_be_ignored_stays_so() -> None:
     assert stop.reason is None
 
 
-def test_a_stopped_run_keeps_a_checkpoint_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_run_writes_a_checkpoint_and_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By Ctrl-C; `cli/test_hang_up.py` closes the terminal."""
     (tmp_path / "small.yaml").write_text(RECIPE)
     words = ("small.yaml", "train.checkpoint_every=null", "train.max_epochs=100000")

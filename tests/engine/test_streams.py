@@ -63,7 +63,7 @@ class Text(Dataset):
 
 
 class Carrying(nn.Module):
-    """An LSTM that goes on where it left off."""
+    """An LSTM that carries its state to the next minibatch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,8 +172,8 @@ def test_pipedream_carries_every_streams_state_through_its_stages(plan: Any) -> 
     assert sorted(found) == pytest.approx(sorted(losses), rel=1e-12)
 
 
-def test_a_lost_state_would_show() -> None:
-    """The check above can fail: without states the losses are others."""
+def test_the_check_of_states_can_fail() -> None:
+    """Without states, the losses compared above differ."""
     found: list[float] = []
     engine = make_engine(text_setup(([2, 3], [1, 1, 1]), lr=0.0))
     engine._on_loss = lambda loss, *_: found.append(loss.item())
@@ -206,7 +206,7 @@ def test_evaluation_covers_the_whole_text_row_by_row(plan: Any) -> None:
             assert all(a is b for a, b in zip(state, replica.states[place], strict=True))
 
 
-def test_recomputation_draws_and_carries_what_the_forward_did() -> None:
+def test_recomputation_has_the_forward_s_draws_and_states() -> None:
     found = []
     for recompute in (False, True):
         engine = make_engine(
@@ -250,7 +250,7 @@ def test_states_inside_a_layer_are_carried_by_stream_too() -> None:
     assert sorted(found) == pytest.approx(sorted(losses), rel=1e-12)
 
 
-def test_an_evaluation_leaves_no_states_behind() -> None:
+def test_an_evaluation_leaves_no_states() -> None:
     engine = make_engine(text_setup(([2, 3], [1, 1, 1])))
     engine.train(0, 4)
     before = [replica.live_bytes() for replica in engine.replicas]

@@ -1,4 +1,4 @@
-"""Structures have names of our own, which the other end looks up and nothing more."""
+"""Structures are described by names that the receiving end only looks up."""
 
 import enum
 import json
@@ -35,7 +35,7 @@ class Outer:
 
 
 class Counted(namedtuple("Counted", "only")):  # it is to have a constructor of its own
-    """Notes how often one is made."""
+    """Counts its constructions."""
 
     made = 0
 
@@ -56,13 +56,13 @@ class Number(enum.IntEnum):
 
 @dataclass
 class Result:
-    """What torch.fx's users return from a leaf now and then."""
+    """A dataclass, which a leaf of torch.fx may return."""
 
     value: torch.Tensor
 
 
-def there_and_back(values: Any) -> Any:
-    """Take values apart, their structure through JSON, and put them together again."""
+def round_trip(values: Any) -> Any:
+    """Flatten values, convert their structure to JSON and back, and rebuild them."""
     leaves, structure = flatten(values)
     read = through_json(structure)
     assert read == structure
@@ -105,15 +105,15 @@ def same(mine: Any, theirs: Any) -> bool:
     ids=repr,
 )
 def test_a_structure_comes_back(values: Any) -> None:
-    assert same(there_and_back(values), values)
+    assert same(round_trip(values), values)
 
 
 @pytest.mark.parametrize("name", OF_TORCH)
-def test_what_torch_s_operators_return_comes_back_in_every_release(name: str) -> None:
-    """Whatever torch itself calls it, or doesn't."""
+def test_results_of_torch_s_operators_come_back_in_every_release(name: str) -> None:
+    """Releases of torch give their types different names, or none."""
     assert len(OF_TORCH) > 50
     values = OF_TORCH[name](range(OF_TORCH[name].n_sequence_fields))
-    assert same(there_and_back([values]), [values])
+    assert same(round_trip([values]), [values])
 
 
 def test_keys_that_are_equal_and_not_the_same_make_different_structures() -> None:
@@ -121,9 +121,9 @@ def test_keys_that_are_equal_and_not_the_same_make_different_structures() -> Non
     assert flatten({"a": 1, "b": 2})[1] != flatten({"b": 1, "a": 2})[1]
 
 
-def test_no_constructor_runs_for_what_arrives() -> None:
+def test_no_constructor_runs_on_receipt() -> None:
     sent, before = Counted(3), Counted.made
-    assert same(there_and_back(sent), sent)
+    assert same(round_trip(sent), sent)
     assert Counted.made == before
 
 
@@ -139,7 +139,7 @@ def local() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "sentence"),
     [
         (Result(torch.ones(1)), "a Result crosses from stage to stage; tensors, their devices and types, numbers"),
         (Plain((1,)), "a Plain crosses"),
@@ -157,11 +157,11 @@ def local() -> Any:
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
-def test_what_can_t_cross_is_refused_in_one_sentence(value: Any, said: str) -> None:
+def test_unsupported_structures_are_refused_in_one_sentence(value: Any, sentence: str) -> None:
     for values in (value, [(0, {"deep": value})]):
         with pytest.raises(CrossingError) as raised:
             flatten(values)
-        assert said in str(raised.value)
+        assert sentence in str(raised.value)
         assert "\n" not in str(raised.value)
 
 
@@ -173,24 +173,24 @@ def test_what_can_t_cross_is_refused_in_one_sentence(value: Any, said: str) -> N
         *("tests.engine.test_structure:Outer.Inner.__class__", "tests.engine.test_structure:", ":", ""),
     ],
 )
-def test_nothing_but_a_named_tuple_that_is_known_is_read(name: str) -> None:
+def test_only_known_named_tuples_are_read(name: str) -> None:
     before = set(sys.modules)
     with pytest.raises(CrossingError, match="this process knows no named tuple of that name"):
         from_words([name, [], [None]])
     assert set(sys.modules) == before
 
 
-def test_a_class_that_differs_here_is_refused() -> None:
+def test_a_class_with_other_fields_at_the_receiver_is_refused() -> None:
     for name, given in (("tests.models:Halves", 2), ("torch.return_types:max", 3)):
         with pytest.raises(CrossingError, match=f"a {name} of {given} values arrives from another stage; here it has"):
             from_words([name, [], [None] * given])
 
 
-def test_modules_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some import what they are asked for."""
+def test_modules_attributes_are_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some modules import when an attribute is looked up."""
 
     class Lazy(ModuleType):
-        """A module that hears of every question."""
+        """A module that records look-ups of its attributes."""
 
         def __getattribute__(self, name: str) -> Any:
             raise AssertionError(f"asked for {name}")
@@ -201,7 +201,7 @@ def test_modules_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Boxing(nn.Module):
-    """A layer that puts out what can't cross."""
+    """A layer whose output can't be sent."""
 
     one_layer = True
 
@@ -222,7 +222,7 @@ class Unboxed(nn.Module):
         return self.last(self.boxing(self.first(x)).value)
 
 
-def test_a_layer_whose_output_can_t_cross_is_named_on_one_device_too() -> None:
+def test_a_layer_whose_output_can_t_be_sent_is_named_on_one_device_too() -> None:
     engine = make_engine(make_setup(Unboxed(), ([3], [1, 1])))
     engine.train(0, 2)  # cut elsewhere, it may put out what it likes
     engine = make_engine(make_setup(Unboxed(), ([2], [1, 1])))

@@ -1,4 +1,4 @@
-"""Layers that are swapped: whichever they are, a stage computes the same bits; what is on the device when."""
+"""A stage computes the same bits whichever of its layers are swapped; which tensors are on the device, and when."""
 
 import gc
 import random
@@ -106,7 +106,7 @@ def chain() -> nn.Module:
     return nn.Sequential(*hidden, nn.Linear(6, 4)).double()
 
 
-def test_what_is_swapped_is_counted_once_and_without_weights() -> None:
+def test_swapped_tensors_are_counted_once_and_without_weights() -> None:
     """A linear layer saves its input, which the tanh before it saves as its result: 5 x 6 numbers of 8 bytes each."""
     replica, layer = second_stage(chain(), 2, ["keep"] * 2 + ["swap"] * 5)
     before = replica.live_bytes()
@@ -122,7 +122,7 @@ def test_what_is_swapped_is_counted_once_and_without_weights() -> None:
     assert replica.host_bytes() == 0
 
 
-def test_what_a_layer_that_is_kept_saves_too_stays_on_the_device() -> None:
+def test_tensors_that_a_kept_layer_saves_too_stay_on_the_device() -> None:
     """Of linear, tanh, linear, tanh the second linear layer is swapped: its input is the first tanh's result."""
     replica, layer = second_stage(chain(), 2, ["keep", "keep", "keep", "keep", "swap", "keep", "swap"])
     before = replica.live_bytes()
@@ -137,9 +137,9 @@ def test_what_a_layer_that_is_kept_saves_too_stays_on_the_device() -> None:
         forward(replica, layer, torch.randn(5, 6, dtype=torch.float64))
 
 
-@pytest.mark.usefixtures("little_to_search")
-def test_nothing_of_a_swapped_unit_is_left_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it received, its graph's leaf, isn't either; and back again it goes with the graph."""
+@pytest.mark.usefixtures("few_objects_to_collect")
+def test_no_tensor_of_a_swapped_unit_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the received value, its graph's leaf; once copied back, it is freed with the graph."""
     storages: list[weakref.ref[torch.UntypedStorage]] = []
     pack, take = Swap.pack, Saved.take
 
@@ -173,7 +173,7 @@ def test_nothing_of_a_swapped_unit_is_left_on_the_device(monkeypatch: pytest.Mon
     assert num_alive() == 0
 
 
-def test_what_is_overwritten_before_it_is_copied_is_refused() -> None:
+def test_a_tensor_overwritten_before_its_copy_is_refused() -> None:
     """As by autograd, whether it is overwritten before the copy or, where there is none, before the backward."""
     for swaps in (True, False):
         replica, layer = second_stage(chain(), 2, ["keep"] * 2 + ["swap"] * 5)
@@ -186,7 +186,7 @@ def test_what_is_overwritten_before_it_is_copied_is_refused() -> None:
             use()
 
 
-def test_what_is_overwritten_after_it_was_copied_is_as_it_was() -> None:
+def test_a_tensor_overwritten_after_its_copy_keeps_its_values() -> None:
     found = []
     for spoils in (False, True):
         replica, layer = second_stage(chain(), 2, ["keep"] * 2 + ["swap"] * 5)
@@ -263,7 +263,7 @@ def test_training_that_swaps_ends_with_the_same_bits(name: str) -> None:
         assert {**kept.num_bytes} == {key: count for key, count in swapped.num_bytes.items() if key[1] != "pcie"}
 
 
-def test_bytes_that_are_swapped_are_those_of_the_shapes() -> None:
+def test_swapped_bytes_equal_those_of_the_shapes() -> None:
     """Linear layers save what they read, tanh layers what they put out; what crosses the cut is saved on both sides."""
     setup = make_setup(Mlp(), ([4], [1, 1]), memory=["swap"] * 7, dataset=Blobs(num_train=46))
     engine = make_engine(setup)

@@ -191,7 +191,7 @@ def test_two_buffered_weights_are_the_formula_s(plan: tuple[list[int], list[int]
 
 
 @pytest.mark.parametrize("replicas", [(1, 1, 1, 1), (2, 1, 2, 1), (3, 1, 1, 2)], ids=str)
-def test_bytes_of_an_update_are_a_ring_s_around_all_copies(replicas: tuple[int, ...]) -> None:
+def test_bytes_of_an_update_equal_a_ring_s_around_all_copies(replicas: tuple[int, ...]) -> None:
     """R copies of a tied weight send 2 (R - 1) |w| per update; its stages' own sums leave it out."""
     setup = make_setup(TiedEnds(), (INNER, list(replicas)), weights="one", ties=True, dataset=Blobs(num_train=96))
     assert setup.pipeline.ties == ((0, 3), (1, 2))
@@ -223,7 +223,7 @@ def test_an_update_waits_for_the_sum_on_the_links_that_join_the_copies() -> None
 
 
 @pytest.mark.parametrize("columns", [{"microbatches": 2}, {"order": "zero-bubble", "backward": "split"}], ids=str)
-def test_memory_is_what_live_tensors_come_to_with_both_copies(columns: dict[str, Any]) -> None:
+def test_predicted_memory_equals_that_of_live_tensors_with_both_copies(columns: dict[str, Any]) -> None:
     """Weights, gradients, optimizer state: both copies of every tied weight count on their stages, to the byte."""
     setup = make_setup(TiedEnds(), (BOTH, [1] * 4), weights="one", ties=True, make_optimizer=momentum, **columns)
     levels, compared = Levels(setup), 0
@@ -257,7 +257,7 @@ PLANS: dict[str, tuple[tuple[list[int], list[int]], dict[str, Any]]] = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("after", PLANS)
 @pytest.mark.parametrize("before", ["apart", "replicated", "two versions"])
-def test_a_checkpoint_has_a_tied_weight_once_and_every_mode_goes_on_from_it(before: str, after: str) -> None:
+def test_a_checkpoint_has_a_tied_weight_once_and_every_mode_resumes_from_it(before: str, after: str) -> None:
     def setup(name: str) -> Setup:
         plan, columns = PLANS[name]
         return make_setup(TiedEnds(), plan, ties=True, make_optimizer=adamw, **columns)
@@ -293,14 +293,14 @@ def test_evaluations_are_those_of_the_tied_model() -> None:
     assert len(losses) == 6
 
 
-def test_stages_that_are_timed_in_use_wait_for_no_other_copy() -> None:
+def test_stages_profiled_in_situ_do_not_wait_for_other_copies() -> None:
     setup = make_setup(TiedEnds(), (BOTH, [1] * 4), weights="one", microbatches=2, ties=True)
     found = profile_in_situ(setup, lambda enough: enough, rule=StopRule(most=2))
     assert {key.stage for key in found if key.op is Op.UPDATE} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("shared", [None, SharedProcessors(8.0)])
-def test_a_sum_costs_the_processor_of_every_copy_s_worker(shared: SharedProcessors | None) -> None:
+def test_a_sum_takes_processor_time_of_every_copy_s_worker(shared: SharedProcessors | None) -> None:
     """Of 2 copies each sends the weight's bytes once in all; with cores for all, it takes them no longer."""
     setup = make_setup(TiedEnds(), (ENDS, [1, 1]), weights="one", ties=True, depth=1)
     ends = []

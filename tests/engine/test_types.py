@@ -43,7 +43,7 @@ def test_parameters_of_one_stage_keep_their_types() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_versions_and_replicas_keep_them_too(mode: str) -> None:
+def test_versions_and_replicas_keep_types(mode: str) -> None:
     engine = trained(mode_setup(MixedTypes(), mode, [4], make_optimizer=momentum))
     types = {name: parameter.dtype for name, parameter in MixedTypes().named_parameters()}
     assert {name: parameter.dtype for name, parameter in parameters_of(engine).items()} == types
@@ -52,7 +52,7 @@ def test_versions_and_replicas_keep_them_too(mode: str) -> None:
         assert replica.weights.version_bytes == sum(bytes_of[name] for name in replica.weights.names)
 
 
-def test_every_parameter_begins_where_a_tensor_of_its_own_would() -> None:
+def test_every_parameter_is_aligned_as_a_separate_tensor() -> None:
     (replica,) = trained(mode_setup(MixedTypes(), "single", [])).replicas
     weights = replica.weights
     for flat in weights.newest.flats:

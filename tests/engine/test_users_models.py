@@ -1,4 +1,4 @@
-"""What people's models do that a cut, a copy or a second forward could lose: they train as in a plain loop.
+"""Users' models with features that a cut, a copy or a second forward could lose train as in a plain loop.
 
 The plain loop trains the untraced model; it shares no code with the engine.
 """
@@ -284,7 +284,7 @@ class Scaling(nn.Module):
         return x * self.scale
 
 
-def test_a_buffer_that_minibatches_in_flight_still_need_is_told() -> None:
+def test_a_buffer_that_minibatches_in_flight_still_need_is_reported() -> None:
     assert trained(mode_setup(Net(calls, Scaling()), "model", [4]))
     with pytest.raises(GraphError, match="a layer changes in place what a backward still needs"):
         trained(mode_setup(Net(calls, Scaling()), "pipedream", [6]), 4)
@@ -341,7 +341,7 @@ def test_results_given_as_arguments_are_refused() -> None:
 
 
 class Scaled(torch.optim.SGD):
-    """SGD that reads what a model says of its parameters."""
+    """SGD that reads attributes of parameters, which a model sets."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -402,7 +402,7 @@ def by_a_buffer(net: Net) -> None:
         (synchronised, "part is a SyncBatchNorm"), (renormalising, "part changes its weights in forward"),
     ],
 )  # fmt: skip
-def test_what_would_get_lost_is_refused(change: Any, says: str) -> None:
+def test_features_that_would_get_lost_are_refused(change: Any, says: str) -> None:
     net = Net(calls)
     _refuse_what_gets_lost(net)
     change(net)
@@ -430,7 +430,7 @@ def test_complex_gradients_count_whole_and_step_by_default() -> None:
     assert parameter.tolist() == [1 - 0.5j] * 2
 
 
-def test_operations_that_do_not_suit_a_traced_model_are_the_users(capfd: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_operations_in_a_traced_model_are_the_user_s(capfd: pytest.CaptureFixture[str]) -> None:
     def view(net: Net, h: torch.Tensor) -> torch.Tensor:
         return h.t().view(-1, 8)
 

@@ -20,8 +20,8 @@ def test_a_stage_between_others_may_have_no_gradient() -> None:
         assert_as_expected(setup, plainly(Net(detaches), 2, 2))
 
 
-def test_without_a_flush_decay_leaves_alone_what_no_gradient_reaches() -> None:
-    """Behind any cut, of weights as they begin: a plain loop's optimizer skips parameters without a gradient."""
+def test_without_a_flush_decay_does_not_change_parameters_without_a_gradient() -> None:
+    """For every cut: a plain loop's optimizer skips parameters without a gradient."""
     begin = dict(Net(compares_apart).named_parameters())
     for start in range(1, len(trace(Net(compares_apart)).layers)):
         setup = mode_setup(Net(compares_apart), "pipedream", [start], make_optimizer=decaying)

@@ -29,12 +29,12 @@ def main(names: Sequence[str]) -> None:
 
 def remove(names: Sequence[str]) -> list[str]:
     """Kill all processes inside some namespaces and remove these; return the namespaces that existed."""
-    there = [name for name in names if (NETNS / name).exists()]
-    kill(there)
-    for name in there:
+    existing = [name for name in names if (NETNS / name).exists()]
+    kill(existing)
+    for name in existing:
         # Another process, such as the next lab, may have removed it first.
         subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
-    return there
+    return existing
 
 
 def kill(names: Sequence[str]) -> None:

@@ -60,8 +60,8 @@ def why_not() -> str:
 
 def clean() -> list[str]:
     """Remove the namespaces of labs whose owners are gone; return their names."""
-    there = sorted(os.listdir(cleaner.NETNS)) if cleaner.NETNS.is_dir() else []
-    return cleaner.remove(left_behind(there))
+    existing = sorted(os.listdir(cleaner.NETNS)) if cleaner.NETNS.is_dir() else []
+    return cleaner.remove(left_behind(existing))
 
 
 class Lab:

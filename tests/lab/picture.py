@@ -75,8 +75,8 @@ def _time_to_accuracy(axes: "Axes", found: Findings) -> None:
 
 def _points(axes: "Axes", runs: Sequence[Run], index: int, value: Callable[[Run], float | None], name: str) -> None:
     found = [(run.bandwidth_bytes_per_s, value(run)) for run in runs]
-    there = [(at, each) for at, each in found if each is not None]
+    known = [(at, each) for at, each in found if each is not None]
     axes.plot(
-        [at for at, _ in there], [each for _, each in there], linestyle="none", marker=_MARKERS[index % len(_MARKERS)],
+        [at for at, _ in known], [each for _, each in known], linestyle="none", marker=_MARKERS[index % len(_MARKERS)],
         color=_COLOURS[index % len(_COLOURS)], label=name,
     )  # fmt: skip

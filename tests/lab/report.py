@@ -159,8 +159,8 @@ def _verdict(rows: Sequence[tuple[float, float, float]]) -> str:
     if measured is None or predicted is None:
         return "Measured: nowhere on this ladder."
     apart = abs(ladder.index(measured[0]) - ladder.index(predicted[0]))
-    told = "the step that was predicted" if apart == 0 else f"{apart} beside the step that was predicted"
-    return f"Measured: between {label(measured[0])} and {label(measured[1])}, {told}."
+    distance = "the step that was predicted" if apart == 0 else f"{apart} beside the step that was predicted"
+    return f"Measured: between {label(measured[0])} and {label(measured[1])}, {distance}."
 
 
 def _wires(found: Findings) -> str:

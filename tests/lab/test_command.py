@@ -1,4 +1,4 @@
-"""`python -m tests.lab` without a lab: what is refused, in which words, and what help says."""
+"""`python -m tests.lab` without a lab: refusals, their messages, and the help."""
 
 import shutil
 import sys
@@ -52,19 +52,19 @@ def test_a_lab_needs_a_recipe() -> None:
     assert refused().startswith("name at least one recipe, for example: python -m tests.lab lab --ladder. See ")
 
 
-def test_other_systems_are_told_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_systems_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert refused("quickstart") == "a lab needs the network namespaces of Linux, and this is darwin"
 
 
-def test_others_than_root_are_told_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_users_other_than_root_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     assert refused("quickstart").startswith("a lab needs root, which alone may make network namespaces; try sudo")
 
 
 @pytest.mark.parametrize(("missing", "named"), [({"ip", "tc"}, "ip and tc"), ({"tc"}, "tc")])
-def test_without_iproute2_it_is_named(monkeypatch: pytest.MonkeyPatch, missing: set[str], named: str) -> None:
+def test_a_missing_iproute2_is_named(monkeypatch: pytest.MonkeyPatch, missing: set[str], named: str) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda name: None if name in missing else f"/sbin/{name}")
@@ -72,7 +72,7 @@ def test_without_iproute2_it_is_named(monkeypatch: pytest.MonkeyPatch, missing: 
 
 
 @pytest.mark.usefixtures("a_lab_is_possible")
-def test_a_run_that_failed_ends_with_its_exit_code_and_no_more_words(
+def test_a_run_that_failed_ends_with_its_exit_code_and_no_further_message(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fail(*_: object) -> int:

@@ -1,4 +1,4 @@
-"""Hosts that vanish and wires that stall or slow down in the midst of a run: what is told, when, and what is left.
+"""Hosts that vanish and wires that stall or slow down during a run: the messages, their times, and the remaining files.
 
 Real processes across real sockets: they need root, and minutes. `nox -s lab` runs them.
 """
@@ -58,7 +58,7 @@ def checkpoints(folder: Path) -> list[str]:
 
 
 class Training:
-    """A run across the hosts of a lab, in a folder of its own; leaving it as a context manager ends what is left."""
+    """A run across the hosts of a lab, in a new folder; leaving the context manager ends its processes."""
 
     def __init__(self, lab: Lab, folder: Path, words: Sequence[str]) -> None:
         self.folder = folder
@@ -79,15 +79,15 @@ class Training:
         return self.logs[host].read_text(errors="replace")
 
     def wait_for_checkpoint(self) -> None:
-        def there() -> bool:
+        def has_checkpoint() -> bool:
             assert None in [agent.poll() for agent in self.agents], self.said(0)
             return bool(checkpoints(self.folder))
 
-        wait_for(there, "a checkpoint")
+        wait_for(has_checkpoint, "a checkpoint")
 
     def wait_for_sentence(self, host: int) -> None:
-        """Wait until a host's worker has said why it ends; torchrun, without the store, only ends when TCP gives up."""
-        wait_for(lambda: bool(told(self.said(host))), "a sentence")
+        """Wait until a host's worker has printed why it ends; torchrun, without the store, ends when TCP gives up."""
+        wait_for(lambda: bool(report(self.said(host))), "a sentence")
 
     def wait(self, host: int) -> int:
         """Wait until a host's processes have ended; return torchrun's exit code."""
@@ -113,7 +113,7 @@ def training(folder: Path, *words: str) -> Iterator[tuple[Lab, Training]]:
 
 
 def resumed(folder: Path) -> dict[str, torch.Tensor]:
-    """Go on with the only run of a folder, in a new lab, to its end; return its weights."""
+    """Resume the only run of a folder, in a new lab, to its end; return its weights."""
     (run,) = folder.glob("pipebench-runs/*")
     with Lab(2) as lab:
         lab.limit(BANDWIDTH)
@@ -129,7 +129,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 def retransmitted(pid: int) -> int:
-    """Return how many segments a process's host has sent again."""
+    """Return the number of segments that a process's host has retransmitted."""
     names, values = (line.split() for line in Path(f"/proc/{pid}/net/snmp").read_text().splitlines() if "Tcp:" in line)
     return int(values[names.index("RetransSegs")])
 
@@ -141,17 +141,17 @@ def worker_of(agent: "subprocess.Popen[str]") -> int:
     return int(worker)
 
 
-def told(text: str) -> list[str]:
+def report(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("pipebench: error: ")]
 
 
-def test_a_host_that_vanishes_is_named_and_the_run_goes_on_later(
+def test_a_host_that_vanishes_is_named_and_the_run_can_be_resumed(
     undisturbed: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     with training(tmp_path) as (lab, run):
         lab.destroy(1)
         assert run.wait(0) == 1
-    (sentence,) = told(run.said(0))
+    (sentence,) = report(run.said(0))
     assert sentence == (
         f"pipebench: error: rank 1 on host1 has not been heard of for {SILENCE_S} s (engine.silence_limit_s): "
         "the host, its network or the process hangs or is gone"
@@ -165,24 +165,24 @@ def test_the_store_s_host_that_vanishes_is_named_by_its_address(
     with training(tmp_path) as (lab, run):
         lab.destroy(0)
         run.wait_for_sentence(1)
-    (sentence,) = told(run.said(1))
+    (sentence,) = report(run.said(1))
     assert re.search(
         r"store at 10\.77\.0\.101:\d+, by which all hosts find each other, has not answered for 10 s", sentence
     )
     assert_same(resumed(tmp_path), undisturbed)
 
 
-def test_a_wire_that_stalls_for_good_ends_the_run_on_both_sides(tmp_path: Path) -> None:
+def test_a_wire_that_stalls_permanently_ends_the_run_on_both_sides(tmp_path: Path) -> None:
     with training(tmp_path) as (lab, run):
         lab.unplug(0)
         assert run.wait(0) == 1
         run.wait_for_sentence(1)
-    assert len(told(run.said(0))) == 1
-    assert "rank 1 on host1 has not been heard of for 10 s" in told(run.said(0))[0]
-    assert "the store at 10.77.0.101:" in told(run.said(1))[0]
+    assert len(report(run.said(0))) == 1
+    assert "rank 1 on host1 has not been heard of for 10 s" in report(run.said(0))[0]
+    assert "the store at 10.77.0.101:" in report(run.said(1))[0]
 
 
-def test_a_wire_that_stalls_for_a_moment_changes_nothing(undisturbed: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_a_short_stall_of_a_wire_changes_nothing(undisturbed: dict[str, torch.Tensor], tmp_path: Path) -> None:
     with training(tmp_path, f"engine.silence_limit_s={PATIENCE_S}") as (lab, run):
         lab.unplug(1)
         before = retransmitted(run.agents[0].pid)
@@ -192,12 +192,12 @@ def test_a_wire_that_stalls_for_a_moment_changes_nothing(undisturbed: dict[str, 
     assert_same(weights(tmp_path), undisturbed)
 
 
-def test_a_host_whose_processes_are_killed_is_told_of_at_once(tmp_path: Path) -> None:
-    """Its kernel closes the connections, and whoever waits for it hears of that long before the silence."""
+def test_a_host_whose_processes_are_killed_is_reported_at_once(tmp_path: Path) -> None:
+    """Its kernel closes the connections, which its peers notice long before the limit of silence."""
     with training(tmp_path, f"engine.silence_limit_s={PATIENCE_S}") as (lab, run):
         lab.kill(1)
         assert run.wait(0) == 1
-    assert any("rank 1 on host1 is gone: lost a peer" in line for line in told(run.said(0))), run.said(0)
+    assert any("rank 1 on host1 is gone: lost a peer" in line for line in report(run.said(0))), run.said(0)
 
 
 def test_both_hosts_restart_when_a_worker_of_one_is_killed(

@@ -1,4 +1,4 @@
-"""A study without a lab: what is predicted before what is tried, and the ladder around the crossing."""
+"""A study without a lab: predictions come before measurements, and the ladder is around the crossing."""
 
 import json
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ WORDS = ("train.target=null",)
 
 
 class MadeUpTrials:
-    """Wires that are as fast as they are told to be, and training exactly as fast as predicted."""
+    """Emulated trials: wires have exactly their limits, and training is exactly as fast as predicted."""
 
     def __init__(self, lab: object, options: Options, say: object) -> None:
         self._options = options

@@ -18,7 +18,7 @@ from tests.patience import wait_for
 
 pytestmark = needs_a_lab
 
-# A process that makes a lab with something running in it, says so, and waits.
+# A process that makes a lab with a process in it, prints its name, and waits.
 _OWNER = """
 import sys
 from tests.lab.hosts import Lab, ended_by_signals
@@ -32,7 +32,7 @@ with ended_by_signals(), Lab(3) as lab:
 """
 
 
-def there(lab: str) -> list[str]:
+def existing(lab: str) -> list[str]:
     return [name for name in os.listdir(cleaner.NETNS) if name.startswith(f"{lab}-")]
 
 
@@ -47,15 +47,15 @@ def owner() -> Iterator[tuple["subprocess.Popen[str]", str, int, int]]:
     with subprocess.Popen([sys.executable, "-c", _OWNER], text=True, **pipes) as process:  # type: ignore[call-overload]
         try:
             lab, busy, watching = process.stdout.readline().split()
-            assert sorted(there(lab)) == sorted(namespaces(lab, 3))
+            assert sorted(existing(lab)) == sorted(namespaces(lab, 3))
             yield process, lab, int(busy), int(watching)
         finally:
             process.kill()
 
 
-def test_hosts_hear_each_other_and_nothing_stays() -> None:
+def test_hosts_reach_each_other_and_are_removed() -> None:
     with Lab(2) as lab:
-        assert sorted(there(lab.name)) == namespaces(lab.name, 2)
+        assert sorted(existing(lab.name)) == namespaces(lab.name, 2)
         listening = (
             "import socket; server = socket.create_server(('10.77.0.101', 5000)); print(1, flush=True)\n"
             "print(server.accept()[1][0])"
@@ -70,7 +70,7 @@ def test_hosts_hear_each_other_and_nothing_stays() -> None:
         sent, received = lab.counters(1), lab.counters(0)
         assert 0 < sent.sent_bytes == received.received_bytes
         assert os.uname().nodename != "host1"
-    assert there(lab.name) == []
+    assert existing(lab.name) == []
 
 
 def test_wires_are_limited_changed_and_freed() -> None:
@@ -98,26 +98,28 @@ def test_a_destroyed_host_takes_its_processes_with_it() -> None:
         wait_for(lambda: process.pid in cleaner.processes_in(f"{lab.name}-host2"), "the process to enter its host")
         lab.destroy(2)
         assert process.wait() == -signal.SIGKILL
-        assert len(there(lab.name)) == 3
+        assert len(existing(lab.name)) == 3
         process.communicate()
-    assert there(lab.name) == []
+    assert existing(lab.name) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_whatever_ends_its_owner_nothing_stays(number: signal.Signals) -> None:
+def test_a_lab_is_removed_for_every_end_of_its_owner(number: signal.Signals) -> None:
     with owner() as (process, lab, busy, watching):
         process.send_signal(number)
         process.wait()
-        wait_for(lambda: not there(lab) and not is_running(busy) and not is_running(watching), f"{lab} to be removed")
+        wait_for(
+            lambda: not existing(lab) and not is_running(busy) and not is_running(watching), f"{lab} to be removed"
+        )
 
 
-def test_what_even_its_cleaner_left_is_removed_by_the_next_lab_and_no_living_one() -> None:
+def test_the_next_lab_removes_one_that_its_cleaner_left_and_no_living_one() -> None:
     with owner() as (_, living, _, _), owner() as (process, lab, busy, watching):
         os.kill(watching, signal.SIGKILL)
         process.kill()
         process.wait()
-        assert len(there(lab)) == 4
+        assert len(existing(lab)) == 4
         assert set(namespaces(lab, 3)) <= set(clean())
         assert not is_running(busy)
-        assert there(lab) == []
-        assert len(there(living)) == 4
+        assert existing(lab) == []
+        assert len(existing(living)) == 4

@@ -1,4 +1,4 @@
-"""What `pipebench links` writes of wires of a known bandwidth. `nox -s lab` runs it: it needs root."""
+"""The cluster that `pipebench links` writes for wires of a known bandwidth. `nox -s lab` runs it: it needs root."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ pytestmark = [needs_a_lab, pytest.mark.lab]
 
 @pytest.mark.parametrize("bandwidth", [1.25e7, 1.25e8])
 @pytest.mark.parametrize("workers_per_host", [1, 2])
-def test_a_wire_s_payload_is_found(
+def test_the_payload_bandwidth_of_a_wire_is_measured(
     bandwidth: float, workers_per_host: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether one connection takes all of it or two share it; some 4% are acknowledgements of what comes back."""

@@ -1,4 +1,4 @@
-"""The report of made-up findings: what stands beside what."""
+"""The report of given findings: measured and predicted values side by side."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -47,14 +47,14 @@ def findings(factor: float) -> Findings:
     )
 
 
-def test_every_run_stands_beside_its_prediction() -> None:
+def test_every_run_is_beside_its_prediction() -> None:
     page = markdown(findings(0.9))
     assert "| 100Mbit | whole | 2 | 22.5 | 25.0 | -10.0% | 22.0 s | 20.0 s | +10.0% |" in page
     assert "Throughput is 5.0% off on average, signs left out, and 10.0% at most." in page
     assert "| 100Mbit | 95.2 Mbit | 95.2% | 20.0 us |" in page
 
 
-def test_the_crossover_is_found_where_it_was_predicted_or_so_many_steps_beside() -> None:
+def test_the_crossover_is_reported_with_its_distance_from_the_prediction() -> None:
     where = "`pipe` and `whole` are equally fast at 400Mbit."
     assert f"{where} Measured: between 327Mbit and 490Mbit, the step that was predicted." in markdown(findings(1.0))
     assert f"{where} Measured: between 490Mbit and 735Mbit, 1 beside the step that was predicted." in markdown(
@@ -92,5 +92,5 @@ def test_a_target_that_is_not_reached_predicts_no_time() -> None:
     assert LabSchedule(3.0, 1.5).time_to_accuracy_s(epoch) == 31.5
 
 
-def test_labels_are_what_the_command_line_takes() -> None:
+def test_labels_are_in_the_command_line_s_notation() -> None:
     assert [label(each / 8) for each in (1e6, 1.5e9, 1e10, 256e3)] == ["1Mbit", "1.5Gbit", "10Gbit", "256kbit"]

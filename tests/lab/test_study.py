@@ -1,4 +1,4 @@
-"""Labs as a whole: what trains, what is written, and that a lab ends tidily whatever ends it."""
+"""Complete labs: training, written files, and removal after every kind of end."""
 
 import json
 import os
@@ -22,11 +22,11 @@ COMMAND = python_module("tests.lab")
 
 def start(folder: Path, *words: str) -> "subprocess.Popen[str]":
     # As a terminal's: Ctrl-C reaches what is in its process group.
-    with (folder / "said.txt").open("w") as said:
-        return subprocess.Popen([*COMMAND, *words], cwd=folder, stdout=said, stderr=said, text=True, process_group=0)
+    with (folder / "said.txt").open("w") as file:
+        return subprocess.Popen([*COMMAND, *words], cwd=folder, stdout=file, stderr=file, text=True, process_group=0)
 
 
-def said(folder: Path) -> str:
+def output(folder: Path) -> str:
     return (folder / "said.txt").read_text()
 
 
@@ -35,9 +35,9 @@ def namespaces_of(pid: int) -> list[str]:
 
 
 def test_two_recipes_across_a_wire(tmp_path: Path) -> None:
-    """What is logged passes the wire, and little else; predictions are there before anything trains."""
+    """The wire carries the logged bytes and little else; predictions are written before anything trains."""
     process = start(tmp_path, "lab/dp", "lab/pipedream", *SMALL, "--bandwidth", "300Mbit")
-    assert process.wait(PATIENCE_S) == 0, said(tmp_path)
+    assert process.wait(PATIENCE_S) == 0, output(tmp_path)
     assert namespaces_of(process.pid) == []
     out = tmp_path / "pipebench-lab"
     found: dict[str, Any] = json.loads((out / "lab.json").read_text())
@@ -65,7 +65,7 @@ def test_two_recipes_across_a_wire(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_whatever_stops_it_nothing_stays(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_lab_is_removed_for_every_signal(tmp_path: Path, number: signal.Signals) -> None:
     process = start(tmp_path, "lab/pipedream", *SMALL, "train.max_epochs=1000", "--bandwidth", "300Mbit")
     log = tmp_path / "pipebench-lab" / "logs" / "lab-pipedream-300Mbit.log"
     wait_for(lambda: "training" in (log.read_text() if log.exists() else ""), "training to begin")
@@ -75,7 +75,7 @@ def test_whatever_stops_it_nothing_stays(tmp_path: Path, number: signal.Signals)
         os.killpg(process.pid, number)
     else:
         process.send_signal(number)
-    assert process.wait(PATIENCE_S) == 130, said(tmp_path)
+    assert process.wait(PATIENCE_S) == 130, output(tmp_path)
     assert namespaces_of(process.pid) == []
     assert not any(Path(f"/proc/{pid}").exists() for pid in inside)
-    assert "Traceback" not in said(tmp_path)
+    assert "Traceback" not in output(tmp_path)

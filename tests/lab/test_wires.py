@@ -3,7 +3,7 @@
 from tests.lab.wires import EFFICIENCY, address, building, ends, limiting, unlimiting
 
 
-def test_two_hosts_are_one_cable() -> None:
+def test_two_hosts_are_joined_by_a_cable() -> None:
     assert [" ".join(command) for command in building("lab", 2)] == [
         "ip netns add lab-host0",
         "ip netns add lab-host1",
@@ -54,5 +54,5 @@ def test_addresses_sort_as_hosts_do() -> None:
     assert address(63) == "10.77.0.164"
 
 
-def test_what_headers_leave() -> None:
+def test_the_payload_s_share_of_a_wire() -> None:
     assert round(EFFICIENCY, 4) == 0.9564

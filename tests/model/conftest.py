@@ -1,4 +1,4 @@
-"""A model and data of the user's own in a folder, which do wrong what they are asked to."""
+"""A user's model and data in a folder, with faults that the recipe's options choose."""
 
 import sys
 from pathlib import Path
@@ -240,7 +240,7 @@ OWN = "strangers_things"
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with the recipe in a folder of its own, beside its code."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / f"{OWN}.py").write_text(CODE)

@@ -1,4 +1,4 @@
-"""Cells left out and put back: the graph is that of the model without them, in training and in evaluation."""
+"""Graphs without some cells equal the graph of the model built without them, in training and in evaluation."""
 
 import pytest
 import torch
@@ -103,7 +103,7 @@ def test_a_model_without_cells_is_the_model_built_without_them(left_out: str, tr
     assert torch.equal(played(expected, x), played(found, x))
 
 
-def test_a_stage_holds_what_its_idle_layers_have_apart() -> None:
+def test_a_stage_holds_its_idle_layers_tensors_separately() -> None:
     graph, cells = traced()
     found = without(graph, cells[1:3])
     cut = cells[2].layers[2]  # in the middle of an idle cell
@@ -143,13 +143,13 @@ class Odd(nn.Module):
         ("peekd", "search.cells: no module .* is called 'peekd'; did you mean 'peeked'"),
     ],
 )  # fmt: skip
-def test_what_can_not_be_left_out_is_refused_with_the_reason(pattern: str, sentence: str) -> None:
+def test_modules_that_cannot_be_left_out_are_refused_with_the_reason(pattern: str, sentence: str) -> None:
     graph = trace(Odd())
     with pytest.raises(GraphError, match=sentence):
         find_cells(graph, [pattern], output_forms(graph, Blobs(), 4))
 
 
-def test_a_module_inside_which_others_read_is_refused() -> None:
+def test_a_module_whose_inner_values_others_read_is_refused() -> None:
     class Leaky(nn.Module):
         def __init__(self) -> None:
             super().__init__()

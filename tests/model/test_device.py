@@ -17,7 +17,7 @@ from pipebench.recipe.schema import EngineRecipe
 
 
 @pytest.mark.parametrize("before", ["default", "warn", "error"])
-def test_determinism_is_asked_for_and_put_back(before: str) -> None:
+def test_determinism_is_set_and_restored(before: str) -> None:
     outside = torch.get_deterministic_debug_mode()
     try:
         torch.set_deterministic_debug_mode(before)
@@ -33,7 +33,7 @@ def test_determinism_is_asked_for_and_put_back(before: str) -> None:
 
 
 @pytest.mark.parametrize(("usable", "asked", "given"), [(1.5, None, 1), (64.0, None, 3), (1.5, "3", 3)])
-def test_a_container_s_quota_limits_threads_unless_they_are_asked_for(
+def test_a_container_s_quota_limits_threads_unless_they_are_given(
     usable: float, asked: str | None, given: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch takes a thread per core of the host: 64 that take turns on two cores are slower than two."""
@@ -54,7 +54,7 @@ def test_a_container_s_quota_limits_threads_unless_they_are_asked_for(
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_cublas_has_a_workspace_for_deterministic_products_from_the_first_run_on(
+def test_cublas_has_a_deterministic_workspace_from_the_first_run_on(
     deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch looks at the first product only: runs after one that needn't be deterministic were warned of all others."""
@@ -83,7 +83,7 @@ def switches_as_before() -> Iterator[None]:
 @pytest.mark.parametrize("tf32", [False, True])
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 @pytest.mark.parametrize("name", USERS)
-def test_new_switches_of_a_user_s_are_no_hindrance_and_put_back(name: str, precision: str, tf32: bool) -> None:
+def test_a_user_s_new_switches_are_overridden_and_restored(name: str, precision: str, tf32: bool) -> None:
     """Torch refused to read the old ones, a traceback; or convolutions rounded although the recipe says no."""
     switch(name).fp32_precision = precision
     before = [switch(each).fp32_precision for each in SWITCHES]
@@ -96,7 +96,7 @@ def test_new_switches_of_a_user_s_are_no_hindrance_and_put_back(name: str, preci
 
 
 @pytest.mark.usefixtures("switches_as_before")
-def test_old_switches_are_put_back() -> None:
+def test_old_switches_are_restored() -> None:
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     with torch_settings(EngineRecipe(tf32=True)):
         pass

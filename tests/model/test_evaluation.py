@@ -1,4 +1,4 @@
-"""A model that does something else in evaluation than in training is evaluated as it evaluates, wherever it is cut."""
+"""A model whose forward differs in evaluation is evaluated by that forward, wherever it is cut."""
 
 import contextlib
 import itertools
@@ -177,7 +177,7 @@ def test_every_cut(model: Any) -> None:
         assert_scores_are_the_weights(trained(setup, 2), made(model))
 
 
-def test_what_is_drawn_in_training_depends_on_neither_cut_nor_engine() -> None:
+def test_random_numbers_in_training_depend_on_neither_cut_nor_engine() -> None:
     losses = []
     for starts in ([], [2], [1, 3, 6], [4, 5]):
         for recompute in (False, True):
@@ -199,7 +199,7 @@ def test_recomputation_changes_no_statistics_twice() -> None:
         torch.testing.assert_close(found[1][name], tensor)
 
 
-def test_a_stage_of_which_evaluation_has_nothing() -> None:
+def test_a_stage_without_layers_in_evaluation() -> None:
     graph = trace(made(Noisy))
     kinds = [layer.kind for layer in graph.layers]
     noise = kinds.index("randn_like")
@@ -244,7 +244,7 @@ class Constant(nn.Module):
         return self.c(self.a(x) * torch.arange(6, dtype=torch.float64))
 
 
-def test_tensors_made_in_forward_are_no_difference() -> None:
+def test_tensors_made_in_forward_do_not_count_as_a_difference() -> None:
     model = made(Constant)
     assert trace(model).evaluated.evaluation_map == (0, 1, 2)
     assert not [name for name in model.__dict__ if name.startswith("_tensor_constant")]
@@ -263,7 +263,7 @@ class EvaluatesBackwards(nn.Module):
         return self.head(self.b(self.a(x)) if self.training else self.a(self.b(x)))
 
 
-def test_an_evaluation_that_no_cut_fits_is_refused() -> None:
+def test_a_different_order_in_evaluation_is_refused() -> None:
     graph = trace(made(EvaluatesBackwards))
     assert_scores_are_the_weights(trained(mode_setup(made(EvaluatesBackwards), "dp", [])), made(EvaluatesBackwards))
     assert_scores_are_the_weights(
@@ -273,7 +273,7 @@ def test_an_evaluation_that_no_cut_fits_is_refused() -> None:
         plan_evaluation(graph, make_plan(graph, [1], [1, 1]))
 
 
-def test_a_model_as_one_layer_evaluates_as_it_is() -> None:
+def test_a_model_as_one_layer_is_evaluated_whole() -> None:
     graph = as_one_layer(made(Branching), 1)
     assert [layer.kind for layer in graph.layers] == ["Branching"]
     for mode in ("single", "dp"):

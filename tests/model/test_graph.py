@@ -79,7 +79,7 @@ def test_in_place_heads_and_batchnorm_at_every_cut() -> None:
         assert_same(expected, cut(graph, make_plan(graph, [start], [1, 1]), x, target))
 
 
-def test_every_layer_a_stage_of_its_own() -> None:
+def test_every_layer_as_a_stage() -> None:
     graph = trace(SkipNet())
     x, target = torch.randn(5, 6, dtype=torch.float64), torch.randint(4, (5,))
     n = len(graph.layers)
@@ -111,7 +111,7 @@ def test_a_value_crosses_once_to_each_stage_that_needs_it() -> None:
     assert relu in plan.crossings[0, 3]
 
 
-def test_the_model_itself_is_left_alone() -> None:
+def test_the_model_itself_is_unchanged() -> None:
     model = ConvNet()
     before = [module.inplace for module in model.modules() if hasattr(module, "inplace")]
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -121,7 +121,7 @@ def test_the_model_itself_is_left_alone() -> None:
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
-def test_what_cannot_be_traced_is_refused_with_line_and_way_out() -> None:
+def test_models_that_cannot_be_traced_are_refused_with_line_and_advice() -> None:
     with pytest.raises(
         GraphError, match=r"Branching can't be traced.*models.py:\d+ \(if x.sum\(\) > 0:\).*model.leaves"
     ):
@@ -159,7 +159,7 @@ def test_each_call_of_a_random_module_draws_for_itself() -> None:
 
 
 class Block(nn.Module):
-    """Says itself that it is one layer; inside, it branches on a size and draws."""
+    """Declares that it is one layer; inside, it branches on a size and draws."""
 
     one_layer = True
 
@@ -182,8 +182,8 @@ class Noise(nn.Module):
         return x + torch.randn(x.shape, dtype=x.dtype) if self.training else x
 
 
-class SaysSo(nn.Module):
-    """Both, and one of torch's leaves that draws inside."""
+class Declaring(nn.Module):
+    """Contains both, and one of torch's leaves that draws inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,8 +198,8 @@ class SaysSo(nn.Module):
         return self.head(self.encoder(x.unsqueeze(1)).squeeze(1))
 
 
-def test_modules_say_themselves_that_they_are_one_layer_or_random() -> None:
-    graph = trace(SaysSo())
+def test_modules_may_declare_that_they_are_one_layer_or_random() -> None:
+    graph = trace(Declaring())
     assert [layer.kind for layer in graph.layers] == [
         "Block", "Noise", "unsqueeze", "TransformerEncoderLayer", "squeeze", "Linear",
     ]  # fmt: skip
@@ -211,7 +211,7 @@ def test_draws_inside_layers_are_the_same_however_the_model_is_cut() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 6, dtype=torch.float64, generator=generator)
     target = torch.randint(4, (5,), generator=generator)
-    graph = trace(SaysSo())
+    graph = trace(Declaring())
     reference = cut(graph, make_plan(graph, [], [1]), x, target)
     assert_same(reference, cut(graph, make_plan(graph, [], [1]), x, target))
     for start in range(1, len(graph.layers)):

@@ -1,4 +1,4 @@
-"""Freed blocks that are kept: counted page faults of a process of its own.
+"""Freed blocks are reused by the allocator: page faults of a new process are counted.
 
 The blocks are Python's: importing torch, whose tensors come from the same allocator, takes most of two seconds.
 """
@@ -34,10 +34,10 @@ def faults(how: str, **variables: str) -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
-def test_freed_blocks_are_taken_again_without_page_faults() -> None:
+def test_freed_blocks_are_reused_without_page_faults() -> None:
     assert faults("kept") < faults("given back") / 5
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
-def test_what_the_user_has_set_stays() -> None:
+def test_the_user_s_settings_stay() -> None:
     assert faults("kept", MALLOC_TRIM_THRESHOLD_="131072", MALLOC_MMAP_THRESHOLD_="131072") > 10_000

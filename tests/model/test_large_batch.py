@@ -1,4 +1,4 @@
-"""LARS and LAMB against their papers' algorithms, and what neither a cut nor another type beside may change."""
+"""LARS and LAMB against their papers' algorithms; steps depend on neither cuts nor other types beside them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ CASES: dict[str, tuple[Callable[..., torch.optim.Optimizer], large_batch.Rule]] 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_step_is_the_algorithm_s(name: str) -> None:
+def test_every_step_equals_the_algorithm_s(name: str) -> None:
     """Of weights that are zero and gradients that are zero, too: they take the plain rate."""
     make, rule = CASES[name]
     generator = torch.Generator().manual_seed(0)
@@ -78,7 +78,7 @@ def test_a_parameter_s_step_depends_on_no_other(make: Callable[..., torch.optim.
 
 
 @pytest.mark.parametrize("make", [LARS, LAMB])
-def test_what_has_no_gradient_stays(make: Callable[..., torch.optim.Optimizer]) -> None:
+def test_parameters_without_a_gradient_stay(make: Callable[..., torch.optim.Optimizer]) -> None:
     parameters = [torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)]
     parameters[0].grad = torch.ones(2, 2)
     optimizer = make(parameters, 0.1)

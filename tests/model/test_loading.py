@@ -1,4 +1,4 @@
-"""Loader processes that fail: the reader is told in one sentence, and never waits for what doesn't come."""
+"""Loader processes that fail: the reader raises one sentence, and doesn't wait for missing minibatches."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ class Unsendable:
 
 
 class Failing(Blobs):
-    """Fails as it is told."""
+    """Fails in the given way."""
 
     loader_processes, how = 1, ""
 
@@ -56,7 +56,7 @@ def limit() -> Iterator[None]:
 
 @pytest.mark.usefixtures("limit")
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "sentence"),
     [
         (NO_ROOM, f"in a process that fetches ahead, {ROOM}"),
         ("collates", f"in a process that fetches ahead, {ROOM}"),
@@ -65,7 +65,7 @@ def limit() -> Iterator[None]:
         (str(int(signal.SIGKILL)), "a process that fetches ahead was ended by SIGKILL, as memory runs out: make data"),
     ],
 )
-def test_what_ends_fetching_ahead_is_told_in_one_sentence(how: str, said: str) -> None:
+def test_failures_of_loader_processes_are_one_sentence(how: str, sentence: str) -> None:
     """An item that a queue can't send is dropped by it, and a handler of torch's raised an error anywhere."""
     data = Failing(num_train=8)
     data.how = how
@@ -77,5 +77,5 @@ def test_what_ends_fetching_ahead_is_told_in_one_sentence(how: str, said: str) -
     with pytest.raises(UserCodeError) as failed:
         list(processes.minibatches("train", ["x"], iter(tasks)))
     loaders.close()
-    assert failed.value.problem.startswith(said)
+    assert failed.value.problem.startswith(sentence)
     assert signal.getsignal(signal.SIGCHLD) is handler

@@ -19,7 +19,7 @@ from pipebench.recipe.named import KINDS, OPTIMIZER
 from pipebench.recipe.schema import OptimizerRecipe
 from pipebench.run.trial import try_optimizer
 from tests.checkpoint.support import captured, restored
-from tests.checkpoint.test_round_trips import check_going_on
+from tests.checkpoint.test_round_trips import check_resuming
 from tests.distributed.cases import matrices, own_optimizer
 from tests.made_up_gpu import made_up_gpu
 from tests.oracles import sequential
@@ -50,7 +50,7 @@ def model_for(name: str) -> nn.Module:
     return matrices() if name == "muon" else Mlp()
 
 
-def test_no_optimizer_of_torch_is_left_out() -> None:
+def test_every_optimizer_of_torch_is_tested() -> None:
     """Those that torch has added since may be more."""
     assert {*OPTIMIZERS} >= {*KINDS[OPTIMIZER].names()}
     assert {*KINDS[OPTIMIZER].targets()} - {*KINDS[OPTIMIZER].names()} == REFUSED
@@ -82,9 +82,9 @@ def test_every_optimizer_has_the_bits_of_a_plain_loop(name: str) -> None:
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_goes_on_from_a_checkpoint(name: str) -> None:
+def test_every_optimizer_resumes_from_a_checkpoint(name: str) -> None:
     recipe = named(name)
-    check_going_on(
+    check_resuming(
         lambda: make_setup(model_for(name), ([2, 4], [1, 2, 1]), make_optimizer=partial(make_optimizer, recipe))
     )
 
@@ -305,7 +305,7 @@ def twelve(parameters: Any, lr: float) -> int:
         ("Queueing", "holds a deque; a checkpoint holds tensors"),
     ],
 )
-def test_optimizers_of_one_s_own_that_cannot_train_stages_are_refused(name: str, message: str) -> None:
+def test_users_optimizers_that_cannot_train_stages_are_refused(name: str, message: str) -> None:
     with pytest.raises(UserCodeError, match=message):
         try_optimizer(own_optimizer(f"tests.model.test_optimizer:{name}"), list(Mlp().parameters()))
 
@@ -315,11 +315,11 @@ def test_optimizers_of_one_s_own_that_cannot_train_stages_are_refused(name: str,
     [(grouped, (2, 1)), (grouped_apart, (0.125, 1)), (faster, (4,)), (TensorRate, (1,))],
     ids=["default", "no-default", "another-rate", "tensor"],
 )
-def test_groups_with_rates_of_their_own_keep_them(target: Any, shares: Sequence[float]) -> None:
+def test_groups_keep_their_rates(target: Any, shares: Sequence[float]) -> None:
     recipe, data, model = own_optimizer(f"tests.model.test_optimizer:{target.__name__}"), Blobs(), Mlp()
     try_optimizer(recipe, list(model.parameters()))
     make = partial(make_optimizer, recipe)
-    check_going_on(lambda: make_setup(Mlp(), ([2, 4], [1, 2, 1]), make_optimizer=make))
+    check_resuming(lambda: make_setup(Mlp(), ([2, 4], [1, 2, 1]), make_optimizer=make))
     setup = make_setup(
         Mlp(), ([3], [1, 1]), weights="one", depth=1, dataset=data, make_optimizer=make,
         lr=lambda stage, before, own: LR / (1 + before),
@@ -347,7 +347,7 @@ class _HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def test_a_rate_on_a_gpu_is_set_and_looked_after_without_reading_it_back() -> None:
+def test_a_rate_on_a_gpu_is_set_without_reading_it_back() -> None:
     with made_up_gpu():
         groups = [{"params": [torch.ones(2, device="cuda", requires_grad=True)]} for _ in range(2)]
         optimizer = torch.optim.SGD(groups, lr=torch.tensor(0.1, device="cuda"))
@@ -360,7 +360,7 @@ def test_a_rate_on_a_gpu_is_set_and_looked_after_without_reading_it_back() -> No
         assert rates.have_changed()
 
 
-def test_one_without_a_rate_is_refused_only_where_rates_change() -> None:
+def test_an_optimizer_without_a_rate_is_refused_only_if_rates_change() -> None:
     parameters = list(Mlp().parameters())
     try_optimizer(own_optimizer("tests.model.test_optimizer:Rateless"), parameters)
     with pytest.raises(UserCodeError, match="steps alike at every rate"):
@@ -380,7 +380,7 @@ def test_replicas_in_one_process_share_neither_gradients_nor_nested_state() -> N
 
 
 @pytest.mark.parametrize(("target", "key"), [("Growing", "norms"), ("Late", "seen")])
-def test_state_that_grows_or_comes_late_is_taken_up(target: str, key: str) -> None:
+def test_state_that_grows_or_comes_late_is_restored(target: str, key: str) -> None:
     make = partial(make_optimizer, own_optimizer(f"tests.model.test_optimizer:{target}"))
     parameter = torch.zeros(3, requires_grad=True)
     optimizer = make([parameter])
@@ -410,7 +410,7 @@ def test_state_is_counted() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adafactor"])
-def test_the_state_that_the_planner_counts_is_what_is_held(name: str) -> None:
+def test_the_planner_s_state_bytes_equal_the_held_ones(name: str) -> None:
     """But for numbers beside tensors, such as the step's, and adafactor's rows and columns."""
     recipe = named(name)
     parameter = torch.zeros(128, 128, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Code of the user's own: what it does wrong is told in a sentence with file and line, what is right runs anywhere."""
+"""Users' code: its faults are one sentence with file and line, and valid code runs from anywhere."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -224,9 +224,9 @@ def run(*words: str) -> Result:
     return CliRunner().invoke(cli, ["run", "r.yaml", *words])
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("project")
 @pytest.mark.parametrize(("overrides", "message"), REFUSED)
-def test_refused_in_one_sentence(overrides: Sequence[str], message: str) -> None:
+def test_faults_of_users_code_are_one_sentence(overrides: Sequence[str], message: str) -> None:
     result = run(*(override.replace("OWN", OWN) for override in overrides))
     assert result.exit_code == 2, result.stderr
     (line,) = result.stderr.splitlines()
@@ -237,7 +237,7 @@ def test_refused_in_one_sentence(overrides: Sequence[str], message: str) -> None
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("project")
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -259,12 +259,12 @@ def test_refused_in_one_sentence(overrides: Sequence[str], message: str) -> None
         ["cluster.name=local", "parallelism.mode=single"],
     ],
 )
-def test_taken(overrides: Sequence[str]) -> None:
+def test_accepted_code(overrides: Sequence[str]) -> None:
     result = run(*overrides)
     assert result.exit_code == 0, result.stderr
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("project")
 @pytest.mark.parametrize("command", ["plan", "draw", "profile"])
 def test_other_commands_refuse_alike(command: str) -> None:
     result = CliRunner().invoke(cli, [command, "r.yaml", "model.width=-1"])
@@ -278,13 +278,13 @@ def test_other_commands_refuse_alike(command: str) -> None:
 
 
 @pytest.mark.parametrize("verbose", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_worker_processes_tell_once(here: Path, verbose: bool) -> None:
+def test_worker_processes_report_an_error_once(project: Path, verbose: bool) -> None:
     """What only fails in a worker: exit code 2, one sentence, no restart; the traceback on request."""
     words = [
         *("model.fails=late", "engine.kind=distributed", "engine.device=cpu"),
         *("parallelism.mode=pipedream", "parallelism.plan=1-1"),
     ]
-    done = run_copy(["run", "r.yaml", *words, *(["--verbose"] if verbose else [])], here / "mine")
+    done = run_copy(["run", "r.yaml", *words, *(["--verbose"] if verbose else [])], project / "mine")
     assert done.returncode == 2
     said = done.stderr
     if verbose:
@@ -298,16 +298,16 @@ def test_worker_processes_tell_once(here: Path, verbose: bool) -> None:
 
 
 @pytest.mark.parametrize(("key", "own", "what"), [("dataset", "unseeded", "samples"), ("model", "another", "weights")])
-def test_what_each_process_draws_anew_is_refused(key: str, own: str, what: str, here: Path) -> None:
+def test_values_that_each_process_draws_anew_are_refused(key: str, own: str, what: str, project: Path) -> None:
     """0.2.0: inputs were of other samples than targets in another process, and replicas began with other weights."""
     words = [f"{key}.target={OWN}:{own}", "engine.kind=distributed", "engine.device=cpu", "parallelism.plan=1-1"]
-    done = run_copy(["run", "r.yaml", *words, "parallelism.mode=pipedream"], here / "mine")
+    done = run_copy(["run", "r.yaml", *words, "parallelism.mode=pipedream"], project / "mine")
     assert done.returncode == 2
     (line,) = without_phases(done.stderr).splitlines()
     assert f"{key}.target: {OWN}:{own} makes other {what} for rank 1 than for rank 0" in line
 
 
-def test_the_line_of_the_user_s_own_code_is_named_and_ours_is_not() -> None:
+def test_errors_name_the_line_of_the_user_s_code() -> None:
     from pipebench.recipe.users_code import as_users, message_of
     from tests.support import raise_as_ours
 

@@ -1,4 +1,4 @@
-"""Where modules of the user's own are found, and which of two of one name."""
+"""Where users' modules are found, and which of two with one name."""
 
 import sys
 from pathlib import Path
@@ -16,48 +16,48 @@ from tests.model.test_own_code import run
 
 
 def test_modules_are_found_beside_the_recipe_and_in_the_working_directory(
-    here: Path, monkeypatch: pytest.MonkeyPatch
+    project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(here)
+    monkeypatch.chdir(project)
     preflight(load("mine/r.yaml"))
     monkeypatch.delitem(sys.modules, OWN)
-    (here / "base.yaml").write_text("extends: mine/r.yaml\nname: other\n")
+    (project / "base.yaml").write_text("extends: mine/r.yaml\nname: other\n")
     preflight(load("base.yaml"))
     monkeypatch.delitem(sys.modules, OWN)
-    (here / "elsewhere").mkdir()
-    (here / "elsewhere" / "r.yaml").write_text(RECIPE)
-    monkeypatch.chdir(here / "mine")
+    (project / "elsewhere").mkdir()
+    (project / "elsewhere" / "r.yaml").write_text(RECIPE)
+    monkeypatch.chdir(project / "mine")
     preflight(load("../elsewhere/r.yaml"))
 
 
-def test_two_modules_of_one_name_are_not_mixed_up(here: Path) -> None:
-    (here / "other").mkdir()
-    (here / "other" / f"{OWN}.py").write_text(CODE)
-    (here / "other" / "r.yaml").write_text(RECIPE.replace("stranger\n", "other\n"))
+def test_two_modules_of_one_name_are_not_mixed_up(project: Path) -> None:
+    (project / "other").mkdir()
+    (project / "other" / f"{OWN}.py").write_text(CODE)
+    (project / "other" / "r.yaml").write_text(RECIPE.replace("stranger\n", "other\n"))
     result = run("../other/r.yaml")
     assert result.exit_code == 2
-    assert f"has the name of another module in use, {here}/mine/{OWN}.py: rename one of them" in result.stderr
+    assert f"has the name of another module in use, {project}/mine/{OWN}.py: rename one of them" in result.stderr
 
 
 def test_a_module_beside_the_recipe_comes_before_one_in_the_working_directory(
-    here: Path, monkeypatch: pytest.MonkeyPatch
+    project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (here / "elsewhere").mkdir()
-    (here / "elsewhere" / f"{OWN}.py").write_text("raise RuntimeError('not this one')\n")
-    monkeypatch.chdir(here / "elsewhere")
+    (project / "elsewhere").mkdir()
+    (project / "elsewhere" / f"{OWN}.py").write_text("raise RuntimeError('not this one')\n")
+    monkeypatch.chdir(project / "elsewhere")
     monkeypatch.delitem(sys.modules, OWN, raising=False)
     loaded = load("../mine/r.yaml")
     preflight(loaded)
     assert type(initial_model(loaded.recipe)).__name__ == "Net"
 
 
-def test_a_module_finds_its_neighbours_before_what_is_installed(here: Path) -> None:
-    (here / "mine" / "omegaconf_of_mine.py").write_text("import colorsys_of_mine\nvalue = colorsys_of_mine.value\n")
-    (here / "mine" / "colorsys_of_mine.py").write_text("def value():\n    return 7\n")
+def test_a_module_finds_its_neighbours_before_what_is_installed(project: Path) -> None:
+    (project / "mine" / "omegaconf_of_mine.py").write_text("import colorsys_of_mine\nvalue = colorsys_of_mine.value\n")
+    (project / "mine" / "colorsys_of_mine.py").write_text("def value():\n    return 7\n")
     assert import_target("omegaconf_of_mine:value")() == 7
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("project")
 def test_a_model_is_the_same_in_every_process_whatever_it_draws_from() -> None:
     loaded = load("r.yaml")
     preflight(loaded)
@@ -66,7 +66,7 @@ def test_a_model_is_the_same_in_every_process_whatever_it_draws_from() -> None:
 
 
 def test_code_is_found_while_another_thread_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python goes over its finders unguarded; a run's import of MLflow added one meanwhile, and the command failed."""
+    """Python iterates over its finders without a lock; a run's import of MLflow added one, and the command failed."""
 
     class Disturbed(dict[str, Any]):
         left = 2

@@ -1,4 +1,4 @@
-"""A plan's layers against the model's: each fault is said once, where it is."""
+"""A plan's layers against the model's: each fault is reported once, with its place."""
 
 import random
 from dataclasses import replace
@@ -27,7 +27,7 @@ def with_layers(*names: list[str]) -> PlanForm:
     return PlanForm("pipedream", len(names), 1, tuple(stages))
 
 
-def test_every_plan_is_read_back_as_it_was() -> None:
+def test_every_plan_is_read_back() -> None:
     draw, made = random.Random(0), graph()
     names = [layer.name for layer in made.layers]
     for _ in range(20):
@@ -86,7 +86,7 @@ def test_all_faults_come_out_together_and_name_the_file() -> None:
     assert all(str(fault).endswith("; see there") for fault in refused.value.faults)
 
 
-def test_a_tie_that_is_torn_is_a_fault() -> None:
+def test_a_cut_inside_a_tie_is_a_fault() -> None:
     model = Mlp()
     tied = trace(model)
     users = [layer for layer in tied.layers if layer.parameters]

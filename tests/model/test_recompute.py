@@ -1,4 +1,4 @@
-"""Layers that are recomputed: whichever they are, a stage computes the same, and keeps no more than it needs."""
+"""A stage computes the same bits whichever of its layers are recomputed, and keeps only what it needs."""
 
 import gc
 import random
@@ -69,8 +69,8 @@ def test_any_layers_are_recomputed_with_the_same_bits(make: type[nn.Module]) -> 
                 assert torch.equal(found[name], value), (name, policies)
 
 
-def test_what_has_left_a_stage_is_let_go() -> None:
-    """What nothing needs any more, the sender doesn't hold on to until the gradient comes back."""
+def test_sent_values_are_freed() -> None:
+    """The sender doesn't hold values that its backward doesn't need."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)).double()
     first, _ = replicas_of(model, [1], "keep")
     out, _ = first.forward(UnitInput(0, (0, 0), [torch.randn(5, 6, dtype=torch.float64)], {}, 0))
@@ -83,8 +83,8 @@ def test_what_has_left_a_stage_is_let_go() -> None:
     assert all(gradient is not None for gradient in first.gradients)
 
 
-def test_a_run_that_ends_the_model_keeps_neither_its_output_nor_the_loss_s_share() -> None:
-    """Of a vocabulary, logits and their softmax are what is largest."""
+def test_a_recomputed_last_run_keeps_neither_its_output_nor_the_loss_s_tensors() -> None:
+    """For a large vocabulary, logits and their softmax are the largest tensors."""
     torch.default_generator.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1000)).double()
     unit = (torch.randn(5, 6, dtype=torch.float64), torch.randint(1000, (5,)))

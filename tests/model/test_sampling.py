@@ -45,7 +45,7 @@ class TestBuckets:
 
     @pytest.mark.parametrize(("num_samples", "size"), [(103, 10), (100, 10), (7, 10), (5000, 64)])
     @pytest.mark.parametrize("has_buckets", [True, False])
-    def test_order_is_that_of_lists(self, num_samples: int, size: int, has_buckets: bool) -> None:
+    def test_order_equals_that_of_lists(self, num_samples: int, size: int, has_buckets: bool) -> None:
         """An epoch's order takes 8 bytes a sample, and is what sorting and shuffling lists gives."""
         buckets = [i * i % 5 for i in range(num_samples)] if has_buckets else None
         sampler = Sampler(num_samples, size, 4, lambda: buckets)
@@ -87,7 +87,7 @@ def test_held_out_samples_keep_their_order() -> None:
 class TestVarying:
     LENGTHS = ((9, 0.2), (20, 0.5), (50, 0.3))
 
-    def test_a_minibatchs_length_follows_from_seed_and_number(self) -> None:
+    def test_a_minibatch_s_length_depends_on_seed_and_number(self) -> None:
         first, again, other = (Varying(4003, 4, seed, self.LENGTHS) for seed in (3, 3, 4))
         drawn = [first.columns(k) for k in range(4000)]
         assert [again.columns(k) for k in reversed(range(4000))] == drawn[::-1]

@@ -69,7 +69,7 @@ def run(graph: LayerGraph, inputs: list[torch.Tensor]) -> tuple[list[torch.Tenso
 def in_slices(
     model: nn.Module, inputs: list[torch.Tensor], size: int, slicer_of: Callable[[Member], Slicer] = Slicer
 ) -> list[Any]:
-    """Run a model in slices on threads; return what each device has put out, and its gradients."""
+    """Run a model in slices on threads; return each device's outputs and gradients."""
     threads, found = Threads(size), [None] * size
     graphs = [trace(copy.deepcopy(model), rewrite=slicer_of(Member(threads, rank))) for rank in range(size)]
 
@@ -102,7 +102,7 @@ MODELS = {
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_slices_compute_what_the_whole_does(name: str, size: int) -> None:
+def test_slices_compute_what_the_whole_model_does(name: str, size: int) -> None:
     make, inputs = MODELS[name]
     torch.manual_seed(0)
     model: nn.Module = make().double()  # type: ignore[no-untyped-call]
@@ -213,7 +213,7 @@ def same_for_all(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", OWN)
-def test_slices_of_one_s_own_model_compute_what_it_does(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_of_a_user_s_model_compute_what_it_does(name: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the traced model but the model itself; devices as processes have them, and in turn."""
     monkeypatch.setattr(nn.functional, "dropout", same_for_all)
     torch.manual_seed(0)
@@ -285,7 +285,7 @@ class Uncounted(nn.Linear):
     tensor_role = (None, "heads")
 
 
-def test_bytes_of_a_block_are_megatrons() -> None:
+def test_bytes_of_a_block_equal_megatron_s() -> None:
     b, s, h, t = 2, 6, 16, 4
     graph = trace(gpt2(3, h, 4, 10, 8), rewrite=Slicer(Alone(t)))
     kinds = [layer.kind for layer in graph.layers if layer.name.startswith("blocks_1_") or "blocks_1" in layer.name]
@@ -295,7 +295,7 @@ def test_bytes_of_a_block_are_megatrons() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "size", "said"),
+    ("model", "size", "sentence"),
     [
         (nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)), 2, "no layer of the model can be sliced"),
         (nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), 4, "layer _0 has 6 features, .* allowed are 1, 2"),
@@ -305,8 +305,8 @@ def test_bytes_of_a_block_are_megatrons() -> None:
         (nn.Sequential(Uncounted(4, 8), Joined(8, 4)), 2, "layer _0 puts out heads, .* has no attribute num_heads"),
     ],
 )
-def test_what_cannot_be_sliced_is_said_in_a_sentence(model: nn.Module, size: int, said: str) -> None:
-    with pytest.raises(GraphError, match=f"got {size}, and .*{said}"):
+def test_models_that_cannot_be_sliced_are_refused_in_one_sentence(model: nn.Module, size: int, sentence: str) -> None:
+    with pytest.raises(GraphError, match=f"got {size}, and .*{sentence}"):
         trace(model, rewrite=Slicer(Alone(size)))
 
 

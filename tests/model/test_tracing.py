@@ -1,4 +1,4 @@
-"""What tracing would freeze is refused with its line; what it has lost is found by comparing with the model."""
+"""Values that tracing would freeze are refused with their line; what tracing loses is found by comparing outputs."""
 
 import copy
 import random
@@ -114,12 +114,12 @@ def assigns(net: Net, x: torch.Tensor) -> torch.Tensor:
         (branch, r"test_tracing.py:\d+ .*control flow.* into a module of its own .* modes single and dp"),
     ],
 )
-def test_what_would_be_frozen_is_refused(middle: Any, says: str) -> None:
+def test_values_that_tracing_would_freeze_are_refused(middle: Any, says: str) -> None:
     with pytest.raises(TracingError, match=says):
         trace(Net(middle))
 
 
-def test_numpy_s_numbers_are_refused_whatever_draws_them() -> None:
+def test_all_random_numbers_of_numpy_are_refused() -> None:
     usual = np.random.get_bit_generator()  # type: ignore[attr-defined]
     np.random.set_bit_generator(np.random.PCG64(1))  # type: ignore[attr-defined]
     try:
@@ -169,7 +169,7 @@ def honest(net: Net, x: torch.Tensor) -> torch.Tensor:
         (hidden_write, "its output 0 in training is another than"),
     ],
 )
-def test_what_tracing_lost_is_found(middle: Any, says: str) -> None:
+def test_a_traced_model_that_differs_is_refused(middle: Any, says: str) -> None:
     model = Net(middle)
     graph = trace(model)
     with pytest.raises(GraphError, match=says):
@@ -226,7 +226,7 @@ def test_gradients_that_are_only_rounding_may_differ() -> None:
         check_traced(trace(Normalised().double()), Blobs(), [4])
 
 
-def test_comparing_leaves_everything_as_it_was() -> None:
+def test_comparing_changes_no_state() -> None:
     model = Net(honest)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     graph = trace(model)
@@ -269,9 +269,7 @@ class Counting(Assigning):
 
 
 @pytest.mark.parametrize(("form", "kind"), [(as_one_layer, Assigning), (as_one_layer, Counting), (trace, Assigning)])
-def test_comparing_leaves_what_a_forward_assigns_to_as_it_was(
-    form: Callable[[nn.Module], LayerGraph], kind: type[Assigning]
-) -> None:
+def test_comparing_restores_assigned_attributes(form: Callable[[nn.Module], LayerGraph], kind: type[Assigning]) -> None:
     """0.2.0: a run began with the running means and counts of the samples that were compared."""
     part = kind()
     graph = form(nn.Sequential(nn.Linear(6, 6), part, nn.Linear(6, 4)).double())
@@ -281,7 +279,7 @@ def test_comparing_leaves_what_a_forward_assigns_to_as_it_was(
     assert not part.mean.any()
 
 
-def test_a_buffer_counts_in_a_graph_as_in_the_model_which_tracing_leaves_as_it_was() -> None:
+def test_a_buffer_counts_in_a_graph_as_in_the_model_and_tracing_does_not_change_it() -> None:
     def up(net: Net, x: torch.Tensor) -> torch.Tensor:
         net.calls += 1
         net.steps += 2
@@ -341,14 +339,14 @@ def test_assertions_about_values_hold_while_tracing() -> None:
 
 
 class Masked(nn.Module):
-    """Takes a mask that nobody gives, and what nobody may leave out."""
+    """Takes an optional mask and a required argument, for which no field is given."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, *, scale: float = 2.0) -> torch.Tensor:
         """Return x, masked if asked for, times a scale."""
         return (x if mask is None else x * mask) * scale
 
 
-def test_arguments_that_nothing_is_fed_to_keep_their_defaults() -> None:
+def test_arguments_without_a_field_keep_their_defaults() -> None:
     graph = trace(Masked(), fed=1)
     assert graph.inputs == ("x",)
     assert [layer.kind for layer in graph.layers] == ["mul"]
@@ -422,7 +420,7 @@ def test_methods_that_draw_are_known() -> None:
     assert drawn == {"normal_": True, "bernoulli": True, "view": False}
 
 
-def test_a_forward_is_made_when_it_is_first_called_and_is_that_of_the_graph() -> None:
+def test_a_forward_is_compiled_at_its_first_call_from_the_graph() -> None:
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     doubled = graph.call_function(torch.mul, (x, 2))

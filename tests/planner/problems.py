@@ -79,7 +79,7 @@ def _layer(draw: Any, index: int, reads: tuple[int, ...], *, busy: bool) -> Laye
 
 @dataclass(frozen=True)
 class Case:
-    """One problem, twice."""
+    """One problem, for the planner and for the oracle."""
 
     work: UnitWork
     model: CostModel

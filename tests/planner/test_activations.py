@@ -49,7 +49,7 @@ def with_storages(seed: int, num_layers: int) -> tuple[LayerProfile, ...]:
 
 @pytest.mark.parametrize("make", [rows, with_storages])
 @pytest.mark.parametrize("seed", range(30))
-def test_every_stage_keeps_what_its_tensors_are(make: type, seed: int) -> None:
+def test_bytes_of_every_stage_equal_those_of_its_tensors(make: type, seed: int) -> None:
     """Exactly `kept_bytes` of each stage, whether or not a profile identifies storages."""
     draw = random.Random(seed)
     count = draw.randrange(1, 8)
@@ -63,7 +63,7 @@ def test_every_stage_keeps_what_its_tensors_are(make: type, seed: int) -> None:
         assert found.swapped_bytes[start, stop] == swapped
 
 
-def test_what_is_told_of_a_stage_by_hand() -> None:
+def test_a_stage_s_bytes_and_seconds_by_hand() -> None:
     """A layer keeps 8 and swaps 10; the next reads its 4 and is recomputed; copies take 10 s, a forward 2 s."""
     made = [
         LayerProfile("a", "Linear", 1.0, 1.0, 6, 6, saved_bytes=8),
@@ -102,7 +102,7 @@ def in_flight_bytes(
 
 @pytest.mark.parametrize("pcie", [None, 1e9, 1e10])
 @pytest.mark.parametrize("seed", range(10))
-def test_the_fewest_replicas_with_which_swapping_stages_fit_are_the_fewest(seed: int, pcie: float | None) -> None:
+def test_swapping_stages_get_the_fewest_replicas_that_fit(seed: int, pcie: float | None) -> None:
     draw, made = random.Random(seed), chain(LAYERS, seed)
     memory = tuple(draw.choice(POLICIES) for _ in range(LAYERS))
     states = prefixes(made).recomputing(memory)
@@ -188,7 +188,7 @@ def equal_layers(saved: Sequence[int]) -> list[LayerProfile]:
     return [*made, LayerProfile("loss", "loss", 0.0, 0.0, 0, 0, (len(saved) - 1,))]
 
 
-def test_a_plan_that_keeping_refuses_is_found_for_layers_that_swap() -> None:
+def test_layers_that_swap_have_a_plan_where_keeping_has_none() -> None:
     """Six layers of 100 bytes: stages of 1, 2 and 3 layers keep 300, 400 and 300; six that swap 300 at most."""
     keeping = straight(equal_layers([100] * 6), 6, 350, 1e3)
     with pytest.raises(PlanError, match=r"what would help: .*parallelism.swap_layers: \['\*'\]"):
@@ -199,14 +199,14 @@ def test_a_plan_that_keeping_refuses_is_found_for_layers_that_swap() -> None:
     assert 300 <= found.memory_bytes <= 350 >= peak(planner, found)
 
 
-def test_copies_at_a_rate_that_keeps_units_on_the_device_help_nobody() -> None:
+def test_copies_too_slow_to_free_memory_leave_plans_refused() -> None:
     """A copy takes 1000 s, so six units of the first stage are on the device, as if it kept them."""
     late = straight(equal_layers([100] * 6), 6, 350, 0.1)
     with pytest.raises(PlanError, match="no plan of mode pipedream fits"):
         Planner(replace(late, memory=(SWAP,) * 6), "pipedream").best()
 
 
-def test_open_cuts_part_layers_whose_copies_would_come_late_together() -> None:
+def test_cuts_separate_layers_whose_copies_would_be_late_in_one_stage() -> None:
     """Eight layers of 2 s; the copies of the first and the fourth take 6.5 s each, there and back."""
     keeping = straight(equal_layers([13, 0, 0, 13, 0, 0, 0, 0]), 2, None, 4.0)
     swapping = replace(keeping, memory=(SWAP, KEEP, KEEP, SWAP, KEEP, KEEP, KEEP, KEEP))

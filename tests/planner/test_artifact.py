@@ -151,7 +151,7 @@ def test_the_optimizer_is_only_faster_by_splits_that_no_plan_has(reads: list[lis
     assert optimizer.best(levels[:1], fewer=True, literal=True) == optimizer.best(levels[:1], fewer=True)
 
 
-def test_what_has_readers_in_two_branches_counts_although_nobody_beyond_reads_it() -> None:
+def test_a_value_with_readers_in_two_branches_counts_although_no_later_stage_reads_it() -> None:
     """Layer 0 is read by 1 and 2, both before the cut behind them; only their own outputs cross it."""
     rows = graph([[], [0], [0], [1, 2]], 0)
     states = antichains(rows)

@@ -20,7 +20,7 @@ def straight(depth: int | None, mode: str = "pipedream") -> PlanEstimate:
     return planner(mode, replace(request([0.1] * 4), depth=depth)).for_replicas([1, 1, 1, 1], [1, 2, 3])
 
 
-def test_a_stage_keeps_a_version_and_the_activations_of_every_minibatch_more() -> None:
+def test_a_stage_keeps_a_version_and_activations_per_additional_minibatch() -> None:
     usual, deeper = straight(None), straight(6)
     assert [stage.in_flight for stage in usual.stages] == [4, 3, 2, 1]
     assert [stage.in_flight for stage in deeper.stages] == [6, 5, 4, 1]
@@ -36,7 +36,7 @@ def test_in_flight_of_replicated_plans_is_the_recurrence_s(replicas: tuple[int, 
     assert [stage.in_flight for stage in found.stages] == staleness.depths(replicas, depth)
 
 
-def test_with_a_flush_no_more_is_in_flight_than_an_update_takes_in() -> None:
+def test_with_a_flush_no_more_is_in_flight_than_an_update_has() -> None:
     assert [stage.in_flight for stage in straight(7, "pipedream-flush").stages] == [4, 4, 4, 1]  # 4 microbatches
 
 
@@ -50,7 +50,7 @@ def test_with_a_flush_no_more_is_in_flight_than_an_update_takes_in() -> None:
         ("pipedream-flush", (1,) * 6, 4, [4, 4, 4, 3, 2, 1]),
     ],
 )
-def test_of_a_flush_a_replica_has_its_own_units_in_flight(
+def test_with_a_flush_a_replica_has_its_share_of_units_in_flight(
     mode: str, replicas: tuple[int, ...], microbatches: int, in_flight: list[int]
 ) -> None:
     asked = replace(request([0.1] * 12, sum(replicas)), microbatches=microbatches, accumulate=1)
@@ -58,7 +58,7 @@ def test_of_a_flush_a_replica_has_its_own_units_in_flight(
     assert [stage.in_flight for stage in found.stages] == in_flight
 
 
-def test_the_search_weighs_what_a_depth_beyond_noam_keeps() -> None:
+def test_the_search_counts_the_memory_of_a_depth_beyond_noam() -> None:
     free = replace(request([0.1] * 12), depth=7)
     kept = planner("pipedream", free).best()
     tight = replace(free, cluster=replace(free.cluster, memory_bytes=int(kept.memory_bytes) - 1))
@@ -84,7 +84,7 @@ def test_every_mode_that_takes_a_depth_is_planned_beyond_noam() -> None:
 def test_figure_18_of_pipedream() -> None:
     """GNMT-8 on four V100: memory grows with depth, all fits in 16 GB, and 4 and 7 are the best depths of 2 to 7.
 
-    Bars and curves are not in the paper's text; what is, is compared.
+    Bars and curves are not in the paper's text; the numbers in it are compared.
     """
     said = entries()["s55-depth"]
     assert (said["NOAM"], said["best_depths"], said["memory"]) == (4, [4, 7], "grows with depth")

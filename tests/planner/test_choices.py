@@ -72,7 +72,7 @@ def fastest(layers: list[Layer], workers: int, limit: float) -> dict[Way, float]
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", [0, 2, 3, 4, 7, 9, 10, 17, 19, 26])
-def test_the_choice_is_that_of_brute_force(seed: int) -> None:
+def test_the_choice_equals_brute_force_s(seed: int) -> None:
     """Over all plans and ways, with time and memory by hand."""
     layers, workers, limit = drawn(seed)
     best, free_s = fastest(layers, workers, limit), fastest(layers, workers, math.inf)[NEITHER]
@@ -82,9 +82,9 @@ def test_the_choice_is_that_of_brute_force(seed: int) -> None:
         best = {NEITHER: best[NEITHER]}
     else:
         assert len(found.choices) == len(WAYS)
-        told = {Way(each.shard == OPTIMIZER, each.recompute): each.minibatch_s for each in found.choices}
+        predicted = {Way(each.shard == OPTIMIZER, each.recompute): each.minibatch_s for each in found.choices}
         for way in (each for each in WAYS if best[each] < math.inf):  # else at most at a depth below NOAM
-            assert told[way] == pytest.approx(best[way], rel=1e-6)
+            assert predicted[way] == pytest.approx(best[way], rel=1e-6)
     spare = found.plan.depth - found.plan.noam
     stages = [(stage.start, stage.stop, stage.replicas) for stage in found.plan.stages]
     assert found.minibatch_s == pytest.approx(min(best.values()), rel=1e-6)
@@ -100,7 +100,7 @@ LAYERS = [(1.0, 2.0, 16_000, 8000), (1.0, 2.0, 4000, 8000), (1.0, 2.0, 4000, 800
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("limit", [110_000, 90_000, 80_000])
 @pytest.mark.parametrize("mode", ["pipedream", "hybrid", "pipedream-2bw", "pipedream-flush", "interleaved"])
-def test_what_is_chosen_is_planned_as_if_it_were_written(mode: str, limit: int) -> None:
+def test_a_choice_is_planned_as_if_the_recipe_had_it(mode: str, limit: int) -> None:
     open_request = request_of(LAYERS, 4, limit, mode)
     written = {}
     for way in WAYS:
@@ -122,7 +122,7 @@ def test_what_is_chosen_is_planned_as_if_it_were_written(mode: str, limit: int) 
     assert found.num_bytes == same.num_bytes
 
 
-def test_shards_come_before_recomputation_where_that_is_faster_and_the_other_way_round() -> None:
+def test_the_faster_of_shards_and_recomputation_is_chosen() -> None:
     chosen = [Planner(request_of(LAYERS, 4, limit), "pipedream").best() for limit in (120_000, 100_000)]
     assert [way_of(each) for each in chosen] == [Way(shards=True, recomputes=False), Way(shards=True, recomputes=True)]
     heavy = [(1.0, 2.0, 400, 16_000)] * 4

@@ -39,7 +39,7 @@ def slow_links(asked: Request) -> Request:
         pytest.param("RNN-like", 5, marks=pytest.mark.slow),
     ],
 )
-def test_the_best_of_all_plans_is_found_where_searches_alone_miss_it(kind: str, seed: int) -> None:
+def test_the_best_of_all_plans_is_found_where_the_first_searches_miss_it(kind: str, seed: int) -> None:
     made = Planner(instance(kind, seed).request, MODE)
     found = made.best()
     best, num_simulated = best_plan(made, found.minibatch_s)
@@ -49,7 +49,7 @@ def test_the_best_of_all_plans_is_found_where_searches_alone_miss_it(kind: str, 
 
 
 @pytest.mark.parametrize(("kind", "seed"), [("random", 27), ("CNN-like", 5031)])
-def test_the_best_plan_is_found_where_every_step_on_the_way_is_worse(kind: str, seed: int) -> None:
+def test_the_best_plan_is_found_if_every_neighbour_is_worse(kind: str, seed: int) -> None:
     """Other replicas on other devices, two cuts that move at once: no plan a step away is better."""
     made = Planner(instance(kind, seed).request, MODE)
     found = made.best()
@@ -60,7 +60,7 @@ def test_the_best_plan_is_found_where_every_step_on_the_way_is_worse(kind: str, 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "seed"), [("random", 1), ("random", 2), ("CNN-like", 3), ("RNN-like", 4)])
-def test_no_plan_is_faster_than_the_planner_says_of_the_best(kind: str, seed: int) -> None:
+def test_no_plan_is_faster_than_the_planner_s_bound(kind: str, seed: int) -> None:
     made = Planner(instance(kind, seed).request, MODE)
     found = made.best()
     best, _ = best_plan(made, math.inf)
@@ -96,7 +96,7 @@ def test_the_best_of_all_plans_is_found_where_servers_sum_first(
             assert floors.floor_s(Sketch(each.stages, (), each.depth)) <= floor_s <= simulated.minibatch_s * (1 + 1e-3)
 
 
-def test_of_many_plans_it_says_what_none_is_below(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_planner_reports_a_lower_bound_if_it_has_not_tried_all_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of layers too many to try all plans, and of few without the budget to."""
     levels = (Level("server", 4, 1e10, 1e-6), Level("cluster", 2, 1e9, 1e-5))
     large = Request(chain(120, 1), Cluster("two levels", "unit", None, levels), request([0.1]).model, 1)
@@ -183,7 +183,7 @@ LIMITS: list[dict[str, Any]] = [
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize(("kind", "seed"), [("random", 3), ("CNN-like", 7), ("RNN-like", 7)])
-def test_floors_hold_where_levels_limit_what_passes(kind: str, seed: int, limits: dict[str, Any]) -> None:
+def test_floors_hold_with_limited_levels(kind: str, seed: int, limits: dict[str, Any]) -> None:
     free = instance(kind, seed).request
     made = Planner(limited(free, **limits), MODE)
     floors, before = Floors(made), Floors(Planner(free, MODE))
@@ -204,9 +204,7 @@ def test_floors_hold_where_levels_limit_what_passes(kind: str, seed: int, limits
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize(("kind", "seed"), [("CNN-like", 6), ("random", 4)])
-def test_the_best_of_all_plans_is_found_where_levels_limit_what_passes(
-    kind: str, seed: int, limits: dict[str, Any]
-) -> None:
+def test_the_best_of_all_plans_is_found_with_limited_levels(kind: str, seed: int, limits: dict[str, Any]) -> None:
     made = Planner(limited(instance(kind, seed).request, **limits), MODE)
     found = made.best()
     best, _ = best_plan(made, found.minibatch_s)
@@ -215,7 +213,7 @@ def test_the_best_of_all_plans_is_found_where_levels_limit_what_passes(
 
 @pytest.mark.parametrize("idle", [0, 2])
 @pytest.mark.parametrize("replicas", [(1,), (3,), (1, 2), (2, 1, 3), (1, 1, 1, 1)])
-def test_neighbours_are_whole_plans_on_no_more_workers_than_there_are(replicas: tuple[int, ...], idle: int) -> None:
+def test_neighbours_are_complete_plans_on_at_most_all_workers(replicas: tuple[int, ...], idle: int) -> None:
     ends = [*range(3, 3 * len(replicas), 3), 13]
     stages = tuple(SearchStage(a, b, m) for (a, b), m in zip(pairwise([0, *ends]), replicas, strict=True))
     num_workers = sum(replicas) + idle
@@ -229,7 +227,7 @@ def test_neighbours_are_whole_plans_on_no_more_workers_than_there_are(replicas: 
         assert len(devices) <= num_workers
 
 
-def test_one_more_is_in_flight_where_that_hides_transfers_and_only_there() -> None:
+def test_one_more_is_in_flight_only_if_that_hides_transfers() -> None:
     def best(asked: Request) -> PlanEstimate:
         return planner("pipedream", asked).best()
 
@@ -242,7 +240,7 @@ def test_one_more_is_in_flight_where_that_hides_transfers_and_only_there() -> No
     assert best(asked).minibatch_s > 1.01 * slow.minibatch_s
 
 
-def test_what_is_found_fits_in_memory_and_keeps_streams_together() -> None:
+def test_found_plans_fit_in_memory_and_do_not_divide_streams() -> None:
     free = slow_links(request([0.1, 0.2, 0.1, 0.3] * 3))
     needed = planner("pipedream", free).best().memory_bytes
     tight = replace(free, cluster=replace(free.cluster, memory_bytes=int(needed) - 1))
@@ -252,7 +250,7 @@ def test_what_is_found_fits_in_memory_and_keeps_streams_together() -> None:
         assert all(streams % m == 0 for m in found.plan.replicas)
 
 
-def test_the_same_plan_every_time_and_the_searches_own_without_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_is_deterministic_and_without_a_budget_the_searches_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = instance("random", 6).request
     first, second = (Planner(asked, MODE).best() for _ in range(2))
     assert first == second
@@ -284,14 +282,14 @@ def test_nothing_is_improved_where_no_plan_takes_any_time() -> None:
     assert (found.minibatch_s, "improved" in found.found_by) == (0.0, False)
 
 
-def test_a_floor_costs_a_third_of_an_instruction_per_part_of_it() -> None:
+def test_the_charge_of_a_floor_is_a_third_of_an_instruction_per_part() -> None:
     """Of two ends per stage, of every replica, and of every layer over the stages' ends; measured, see `BUDGET`."""
     made = planner("pipedream", request([0.1, 0.2, 0.3, 0.1] * 2))
     sketch = Sketch(STRAIGHT, ((0,), (1,), (2,), (3,)), 4)
     assert climb._Climb(made)._floor_cost(sketch) == pytest.approx((2 * 4 + 4 + 9 / 8) / 3)
 
 
-def test_what_is_chosen_is_predicted_like_every_plan_not_glimpsed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chosen_plan_has_a_full_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     """However wrong estimates are: plans that only seem fast are dropped, and the chosen plan has a real prediction."""
     made = Planner(instance("random", 6).request, MODE)
     proposed_s = min(each.minibatch_s for each in made.proposed())
@@ -302,7 +300,7 @@ def test_what_is_chosen_is_predicted_like_every_plan_not_glimpsed(monkeypatch: p
     assert made.estimate_of(found.plan).minibatch_s == found.minibatch_s
 
 
-def test_a_glimpse_is_short_and_about_right() -> None:
+def test_a_short_estimate_is_about_right() -> None:
     made = planner("pipedream", slow_links(request([0.1, 0.2, 0.3, 0.1] * 2)))
     for depth in (noam((1,) * 4), noam((1,) * 4) + 1):
         asked = made.estimate("", STRAIGHT, depth=depth)

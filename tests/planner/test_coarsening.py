@@ -29,7 +29,7 @@ NEAR = 1.03  # times the smallest bottleneck; 1.01 was the worst seen
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
+def coarsen_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Coarsen beyond 100 states already, to a fifth of the usual number."""
     numbers = {"MOST_EXACT": 100, "_MOST_EXACT_BRANCHES": 50, "NUM_GROUPS": 200}
     for name, value in {**numbers, "_COARSE": 100, "_BACKDROP": 50, "_FINE": 80}.items():
@@ -42,7 +42,7 @@ def _exactly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("coarsen_early")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("width", [None, 1])
 @pytest.mark.parametrize("seed", range(3))
@@ -63,7 +63,7 @@ def test_flat_plans_are_near_the_exact_ones(
     assert bottleneck_s(problem, plan) / bound_s < 1.1
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("coarsen_early")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("seed", range(3))
 def test_plans_on_two_levels_are_near_the_exact_ones(model: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_plans_on_two_levels_are_near_the_exact_ones(model: str, seed: int, monk
     assert exact.bottleneck_s * (1 - 1e-9) <= plan.bottleneck_s <= NEAR * exact.bottleneck_s
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("coarsen_early")
 @pytest.mark.parametrize("model", ["artifact", "sosp19"])
 def test_plans_of_a_wide_graph_are_near_the_exact_ones(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     work = UnitWork(antichains(graph(inception(4, (1, 2, 3)), 0)))
@@ -98,9 +98,9 @@ def test_plans_of_a_wide_graph_are_near_the_exact_ones(model: str, monkeypatch: 
     assert bottleneck_s(problem, plan) <= NEAR * exact_s
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("coarsen_early")
 @pytest.mark.parametrize("replicas", [(3, 1), (1, 2, 1), (1,) * 4])
-def test_given_plans_are_cut_near_the_best_cuts(replicas: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_replicas_are_cut_near_the_best_cuts(replicas: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     work, cluster = UnitWork(prefixes(chain(400, 1))), Cluster("one", "V100", None, SERVERS[:1])
 
     def seconds() -> float:
@@ -114,16 +114,16 @@ def test_given_plans_are_cut_near_the_best_cuts(replicas: tuple[int, ...], monke
     assert found_s <= NEAR * seconds()
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("coarsen_early")
 @pytest.mark.parametrize("seed", range(4))
-def test_around_the_first_cut_all_places_are_looked_at(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_places_around_the_first_cut_are_searched(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     work, cluster = UnitWork(prefixes(chain(400, seed))), Cluster("one", "V100", None, SERVERS[:1])
     found = plan_fixed(work, COST_MODELS["overlap"], cluster, (1, 1))
     _exactly(monkeypatch)
     assert found == plan_fixed(work, COST_MODELS["overlap"], cluster, (1, 1))
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("coarsen_early")
 @pytest.mark.parametrize(("limit_bytes", "near"), [(1.3e9, 1.15), pytest.param(2e9, NEAR, marks=pytest.mark.slow)])
 def test_memory_limits_bind_coarsened_searches_too(
     limit_bytes: float, near: float, monkeypatch: pytest.MonkeyPatch
@@ -160,7 +160,7 @@ def test_no_plan_is_below_a_bound(model: str, data: Any) -> None:
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("coarsen_early")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("cluster", [SERVERS[1:], SERVERS])
 def test_slow_layers_lie_between_groups_and_count_in_bounds(model: str, cluster: tuple[Level, ...]) -> None:
@@ -183,18 +183,18 @@ def test_slow_layers_lie_between_groups_and_count_in_bounds(model: str, cluster:
 
 
 @pytest.mark.slow
-def test_10_000_layers_on_two_levels_are_planned_without_crawling() -> None:
+def test_10_000_layers_on_two_levels_are_planned_in_seconds() -> None:
     rows = chain(10_000, seed=3)
     profile = Profile("chain", "random", "file", "random", {1: rows}, 0.0, 0.0, {1: 0.0}, {})
     request = Request(profile, Cluster("two", "random", None, SERVERS), COST_MODELS["artifact"], 1)
-    told: list[str] = []
+    reported: list[str] = []
     began_s = time.process_time()
-    found = compare(request, on_search=told.append)
+    found = compare(request, on_search=reported.append)
     assert time.process_time() - began_s < 90.0  # no benchmark (nox -s bench is): only that it doesn't crawl
     assert found.best.plan.stages[-1].stop == 10_000
     assert found.num_states == 10_001
     assert 1.0 < found.at_most < 1.1
-    assert "planning mode 2 of 2: pipedream, hierarchical" in told
+    assert "planning mode 2 of 2: pipedream, hierarchical" in reported
     assert {*found.took_s} == {"search", "simulation", "other modes"}
 
 

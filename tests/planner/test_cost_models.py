@@ -49,7 +49,7 @@ def _searches(draw: Any, num_terms: int) -> tuple[list[tuple[float, float, float
 
 @settings(max_examples=200, deadline=None)
 @given(search=_searches(1))
-def test_the_least_replicas_of_a_term_are_those_of_a_search(
+def test_the_least_replicas_of_a_term_equal_a_search_s(
     search: tuple[list[tuple[float, float, float]], float, int],
 ) -> None:
     (numbers,), limit_s, at_least = search
@@ -97,7 +97,7 @@ def test_replicas_that_one_term_asks_for_may_be_too_many_for_a_term_before_it() 
 @pytest.mark.parametrize("model", MODELS)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
-def test_a_stage_costs_what_the_formulas_say(model: str, data: st.DataObject) -> None:
+def test_a_stage_costs_what_the_formulas_give(model: str, data: st.DataObject) -> None:
     case = data.draw(cases(model))
     level = data.draw(levels(4))
     grid = StageGrid(case.work, np.arange(len(case.states) - 1))
@@ -119,7 +119,7 @@ def test_a_stage_costs_what_the_formulas_say(model: str, data: st.DataObject) ->
 @pytest.mark.parametrize("model", ["sosp19", "artifact"])
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
-def test_what_is_said_of_a_stage_makes_up_its_time(model: str, data: st.DataObject) -> None:
+def test_the_parts_of_a_stage_s_time_add_up(model: str, data: st.DataObject) -> None:
     """SOSP'19 section 3.1 overlaps computing and summing; the published optimizer adds them."""
     case, level, m = data.draw(cases(model)), data.draw(levels(4)), data.draw(st.integers(1, 5))
     last = len(case.states) - 1

@@ -80,7 +80,7 @@ def test_many_workers_cost_a_plan_nothing(model: str, data: st.DataObject) -> No
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("num_layers", [130, 131])
-def test_coarser_cuts_for_a_start_lose_nothing(model: str, num_layers: int) -> None:
+def test_starting_from_coarser_cuts_finds_the_same_bottleneck(model: str, num_layers: int) -> None:
     """From 128 cuts on the search starts from the best plan over every other one; the other planner does not.
 
     With an odd number of layers, the end isn't among every other one.
@@ -110,7 +110,7 @@ def test_a_model_that_takes_no_time(model: str, limit_bytes: float | None) -> No
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_bottleneck_of_nothing_that_takes_more_workers_is_found(model: str) -> None:
+def test_a_bottleneck_of_zero_that_takes_more_workers_is_found(model: str) -> None:
     """Memory asks for two stages; only one cut carries nothing, so only one plan takes no time."""
     sizes = (100, 100, 0, 100)
     rows = [
@@ -136,7 +136,7 @@ def test_times_of_any_size_end(model: str, scale: float) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("bandwidth", [1e-3, 1.0, 1e15])
-def test_links_that_are_nearly_nothing_or_everything(model: str, bandwidth: float) -> None:
+def test_links_of_extreme_bandwidths(model: str, bandwidth: float) -> None:
     rows = chain(6, seed=1)
     work, level = UnitWork(prefixes(rows)), Level("level", 4, bandwidth, 0.0)
     search = planning.Search(planning.Given(rows, model), frozenset(planning.in_order(rows)))

@@ -68,7 +68,7 @@ def test_no_plan_on_two_levels_beats_the_planners(model: str, data: st.DataObjec
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_where_replicas_share_no_plan_is_slower(data: st.DataObject) -> None:
+def test_no_plan_is_slower_if_replicas_share_memory(data: st.DataObject) -> None:
     """Nor is one better than without a limit: tables count the replicas inside of an innermost component only."""
     case, counts = data.draw(cases("overlap")), data.draw(st.sampled_from(SHAPES))
     problem = HierarchicalProblem(case.work, case.model, _levels(data, counts), case.memory)
@@ -82,7 +82,7 @@ def test_where_replicas_share_no_plan_is_slower(data: st.DataObject) -> None:
 @pytest.mark.parametrize("model", MODELS)
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
-def test_nor_with_ranges_left_out_for_a_coarser_plan_that_is_known(model: str, data: st.DataObject) -> None:
+def test_no_plan_beats_the_planners_with_ranges_left_out_for_a_coarser_plan(model: str, data: st.DataObject) -> None:
     """As with 96 cuts and more; with three levels a range may be on all components of the level above it."""
     counts = data.draw(st.sampled_from([*SHAPES, *DEEP_SHAPES]))
     case, clusters = data.draw(cases(model, shards=False)), _levels(data, counts)
@@ -181,7 +181,7 @@ def test_a_model_that_takes_no_time(model: str) -> None:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("counts", [(2, 8), (8, 2), (2, 2, 4)])
-def test_240_cuts_are_planned_without_crawling(model: str, limited: bool, counts: tuple[int, ...]) -> None:
+def test_240_cuts_are_planned_in_seconds(model: str, limited: bool, counts: tuple[int, ...]) -> None:
     work = UnitWork(prefixes(chain(239, seed=5)), 1e-11, 1e-5, 1e-4)
     clusters = tuple(Level("level", count, 1e10 / (index + 1), 1e-5, 0.9) for index, count in enumerate(counts))
     problem = HierarchicalProblem(work, COST_MODELS[model], clusters, MemoryRule(2e9) if limited else None)

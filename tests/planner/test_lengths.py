@@ -18,7 +18,7 @@ UNEVEN = [0.03, 0.05, 0.02, 0.06, 0.04, 0.03, 0.05, 0.02, 0.06, 0.04]
 SLOW = Cluster("slow", "unit", None, (Level("server", 4, 1e9, 1e-6), Level("cluster", 2, 2e7, 1e-5)))
 
 
-def asked(mode: str, num_workers: int = 8, memory_bytes: int | None = None) -> Request:
+def request_of(mode: str, num_workers: int = 8, memory_bytes: int | None = None) -> Request:
     """Return a request for eight whole minibatches per flush."""
     made = request(UNEVEN, num_workers, memory_bytes=memory_bytes, weights=1000)
     return replace(made, microbatches=1, accumulate=8, row=MODES[mode])
@@ -26,7 +26,7 @@ def asked(mode: str, num_workers: int = 8, memory_bytes: int | None = None) -> R
 
 @pytest.mark.parametrize("mode", ["pipedream-flush", "zero-bubble", "interleaved", "pipedream-2bw"])
 def test_no_plan_of_another_length_that_the_cost_model_cuts_is_faster(mode: str) -> None:
-    of = Planner(replace(asked(mode), cluster=SLOW), mode)
+    of = Planner(replace(request_of(mode), cluster=SLOW), mode)
     widths = [1] if MODES[mode].shape == "any" else [1, 2, 4]
     best, others = of.best(), []
     for width in widths:
@@ -43,8 +43,8 @@ DISTANT = Cluster("distant", "unit", None, (Level("server", 2, 1e9, 2e-3),))  # 
 @pytest.mark.parametrize("mode", ["gpipe", "pipedream-flush"])
 def test_a_pipeline_that_flushes_is_cut_without_the_round_trips_that_it_hides(mode: str) -> None:
     """Eight equal layers on two devices were cut 5 to 3: a round trip counted as the later stage's time."""
-    asked = replace(request([1e-3] * 8, 2), cluster=DISTANT, microbatches=1, accumulate=4, row=MODES[mode])
-    of = Planner(asked, mode)
+    request_of = replace(request([1e-3] * 8, 2), cluster=DISTANT, microbatches=1, accumulate=4, row=MODES[mode])
+    of = Planner(request_of, mode)
     times = {cut: of.for_replicas([1, 1], [cut]).minibatch_s for cut in range(1, 8)}
     assert min(times, key=times.__getitem__) == 4
     for found in (of.best(), of.for_replicas([1, 1])):
@@ -60,18 +60,18 @@ def test_cuts_for_a_flush_are_taken_only_where_they_fit() -> None:
         for index, row in enumerate(made.profile.layers[8])
     )
     kept = replace(made, profile=replace(made.profile, layers={8: rows}), cluster=DISTANT, microbatches=1, accumulate=4)
-    asked = replace(kept, row=MODES["gpipe"])
-    faster, slower = (Planner(asked, "gpipe").for_replicas([1, 1], [cut]) for cut in (4, 5))
+    request_of = replace(kept, row=MODES["gpipe"])
+    faster, slower = (Planner(request_of, "gpipe").for_replicas([1, 1], [cut]) for cut in (4, 5))
     assert faster.memory_bytes > slower.memory_bytes
     for limit_bytes, start in ((faster.memory_bytes, 4), (slower.memory_bytes, 5)):
-        limited = replace(asked, cluster=replace(DISTANT, memory_bytes=int(limit_bytes)))
+        limited = replace(request_of, cluster=replace(DISTANT, memory_bytes=int(limit_bytes)))
         assert Planner(limited, "gpipe").for_replicas([1, 1]).plan.starts == (start,)
 
 
-def test_more_devices_of_the_same_memory_are_no_slower() -> None:
+def test_more_devices_of_the_same_memory_are_no_slower_in_zero_bubble() -> None:
     """Zero bubble's first stage has as many units in flight as there are stages, whose number is a choice."""
     mode = "zero-bubble"
-    alone = Planner(asked(mode), mode).for_replicas([1]).memory_bytes
+    alone = Planner(request_of(mode), mode).for_replicas([1]).memory_bytes
     for limit in (1.05, 1.3, 2.0):
         best_s = [_best_s(mode, num_workers, int(limit * alone)) for num_workers in (1, 2, 3, 4, 6, 8)]
         assert best_s == sorted(best_s, reverse=True)
@@ -80,7 +80,7 @@ def test_more_devices_of_the_same_memory_are_no_slower() -> None:
 
 def _best_s(mode: str, num_workers: int, memory_bytes: int) -> float:
     try:
-        best = Planner(asked(mode, num_workers, memory_bytes), mode).best()
+        best = Planner(request_of(mode, num_workers, memory_bytes), mode).best()
     except PlanError:
         return math.inf
     assert best.memory_bytes <= memory_bytes

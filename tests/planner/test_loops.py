@@ -35,7 +35,7 @@ def predicted(
     return planner.with_prediction(plan)
 
 
-def test_without_transfers_equal_stages_keep_each_other_busy() -> None:
+def test_without_transfers_equal_stages_are_never_idle() -> None:
     plan = predicted([(6.0, 1)] * 4, (1, 1, 1, 1))
     assert plan.bottleneck_s == pytest.approx(6.0) == pytest.approx(plan.minibatch_s)
 
@@ -46,7 +46,7 @@ def test_a_faster_neighbour_hides_transfers() -> None:
     assert plan.bottleneck_s == pytest.approx(6.0) == pytest.approx(plan.minibatch_s)
 
 
-def test_between_equal_stages_half_the_way_there_and_back_is_lost() -> None:
+def test_between_equal_stages_half_the_round_trip_is_lost() -> None:
     plan = predicted([(6.0, 10**9), (6.0, 0)], (1, 1))
     assert plan.bottleneck_s == pytest.approx((6 + 6 + 2) / 2) == pytest.approx(plan.minibatch_s)
 
@@ -66,7 +66,7 @@ def test_a_connection_that_gets_less_than_its_port_sets_the_pace() -> None:
     assert wide.bottleneck_s <= wide.minibatch_s < 16
 
 
-def test_copies_to_and_from_hosts_keep_the_stages() -> None:
+def test_copies_to_and_from_hosts_occupy_the_stages() -> None:
     """6 s of computing, and 2 and 2 s of copies at either end: ten seconds of work for each of the two stages."""
     plan = predicted([(6.0, 10**9), (6.0, 0)], (1, 1), host_copy_bytes_per_s=0.5e9)
     both_ways = 2 + 4 * 2

@@ -17,7 +17,7 @@ from tests.planner.problems import as_set, cases, graphs
 
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_a_replica_keeps_what_the_formula_says_and_the_fewest_that_fit_are_the_fewest(data: st.DataObject) -> None:
+def test_a_replica_keeps_the_formula_s_bytes_and_the_fewest_that_fit_are_found(data: st.DataObject) -> None:
     case = data.draw(cases("sosp19").filter(lambda case: case.memory is not None))
     memory, rule, last = case.memory, case.search.memory, len(case.states) - 1
     assert memory is not None
@@ -44,7 +44,7 @@ def test_a_replica_keeps_what_the_formula_says_and_the_fewest_that_fit_are_the_f
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_what_is_computed_again_is_kept_once_and_what_it_reads_is_kept_in_its_place(data: st.DataObject) -> None:
+def test_recomputed_activations_are_kept_once_and_their_inputs_per_minibatch(data: st.DataObject) -> None:
     rows = data.draw(graphs())
     again = data.draw(st.one_of(st.just({*range(len(rows) - 1)}), st.sets(st.integers(0, len(rows) - 2))))
     whole = prefixes(rows)

@@ -24,7 +24,7 @@ def every(last: int, num_workers: int) -> list[tuple[SearchStage, ...]]:
 @pytest.mark.parametrize("limit_s", [0.0, 0.3, 0.7, 2.0])
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize(("last", "num_workers"), [(1, 1), (1, 4), (4, 1), (4, 4), (5, 3)])
-def test_what_is_listed_is_what_may_be_faster(last: int, num_workers: int, full: bool, limit_s: float) -> None:
+def test_outlines_that_may_be_faster_are_listed(last: int, num_workers: int, full: bool, limit_s: float) -> None:
     def alone_s(stage: SearchStage) -> float:
         others = (stage.start > 0) + (stage.stop < last)
         assert stage.replicas + others <= num_workers  # of no other stages is the bound needed, which takes long

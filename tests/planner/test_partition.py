@@ -44,7 +44,7 @@ def off_s(given: TimedGraph, left: Sequence[int], target_s: float) -> float:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_coarse_graph_costs_what_its_layers_do(seed: int) -> None:
+def test_a_coarse_graph_costs_as_much_as_its_layers(seed: int) -> None:
     given = graph(seed, 80)
     coarse = coarsen(given, 4)
     small = coarse.graph
@@ -61,7 +61,7 @@ def test_a_coarse_graph_costs_what_its_layers_do(seed: int) -> None:
 
 
 def test_sparse_edges_are_not_merged_into_the_critical_ones() -> None:
-    """A node holds two layers here. Were they merged, too, those would be merged first that a sparse edge passes by."""
+    """A node holds two layers here. If sparse edges were merged too, layers beside one would be merged first."""
     links = [(layer, layer + 1, 10) for layer in range(31)]
     given = TimedGraph((0.125,) * 32, (*links, (1, 27, 1000), (7, 9, 5)))
     coarse = coarsen(given, 2)
@@ -76,7 +76,7 @@ def slowest(seconds: Sequence[float], starts: Sequence[int]) -> float:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_best_consecutive_parts_are_those_of_all_there_are(seed: int) -> None:
+def test_the_best_consecutive_parts_equal_brute_force_s(seed: int) -> None:
     draw = random.Random(seed)
     given, num_parts = graph(seed, 9), draw.randrange(1, 6)
     may_start = sorted(draw.sample(range(1, 9), draw.randrange(num_parts - 1, 9)))
@@ -108,7 +108,7 @@ def test_the_best_consecutive_parts_are_those_of_all_there_are(seed: int) -> Non
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_repartition_is_never_worse_than_what_there_was(seed: int) -> None:
+def test_a_repartition_is_never_worse_than_the_current_cuts(seed: int) -> None:
     draw = random.Random(seed)
     given, num_parts = graph(seed, 60), draw.randrange(2, 9)
     line = LayerChain(given)

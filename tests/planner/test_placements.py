@@ -1,4 +1,4 @@
-"""Where a given plan's workers stand: every placement that matters is listed, and a clearly faster one is taken."""
+"""Placements of a given plan's workers: all that differ are listed, and a clearly faster one is taken."""
 
 import itertools
 import math
@@ -66,7 +66,7 @@ def brute_force(where: Cluster, count: int) -> list[tuple[int, ...]]:
     [((8,), (2, 1, 1)), ((4, 2), (2, 1, 1)), ((1, 4), (2, 1, 1)), ((4, 1), (2, 2)), ((2, 2), (4,)), ((4, 4), (15, 1))],
     ids=["one level", "in one server", "servers of one", "one server", "one stage", "15-1"],
 )
-def test_nothing_to_choose_from(counts: tuple[int, ...], replicas: tuple[int, ...]) -> None:
+def test_equivalent_placements_leave_nothing_to_choose(counts: tuple[int, ...], replicas: tuple[int, ...]) -> None:
     """Where only names of servers and minibatches differ, workers stand along the devices; so do the published 15-1."""
     assert [[*map(tuple, along(replicas))]] == placements(cluster(*counts), replicas)
 
@@ -143,12 +143,12 @@ def test_a_cut_with_little_to_send_is_where_the_server_ends() -> None:
 
 
 @pytest.mark.parametrize(("switch", "network", "port_s"), [(1e7, 1e9, 1.5), (1e9, 1e7, 2.1)])
-def test_a_port_carries_what_its_own_level_joins(switch: float, network: float, port_s: float) -> None:
+def test_a_port_carries_only_the_traffic_of_its_level(switch: float, network: float, port_s: float) -> None:
     """Two servers of two switches of two: what goes to another server crosses the servers' ports only.
 
-    A stage of 40 MB on 0, 1, 2 and 4 sums in a ring, 15 MB per minibatch over each hop: 1 to 2 joins switches, 2 to 4
-    and 4 to 0 servers. It sends 8 MB to device 6, three quarters from the other server: 15 + 6 MB leave that. 0.2.0
-    took 19 MB through the first switch's port, with what leaves its server.
+    A stage of 40 MB on 0, 1, 2 and 4 sums in a ring, 15 MB per minibatch over each hop: 1 to 2 joins
+    switches, 2 to 4 and 4 to 0 servers. It sends 8 MB to device 6, three quarters from the other server: 15 + 6 MB
+    leave that. 0.2.0 counted 19 MB at the first switch's port, including traffic that leaves its server.
     """
     levels = [Level(str(rate), 2, rate, 0.0) for rate in (1e10, switch, network)]
     made = planner(Cluster("three levels", "unit", None, tuple(levels)), [(40 * MB, 8 * MB), (0, 0)])
@@ -165,7 +165,7 @@ def test_a_cut_that_the_cost_model_does_not_know_leaves_workers_along_the_device
     assert planner(cluster(2, 2), [(0, MB), (0, MB)]).devices_of((2, 2), [7]) == (0, 1, 2, 3)
 
 
-def test_a_recipe_with_an_explicit_plan_stands_where_its_plan_says() -> None:
+def test_explicit_devices_of_a_recipe_are_used() -> None:
     words = ["parallelism.plan=8-8", "engine.kind=simulated"]
     recipe = load("alexnet/4x4-a-pipedream", words).recipe
     setup = prepare(recipe, load_cluster("cluster-a", 4), trains=False).setup

@@ -84,7 +84,7 @@ def optimum(seconds: Sequence[float], num_stages: int) -> float:
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_from_any_cuts_it_comes_near_the_optimum_in_few_steps(seed: int) -> None:
+def test_any_cuts_come_near_the_optimum_in_few_steps(seed: int) -> None:
     draw = random.Random(seed)
     seconds = [draw.uniform(0.5, 1.5) for _ in range(draw.randint(12, 24))]
     num_stages = draw.randint(2, 4)
@@ -96,7 +96,7 @@ def test_from_any_cuts_it_comes_near_the_optimum_in_few_steps(seed: int) -> None
     assert moves <= 9, "vPipe's section 6.3 has 3 to 9"
 
 
-def test_a_slow_device_gets_less_to_do() -> None:
+def test_a_slow_device_gets_fewer_layers() -> None:
     seconds = [1.0] * 40
     ended, moves = balanced(seconds, (10, 20, 30), [1.0, 2.0, 1.0, 1.0])
     took = stage_seconds(seconds, ended, [1.0, 2.0, 1.0, 1.0])
@@ -105,7 +105,7 @@ def test_a_slow_device_gets_less_to_do() -> None:
     assert max(took) <= 12 < 20, "40 layers by speeds of 1, 1/2, 1 and 1 take 11.4 s on each"
 
 
-def test_what_is_balanced_stays() -> None:
+def test_balanced_stages_stay() -> None:
     seconds = [1.0] * 12
     assert better_cuts(chain(seconds), (4, 8), [4.0, 4.0 * (1 + UNBALANCED), 4.0]) is None
     assert better_cuts(chain([1.0, 9.0, 1.0]), (1, 2), [1.0, 9.0, 1.0]) is None, "a layer isn't cut in two"
@@ -118,7 +118,7 @@ def test_little_gain_isn_t_worth_a_move() -> None:
         assert found == ((1,) if worth else None)
 
 
-def test_layers_take_their_share_of_what_their_stage_took() -> None:
+def test_layers_take_their_share_of_their_stage_s_time() -> None:
     layout = CutLayout((2,), (KEEP,) * 3)
 
     def seconds(rows: Sequence[LayerProfile], stage_s: Sequence[float], layout: CutLayout = layout) -> list[float]:
@@ -181,7 +181,7 @@ WAYS = {"recompute": ((RECOMPUTE,), None), "swap": ((SWAP,), 1e3), "both": ((SWA
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("seed", range(6))
-def test_what_keeping_has_no_room_for_fits_with_other_policies(seed: int, way: str) -> None:
+def test_stages_that_do_not_fit_with_keep_fit_with_other_policies(seed: int, way: str) -> None:
     """All stages then fit, by sums over their layers, and no other cuts that fit are clearly faster."""
     draw = random.Random(seed)
     seconds, kept = [draw.uniform(0.5, 1.5) for _ in range(9)], [draw.randint(4, 9) for _ in range(9)]
@@ -201,7 +201,7 @@ def test_what_keeping_has_no_room_for_fits_with_other_policies(seed: int, way: s
     assert max(best.stage_s) <= 1.2 * ideal_s
 
 
-def test_a_stage_that_holds_more_than_its_device_has_is_reason_enough() -> None:
+def test_a_stage_beyond_its_memory_is_repartitioned_though_balanced() -> None:
     """Stages are balanced exactly; the one that exceeds its memory recomputes, and no other does."""
     seconds, kept = [1.0] * 8, [2] * 8
     rows, stage_s = chain(seconds, kept), [4.0, 4.0]
@@ -222,7 +222,7 @@ def test_a_stage_that_holds_more_than_its_device_has_is_reason_enough() -> None:
     assert {*step.memory[step.starts[0] :]} == {KEEP}
 
 
-def test_what_layers_were_told_to_do_they_go_on_doing() -> None:
+def test_given_policies_of_layers_are_kept() -> None:
     memory = [RECOMPUTE, KEEP] * 4
     stages = running(chain([1.0] * 8, [2] * 8), (2,), [8 / 3, 7.0], memory=memory)
     best = stages.best()
@@ -231,7 +231,7 @@ def test_what_layers_were_told_to_do_they_go_on_doing() -> None:
     assert best.layout.starts == (4,)
 
 
-def test_what_is_computed_again_counts_where_stages_are_cut() -> None:
+def test_cuts_count_recomputation() -> None:
     """The first stage has little memory and must recompute, so it gets fewer layers than the second."""
     rows = chain([3.0] * 12, [4] * 12)
     stages = running(rows, (6,), [24.0, 18.0], limit=30.0, memory=[RECOMPUTE] * 6 + [KEEP] * 6, chooses=(RECOMPUTE,))

@@ -32,7 +32,7 @@ def request(parameter_bytes: int, saved_bytes: int, limit_bytes: int | None, num
 
 @pytest.mark.parametrize("mode", ["pipedream", "dp", "gpipe"])
 def test_smaller_minibatches_are_advised_where_they_can_help(mode: str) -> None:
-    """They were advised everywhere, also where a worker's weights and gradients are too large without any sample."""
+    """Once they were advised even if a worker's weights and gradients alone are too large."""
     with pytest.raises(PlanError, match=r"what would help: .*a minibatch smaller than 8"):
         Planner(request(10, 10_000, 2_000), mode).best()
     with pytest.raises(PlanError) as caught:
@@ -43,7 +43,7 @@ def test_smaller_minibatches_are_advised_where_they_can_help(mode: str) -> None:
 
 
 def test_several_stages_per_worker_need_that_many_places_to_cut() -> None:
-    """That was an infinite number of bytes more than the 0 B of a device."""
+    """The error once named infinitely many bytes beyond the 0 B of a device."""
     assert Planner(request(10, 10, None), "interleaved").best().plan.chunks == 2
     with pytest.raises(PlanError) as caught:
         Planner(request(10, 10, None, num_layers=3), "interleaved").best()
@@ -57,7 +57,7 @@ def test_several_stages_per_worker_need_that_many_places_to_cut() -> None:
 
 
 def test_a_model_that_takes_no_time_has_a_plan() -> None:
-    """The climb divided what it gained by the time of the best plan: nothing by nothing."""
+    """The local search divided its gain by the best plan's time: 0 by 0."""
     profile = chain(6, 0)
     rows = tuple(replace(row, forward_s=0.0, backward_s=0.0) for row in profile.layers[1])
     idle = replace(profile, layers={1: rows})
@@ -65,7 +65,7 @@ def test_a_model_that_takes_no_time_has_a_plan() -> None:
     assert Planner(asked, "pipedream").best().minibatch_s == 0
 
 
-def test_data_parallelism_beside_a_plan_is_data_parallelism_where_it_does_not_fit() -> None:
+def test_data_parallelism_is_compared_though_it_does_not_fit() -> None:
     """It was the mode asked for without a limit on memory, where that had columns of its own."""
     asked = request(1000, 10, 6000)
     found = compare(replace(asked, row=replace(MODES["gpipe"], recompute=True)), "gpipe", others=False)
@@ -73,7 +73,7 @@ def test_data_parallelism_beside_a_plan_is_data_parallelism_where_it_does_not_fi
     assert (found.dp.plan.mode, found.dp.plan.replicas, len(found.dp.plan.stages)) == ("dp", (2,), 1)
 
 
-def test_the_nearest_of_all_modes_is_named_where_none_fits() -> None:
+def test_the_mode_nearest_to_fitting_is_named() -> None:
     """It was PipeDream's reason. Of one layer with Adam's state ZeRO-1 halves 16 kB of 32 kB, and keeps 10 B beside."""
     asked = request(8000, 10, 20_000, num_layers=1)
     with_state = replace(asked, profile=replace(asked.profile, state_bytes_per_byte=2))

@@ -1,4 +1,4 @@
-"""What an update's rounds share: its gradient sum and its step are once per update, not once per minibatch or unit."""
+"""An update's gradient sum and its step are charged once per update, not once per minibatch or unit."""
 
 from collections.abc import Sequence
 
@@ -45,7 +45,7 @@ def test_the_port_between_servers_carries_a_sum_once_per_update(accumulate: int)
 
 @pytest.mark.parametrize("counts", [(8,), (2, 4)])
 @pytest.mark.parametrize("width", [1, 2, 4])
-def test_2bw_is_charged_what_its_updates_take(counts: tuple[int, ...], width: int) -> None:
+def test_2bw_is_charged_per_update(counts: tuple[int, ...], width: int) -> None:
     """By default an update covers as many minibatches of each replica as are in flight: one per stage."""
     positions = 8 // width
     found = Planner(request(counts, "pipedream-2bw"), "pipedream-2bw").for_replicas([width] * positions)
@@ -85,7 +85,7 @@ def test_a_step_is_shared_among_the_units_of_its_update(mode: str, accumulate: i
 
 
 @pytest.mark.parametrize("mode", ["spectrain", "pipemare", "xpipe"])
-def test_where_nothing_is_late_no_weights_are_moved(mode: str) -> None:
+def test_without_staleness_no_weights_are_predicted(mode: str) -> None:
     """One stage has no staleness: a step is one pass over the weights, and there is one set of them, as in BSP."""
     found, bsp = (Planner(request([2], each), each).for_replicas([2]) for each in (mode, "dp"))
     assert (found.stages, found.bottleneck_s) == (bsp.stages, bsp.bottleneck_s)

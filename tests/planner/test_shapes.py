@@ -71,7 +71,7 @@ def test_2bw_has_no_more_in_flight_than_an_update_covers() -> None:
     assert all((each.accumulate, each.plan.depth) == (2, min(2, each.plan.noam)) for each in found)
 
 
-def test_2bw_keeps_two_versions_however_many_are_in_flight() -> None:
+def test_2bw_keeps_two_versions_for_any_number_in_flight() -> None:
     made = planner("pipedream-2bw", request([0.1] * 4))
     straight = next(each for each in unlimited(made) if str(each.plan) == "straight")
     stashing = planner("pipedream", request([0.1] * 4)).for_replicas([1, 1, 1, 1], [1, 2, 3])
@@ -79,7 +79,7 @@ def test_2bw_keeps_two_versions_however_many_are_in_flight() -> None:
     assert saved == [pytest.approx(versions * MB) for versions in (2, 1, 0, -1)]  # of 4, 3, 2 and 1 stashed versions
 
 
-def test_every_worker_of_an_interleaved_plan_has_as_many_stages() -> None:
+def test_every_worker_of_an_interleaved_plan_has_equally_many_stages() -> None:
     for found in candidates("interleaved", request([0.1] * 16)):
         plan = found.plan
         assert plan.chunks == 2

@@ -43,7 +43,7 @@ def published() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", ROWS)
-def test_memory_of_model_states_is_the_paper_s(mode: str) -> None:
+def test_memory_of_model_states_equals_the_paper_s(mode: str) -> None:
     """Figure 1 of ZeRO: 7.5e9 parameters on 64 devices, Adam in mixed precision; gathered groups not counted."""
     given = published()
     count, replicas = int(float(given["parameters"])), given["replicas"]
@@ -73,7 +73,7 @@ def request_of(memory_bytes: int | None) -> Request:
 
 
 @pytest.mark.parametrize("mode", ROWS)
-def test_the_bytes_of_a_plan_are_the_paper_s(mode: str) -> None:
+def test_the_bytes_of_a_plan_equal_the_paper_s(mode: str) -> None:
     """Per minibatch, of which a round has one per replica."""
     found = Planner(request_of(None), mode).best()
     assert len(found.plan.stages) == 8
@@ -82,12 +82,12 @@ def test_the_bytes_of_a_plan_are_the_paper_s(mode: str) -> None:
     assert sum(found.num_bytes.values()) == pytest.approx(expected)
 
 
-def test_modes_are_counted_with_those_that_were_planned_before() -> None:
+def test_progress_counts_all_modes() -> None:
     """`mode 13 of 15` stood above a table of seventeen."""
-    told: list[str] = []
-    found = compare(request_of(None), on_search=told.append)
+    reported: list[str] = []
+    found = compare(request_of(None), on_search=reported.append)
     total = 1 + len(found.others) + len(found.refused)
-    counts = [tuple(map(int, re.findall(r"\d+", text)[:2])) for text in told]
+    counts = [tuple(map(int, re.findall(r"\d+", text)[:2])) for text in reported]
     assert {counted for _, counted in counts} == {2, total}
     assert counts[-1][0] <= total
     assert min(number for number, counted in counts if counted == total) == 3
@@ -126,7 +126,7 @@ def test_replicas_are_sharded_before_they_recompute(share: float, chosen: str) -
 
 
 @pytest.mark.parametrize(("workers", "is_simulated"), [(64, True), (512, False)])
-def test_replicas_whose_shards_go_round_in_rings_are_simulated(workers: int, is_simulated: bool) -> None:
+def test_replicas_that_sum_shards_in_rings_are_simulated(workers: int, is_simulated: bool) -> None:
     """Eight groups of layers would count as 512 replicas; what isn't simulated is charged every sum in full."""
     cluster = Cluster("flat", "unit", None, (Level("server", workers, 1e6, 1e-6),))
     given = replace(request_of(None), cluster=cluster, row=replace(MODES["zero1"], sums="ring"))

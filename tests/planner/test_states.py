@@ -49,7 +49,7 @@ def test_states_and_their_sums_are_the_oracles(rows: tuple[LayerProfile, ...]) -
 
 
 @pytest.mark.parametrize("rule", [antichains, prefixes])
-def test_a_profile_of_nothing_but_a_loss_has_nothing_to_plan(rule: Callable[[Sequence[LayerProfile]], States]) -> None:
+def test_a_profile_of_only_a_loss_has_nothing_to_plan(rule: Callable[[Sequence[LayerProfile]], States]) -> None:
     with pytest.raises(PlanError, match="the profile has no layer to plan"):
         rule((_layer("loss"),))
 

@@ -26,7 +26,7 @@ def fewest(case: Case, start: int) -> float:
 
 @settings(max_examples=75, deadline=None)
 @given(case=cases("sosp19", max_layers=6).filter(lambda case: case.memory is not None), num_workers=st.integers(1, 6))
-def test_a_straight_plan_fits_where_any_of_all_does(case: Case, num_workers: int) -> None:
+def test_a_straight_plan_is_found_if_any_fits(case: Case, num_workers: int) -> None:
     """Also by a rule with another limit than the one that it was made for."""
     assert case.memory is not None
     straight = StraightPlans(case.work, num_workers, replace(case.memory, limit_bytes=0.0))

@@ -53,8 +53,8 @@ def problem(seed: int, num_layers: int) -> StageProblem:
     return replace(stage, limit_bytes=least + free * (most - least))
 
 
-def told_again(stage: StageProblem, memory: Sequence[str]) -> tuple[float, float]:
-    """Return a stage's bytes and extra seconds, from what it keeps tensor by tensor."""
+def by_tensor(stage: StageProblem, memory: Sequence[str]) -> tuple[float, float]:
+    """Return a stage's bytes and extra seconds, summed over its tensors."""
     layers = [*range(stage.start, stage.stop + (stage.stop == len(stage.rows) - 1))]
     policy = dict(zip(layers, (*memory, memory[-1]), strict=False))
     read = read_by_runs(stage, policy)
@@ -119,17 +119,17 @@ def every(stage: StageProblem) -> list[StageOutcome]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_stage_is_what_its_tensors_are(seed: int) -> None:
+def test_bytes_of_a_stage_equal_those_of_its_tensors(seed: int) -> None:
     stage = problem(seed, 6)
     draw = random.Random(seed)
     for _ in range(30):
         memory = [draw.choice(POLICIES if stage.pcie_bytes_per_s else POLICIES[:2]) for _ in range(6)]
         found = stage.outcome(memory)
-        assert (found.num_bytes, found.extra_s) == pytest.approx(told_again(stage, memory))
+        assert (found.num_bytes, found.extra_s) == pytest.approx(by_tensor(stage, memory))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_stage_is_what_the_simulator_keeps(seed: int) -> None:
+def test_bytes_of_a_stage_equal_the_simulator_s(seed: int) -> None:
     stage = problem(seed, 9)
     draw = random.Random(seed)
     for _ in range(10):
@@ -141,7 +141,7 @@ def test_a_stage_is_what_the_simulator_keeps(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_best_policies_are_those_of_all_there_are(seed: int) -> None:
+def test_the_best_policies_equal_brute_force_s(seed: int) -> None:
     stage = problem(seed, 7)
     fitting = [each for each in every(stage) if each.fits]
     found = best_policies(stage)
@@ -186,7 +186,7 @@ def least_again_s(saved: Sequence[int], forward: Sequence[int], needed: int) -> 
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_few_choices_at_a_time_come_near_the_best_of_hundreds_of_layers(seed: int) -> None:
+def test_the_search_of_hundreds_of_layers_comes_near_the_best_policies(seed: int) -> None:
     """Layers that read nothing of each other, of a pipeline without copies: what is computed again frees 3 of 4."""
     draw = random.Random(seed)
     saved = [draw.randrange(1, 40) for _ in range(200)]
@@ -201,7 +201,7 @@ def test_few_choices_at_a_time_come_near_the_best_of_hundreds_of_layers(seed: in
     assert not found.is_exact
 
 
-def test_what_fits_is_kept_and_the_paper_swaps_all_the_same() -> None:
+def test_a_stage_that_fits_keeps_everything_and_algorithm_2_swaps_anyway() -> None:
     stage = simple([10, 10], [1.0, 1.0], limit_bytes=1000.0, pcie_bytes_per_s=20.0)
     assert best_policies(stage).memory == (KEEP, KEEP)
     assert algorithm_2(stage).memory == (SWAP, SWAP)
@@ -219,7 +219,7 @@ def test_algorithm_2_swaps_as_far_as_the_window_reaches_and_then_takes_every_lay
     assert algorithm_2(replace(slow, pcie_bytes_per_s=5.0)).memory == (SWAP, SWAP, SWAP)
 
 
-def test_swaps_that_are_hidden_cost_nothing_and_others_what_equation_2_says() -> None:
+def test_hidden_swaps_cost_nothing_and_others_equation_2_s_time() -> None:
     stage = simple([30, 30], [1.0, 1.0], limit_bytes=0.0, pcie_bytes_per_s=20.0)
     hidden = stage.outcome((SWAP, KEEP))
     assert hidden.extra_s == 0.0

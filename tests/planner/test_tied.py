@@ -26,7 +26,7 @@ def job_of(*overrides: str, slower: float = 1.0) -> Job:
     return prepare(loaded.recipe, replace(cluster, levels=tuple(levels)), trains=False)
 
 
-def test_the_planner_parts_a_tie_and_charges_both_copies() -> None:
+def test_the_planner_cuts_inside_a_tie_and_charges_both_copies() -> None:
     job = job_of("parallelism.plan=auto")
     setup = job.setup
     assert setup.pipeline.ties == ((0, len(setup.plan.stages) - 1),)
@@ -72,7 +72,7 @@ def _stages(planner: Planner, starts: list[int]) -> list[tuple[int, int, float]]
     return [(a, b, 2 * (sent[i] + sent[i + 1])) for i, (a, b) in enumerate(itertools.pairwise(bounds))]
 
 
-def test_plans_that_part_a_tie_are_compared_with_those_that_do_not() -> None:
+def test_plans_that_cut_inside_a_tie_are_compared_with_those_that_do_not() -> None:
     """On links so slow that a sum over copies takes longer than anything, both ends stay in one stage."""
     fast = job_of("parallelism.plan=auto")
     slow = job_of("parallelism.plan=auto", slower=1e5)
@@ -82,7 +82,7 @@ def test_plans_that_part_a_tie_are_compared_with_those_that_do_not() -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", [name for name, row in MODES.items() if row.shape not in ("one", "one-stage")])
-def test_modes_that_do_not_update_together_refuse_to_part_a_tie(mode: str) -> None:
+def test_modes_without_common_updates_do_not_cut_inside_a_tie(mode: str) -> None:
     overrides = [f"parallelism.mode={mode}", "parallelism.microbatches=1", "train.streams=4"]
     plan = "1-1-1-1" if MODES[mode].chunks == 1 else "1-1"
     overrides += [f'parallelism.plan="{"2-2" if MODES[mode].shape == "even" else plan}"']
@@ -95,7 +95,7 @@ def test_modes_that_do_not_update_together_refuse_to_part_a_tie(mode: str) -> No
         job_of(*overrides)
 
 
-def test_a_refusal_says_that_sharded_copies_can_not_be_parted_either() -> None:
+def test_a_refusal_says_that_sharded_copies_can_not_be_separated_either() -> None:
     overrides = ["parallelism.mode=pipedream-flush", "parallelism.plan=2-2", "parallelism.shard=optimizer"]
     with pytest.raises(
         PlanError, match=r"\(those with a flush, .*\), where no layers move and no replicas are sharded$"

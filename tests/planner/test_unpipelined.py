@@ -77,7 +77,7 @@ def test_hybrid_keeps_a_heavy_end_on_one_worker() -> None:
     assert best.minibatch_s == min(made.with_prediction(each).minibatch_s for each in unlimited(made))
 
 
-def test_nothing_overlaps_but_replicas() -> None:
+def test_only_replicas_overlap() -> None:
     """Straight, hybrid takes as long as model parallelism; in two halves, half of that, and the sums on top."""
     asked = request([0.1] * 4, 4)
     straight, model = (Planner(asked, mode).for_replicas([1] * 4) for mode in ("hybrid", "model"))

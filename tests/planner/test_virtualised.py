@@ -1,4 +1,4 @@
-"""Plans whose stages choose their layers' policies: they fit, are the fastest, and are what is run."""
+"""Plans whose stages choose their layers' policies fit and are the fastest."""
 
 import itertools
 import time
@@ -48,7 +48,7 @@ def test_without_a_limit_everything_is_kept(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES_THAT_CHOOSE)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("share", [0.9, 0.75])
-def test_what_is_chosen_fits_in_the_simulator_too(mode: str, seed: int, share: float) -> None:
+def test_chosen_policies_fit_in_the_simulator_too(mode: str, seed: int, share: float) -> None:
     limit = int(share * roomy(mode, seed))
     planner = Planner(request(limit, seed=seed), mode)
     best = planner.best()
@@ -61,7 +61,7 @@ def test_what_is_chosen_fits_in_the_simulator_too(mode: str, seed: int, share: f
     assert with_policies.estimate_of(best.plan).minibatch_s == pytest.approx(best.minibatch_s)
 
 
-def test_a_plan_that_keeping_refuses_becomes_possible() -> None:
+def test_a_plan_too_large_with_keep_becomes_possible() -> None:
     """At the depth that keeps a straight pipeline full; with fewer minibatches in flight it would do."""
     asked = request(int(0.45 * roomy("pipedream")))
     plain = replace(asked, chooses=(), row=replace(MODES["pipedream"], shape="straight"), depth=WORKERS)
@@ -72,7 +72,7 @@ def test_a_plan_that_keeping_refuses_becomes_possible() -> None:
     assert {policy for stage in best.plan.stages for policy in stage.memory} > {KEEP}
 
 
-def test_more_to_choose_from_is_no_slower() -> None:
+def test_more_policies_are_no_slower() -> None:
     limit = int(0.7 * roomy("pipedream"))
     seconds = {
         chooses: Planner(replace(request(limit), chooses=chooses), "pipedream").best().bottleneck_s
@@ -81,19 +81,19 @@ def test_more_to_choose_from_is_no_slower() -> None:
     assert seconds[SWAP, RECOMPUTE] <= seconds[RECOMPUTE,] * (1 + 1e-9)
 
 
-def test_of_gpipe_no_more_is_computed_again_than_has_to_be() -> None:
+def test_gpipe_recomputes_no_more_than_necessary() -> None:
     vanilla = Planner(replace(request(None), chooses=()), "gpipe").best()
     assert {policy for stage in vanilla.plan.stages for policy in stage.memory} == {RECOMPUTE}
     best = Planner(request(int(0.9 * roomy("gpipe"))), "gpipe").best()
     assert best.bottleneck_s < vanilla.bottleneck_s
 
 
-def test_nothing_can_be_made_to_fit_and_a_sentence_says_so() -> None:
+def test_an_error_says_that_nothing_fits() -> None:
     with pytest.raises(PlanError, match=r"stage \d of mode pipedream doesn't fit whatever its layers do: .* more than"):
         Planner(request(10**6), "pipedream").best()
 
 
-def test_stages_are_cut_again_for_the_times_that_their_choices_make() -> None:
+def test_stages_are_recut_for_the_times_of_their_policies() -> None:
     """The first of a pipeline has most in flight and computes most again: it gives layers away."""
     asked = request(int(0.6 * roomy("pipedream")))
     best = Planner(asked, "pipedream").best()
@@ -124,7 +124,7 @@ def test_modes_with_one_stage_or_several_per_worker_choose_nothing() -> None:
 
 @pytest.mark.parametrize("mode", ["pipedream", "gpipe"])
 @pytest.mark.parametrize("chooses", [(), (SWAP, RECOMPUTE)], ids=["fixed", "chooses"])
-def test_searching_and_simulating_take_no_longer_than_all_of_it(
+def test_times_of_searching_and_simulating_are_within_the_total(
     mode: str, chooses: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a clock that goes on by a second whenever it is read."""

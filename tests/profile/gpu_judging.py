@@ -1,4 +1,4 @@
-"""What the computed profiles of today's devices are judged by: three profiles measured on one H100.
+"""Compares computed profiles of recent devices with three profiles measured on one H100.
 
 `h100_layers.csv` holds the times of the layers: fp32 without TF32, deterministic, 64 images of 3x224x224, torch 2.11
 with CUDA 13.0 and cuDNN 9.19, the medians of 11 passes of `pipebench profile` with `engine.timing=measured`.

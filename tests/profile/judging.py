@@ -1,6 +1,6 @@
-"""What the analytic profile is judged by: the PipeDream artifact's two V100 profiles, and published training rates.
+"""Compares the analytic profile with the PipeDream artifact's two V100 profiles, and with published training rates.
 
-The measured files aren't part of this repository; whoever has them puts them into `../shared/profiles`.
+The measured files aren't part of this repository; they are read from `../shared/profiles`.
 """
 
 import re
@@ -219,7 +219,7 @@ def rank_correlation(layers: Sequence[Judged]) -> float:
 
 
 def fitted(layers: Callable[[Efficiencies], Sequence[Judged]]) -> tuple[float, Efficiencies]:
-    """Return the factor on both efficiencies of arithmetic with which the total is as measured, and what it makes."""
+    """Return the factor on both efficiencies of arithmetic with which totals agree, and the layers computed with it."""
     low, high = 0.1, 10.0
     for _ in range(30):
         factor = (low * high) ** 0.5

@@ -94,7 +94,7 @@ def test_winograd_only_where_it_applies() -> None:
     assert seconds_per_flop(256, 5, 1) == pytest.approx(direct)
 
 
-def test_a_product_of_few_rows_leaves_most_of_a_tile_and_of_the_device_idle() -> None:
+def test_a_product_of_few_rows_leaves_most_of_the_device_idle() -> None:
     def seconds(rows: int, columns: int) -> float:
         with Roofline(V100) as roofline:
             torch.empty(rows, 4096, device="meta") @ torch.empty(4096, columns, device="meta")
@@ -107,7 +107,7 @@ def test_a_product_of_few_rows_leaves_most_of_a_tile_and_of_the_device_idle() ->
     assert seconds(1024, 4096) < 1.2 * 2 * 1024 * 4096**2 / rate
 
 
-def test_only_the_rows_looked_up_are_read() -> None:
+def test_an_embedding_reads_only_the_rows_looked_up() -> None:
     embedding = nn.Embedding(1000, 16, device="meta")
     words = torch.empty(7, dtype=torch.int64, device="meta")
     with Roofline(V100) as roofline:
@@ -118,7 +118,7 @@ def test_only_the_rows_looked_up_are_read() -> None:
     assert roofline.moved_bytes == 7 * 8 + 3 * 7 * 16 * 4 + 1000 * 16 * 4
 
 
-def test_what_is_expanded_is_read_once() -> None:
+def test_expanded_tensors_are_read_once() -> None:
     with Roofline(V100) as roofline:
         torch.empty(1, 8, device="meta").expand(100, 8) + torch.empty(100, 8, device="meta")
     assert roofline.moved_bytes == (8 + 2 * 800) * 4
@@ -147,7 +147,7 @@ def test_full_vgg_is_profiled_without_weights() -> None:
     assert (flatten.forward_s, flatten.backward_s) == (0, 0)
 
 
-def test_weight_parts_are_about_half_of_what_can_be_split() -> None:
+def test_weight_parts_are_about_half_of_split_backwards() -> None:
     """Of the first layer everything: nothing comes before it. Of others not half, if a bias is summed besides."""
     rows = full_vgg(64).layers[64]
     convolutions = [row for row in rows if row.kind == "Conv2d"]
@@ -177,7 +177,7 @@ def test_the_model_keeps_its_weights_and_buffers() -> None:
     assert not model.training
 
 
-def test_buffers_are_what_replicas_average() -> None:
+def test_buffer_bytes_are_those_that_replicas_average() -> None:
     request = ProfileRequest(trace(HalfFrozen().double()), Blobs(shape=(2, 8, 8)), [8], SGD, "half frozen")
     sizes = [row.buffer_sizes for row in analytic_profile(request, V100).layers[8] if row.buffer_sizes]
     moving, fixed = (
@@ -202,10 +202,10 @@ def test_update_time_counts_the_passes_over_the_parameters(optimizer: OptimizerR
 
 
 def test_progress_names_sizes() -> None:
-    told: list[str] = []
+    reported: list[str] = []
     graph = trace(nn.Linear(6, 4, dtype=torch.float64))
-    analytic_profile(ProfileRequest(graph, Blobs(), [2, 3], SGD, "linear"), V100, told.append)
-    assert told == ["computing all layers at 2 samples, 1 of 2", "computing all layers at 3 samples, 2 of 2"]
+    analytic_profile(ProfileRequest(graph, Blobs(), [2, 3], SGD, "linear"), V100, reported.append)
+    assert reported == ["computing all layers at 2 samples, 1 of 2", "computing all layers at 3 samples, 2 of 2"]
 
 
 def test_shared_parameters_stay_shared() -> None:
@@ -228,7 +228,7 @@ def test_unknown_device() -> None:
 
 
 class NeedsData(nn.Module):
-    """What comes out depends on the values that come in: shapes alone don't say it."""
+    """The output's shape depends on the input's values, not only on its shape."""
 
     one_layer = True
 
@@ -242,7 +242,7 @@ class NeedsData(nn.Module):
         return self.linear(x[found]) if bool((found >= 0).all()) else x
 
 
-def test_a_layer_that_fails_without_data_is_named_where_there_are_none() -> None:
+def test_a_layer_that_fails_without_data_is_named_if_data_are_missing() -> None:
     class Absent(Blobs):
         def fetch(self, *_: object) -> dict[str, torch.Tensor]:
             raise FileNotFoundError("blobs: no folder is given")
@@ -252,7 +252,7 @@ def test_a_layer_that_fails_without_data_is_named_where_there_are_none() -> None
         analytic_profile(request, V100)
 
 
-def test_a_layer_that_needs_data_is_priced_with_some() -> None:
+def test_a_layer_that_needs_data_is_costed_with_data() -> None:
     model = nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), NeedsData(), nn.Linear(6, 4, dtype=torch.float64))
     profile = analytic_profile(ProfileRequest(trace(model), Blobs(), [2, 4], SGD, "needs data"), V100)
     plain = nn.Sequential(*(nn.Linear(6, n, dtype=torch.float64) for n in (6, 6, 4)))

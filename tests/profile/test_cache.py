@@ -1,4 +1,4 @@
-"""The cache: one profile per key, whatever happens to the files."""
+"""The cache holds one profile per key, also if its files are damaged or can't be written."""
 
 import logging
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Which profile a recipe gets, and what is refused."""
+"""The choice of a recipe's profile, and refusals."""
 
 import json
 from dataclasses import replace
@@ -114,7 +114,7 @@ class Striding(nn.Module):
 
 @pytest.mark.parametrize("timing", ["analytic", "measured"])
 def test_options_of_layers_are_part_of_the_key(timing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """0.1.0: names and shapes of weights were, so a stride changed in a helper's module found the old profile."""
+    """0.1.0: only names and shapes of weights were, so a changed stride in a helper's module kept the old profile."""
 
     def measured(request: ProfileRequest, *_: object, **__: object) -> Profile:
         return analytic_profile(request, DEVICES["V100"])
@@ -124,13 +124,13 @@ def test_options_of_layers_are_part_of_the_key(timing: str, monkeypatch: pytest.
         name="r", model={"name": "vgg16"}, dataset={"name": "mnist5k"}, engine=EngineRecipe(timing=timing),
         train=TrainRecipe(minibatch_size=4, optimizer=SGD, max_epochs=1),
     )  # fmt: skip
-    here = cluster("V100" if timing == "analytic" else "local")
+    machine = cluster("V100" if timing == "analytic" else "local")
     requests = (profile_request(recipe, trace(Striding(stride)), mnist5k(), [4]) for stride in (1, 2))
-    one, two = (profile_for(recipe, here, request, torch.device("cpu")) for request in requests)
+    one, two = (profile_for(recipe, machine, request, torch.device("cpu")) for request in requests)
     assert one.layers[4][0].output_bytes > two.layers[4][0].output_bytes
 
 
-def test_times_of_this_machine_stay_here() -> None:
+def test_measured_times_are_refused_for_other_devices() -> None:
     with pytest.raises(ProfileError, match="measured gives this machine's times, which say nothing about the V100"):
         choice("measured")
     with pytest.raises(ProfileError, match="analytic needs a device of the catalogue"):
@@ -237,9 +237,9 @@ def small() -> Profile:
     return Profile("m", "V100", "measured", "", {4: rows}, 1e-12, 1e-5, {4: 0.1}, {4: 0.3})
 
 
-@pytest.mark.parametrize(("where", "value", "said"), WRONG, ids=map(str, range(len(WRONG))))
+@pytest.mark.parametrize(("where", "value", "sentence"), WRONG, ids=map(str, range(len(WRONG))))
 def test_a_wrong_value_is_one_sentence_that_says_where(
-    tmp_path: Path, where: tuple[Any, ...], value: Any, said: str
+    tmp_path: Path, where: tuple[Any, ...], value: Any, sentence: str
 ) -> None:
     data = json.loads(write_profile(small()))
     inner = data
@@ -252,7 +252,7 @@ def test_a_wrong_value_is_one_sentence_that_says_where(
     with pytest.raises(ProfileError) as refused:
         load_profile(path)
     assert str(refused.value).startswith(f"profile {path}: ")
-    assert said in str(refused.value)
+    assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)
 
 

@@ -21,21 +21,21 @@ DRAWS: dict[str, tuple[Callable[[random.Random], float], float]] = {  # a draw, 
 
 
 @pytest.mark.parametrize("count", RANKS)
-def test_ends_are_those_of_the_table(count: int) -> None:
+def test_ranks_equal_the_table_s(count: int) -> None:
     samples = list(range(1, count + 1))
     random.Random(count).shuffle(samples)
     assert median_interval(samples) == RANKS[count]
 
 
 @pytest.mark.parametrize("count", range(6))
-def test_too_few_samples_know_nothing(count: int) -> None:
+def test_too_few_samples_have_no_interval(count: int) -> None:
     assert median_interval([1.0] * count) == (-math.inf, math.inf)
     if count:
         assert uncertainty([[1.0] * count]) == math.inf
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_an_interval_has_the_median_in_it_as_often_as_it_says(name: str) -> None:
+def test_intervals_contain_the_median_as_often_as_stated(name: str) -> None:
     draw, median = DRAWS[name]
     drawn = random.Random(7)
     for count in (6, 11, 25):
@@ -47,8 +47,8 @@ def test_an_interval_has_the_median_in_it_as_often_as_it_says(name: str) -> None
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_stopping_when_it_is_narrow_seldom_misses_the_median(name: str) -> None:
-    """Looking after every sample costs some of the confidence: nine of ten stay, as the rule says."""
+def test_stopping_at_a_narrow_interval_seldom_misses_the_median(name: str) -> None:
+    """Checking after every sample lowers the confidence: to nine in ten, as the rule's docstring says."""
     draw, median = DRAWS[name]
     drawn, rule, inside, counts = random.Random(11), StopRule(within=0.15, most=60), 0, set()
     for _ in range(1000):
@@ -72,22 +72,22 @@ def repetitions(rule: StopRule, draw: Callable[[int], float], each_s: float = 0.
     raise AssertionError
 
 
-def test_what_does_not_vary_takes_the_least() -> None:
+def test_constant_times_take_the_fewest_samples() -> None:
     assert repetitions(StopRule(least=8), lambda _: 3.0) == 8
 
 
-def test_what_varies_takes_more_and_never_more_than_the_most() -> None:
+def test_varying_times_take_more_samples_up_to_the_limit() -> None:
     assert repetitions(StopRule(), lambda k: 1.0 + 0.01 * (k % 3)) == 6
     assert 6 < repetitions(StopRule(), lambda k: 1.0 + (0.2 if k % 6 == 0 else 0.01 * (k % 3))) < 15
     assert repetitions(StopRule(), lambda k: 2.0 ** (k % 9)) == 15
 
 
-def test_outliers_do_not_keep_it_from_ending() -> None:
+def test_outliers_do_not_delay_the_end() -> None:
     """One in five takes a hundred times as long: the mean would need hundreds of samples, the median doesn't."""
     assert repetitions(StopRule(), lambda k: 100.0 if k % 5 == 4 else 1.0 + 0.01 * (k % 2)) < 12
 
 
-def test_time_ends_it_but_for_a_few_or_a_long_one() -> None:
+def test_the_time_limit_ends_all_but_the_fewest_samples() -> None:
     varies = lambda k: 2.0 ** (k % 9)  # noqa: E731
     assert repetitions(StopRule(most_s=10.0), varies, 1.0) == 10
     assert repetitions(StopRule(most_s=10.0), varies, 6.0) == 3

@@ -1,4 +1,4 @@
-"""Computed profiles of today's devices against what was measured; `reports/gpu_efficiencies.md` is the whole of it."""
+"""Computed profiles of recent devices against measurements; `reports/gpu_efficiencies.md` has all of them."""
 
 from dataclasses import asdict, replace
 
@@ -40,7 +40,7 @@ def test_whole_steps_are_within_15_percent(model: str) -> None:
     assert 0.85 < computed * 1e3 / WHOLE_MS[model] < 1.15
 
 
-def test_the_shipped_constants_are_those_of_the_fit() -> None:
+def test_the_shipped_constants_equal_the_fit_s() -> None:
     assert HOPPER.convolutions is not None
     assert asdict(fitted([*MODELS], START)) == pytest.approx(asdict(HOPPER.convolutions), rel=0.02)
 

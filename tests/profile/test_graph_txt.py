@@ -1,4 +1,4 @@
-"""The artifact's graph.txt: what is read, that it is written back exactly, and that every fault has its line."""
+"""The artifact's graph.txt is read and written back exactly, and every fault has its line."""
 
 import re
 from dataclasses import replace
@@ -62,7 +62,7 @@ def test_crlf_blank_lines_stages_and_a_missing_newline_change_nothing() -> None:
         assert read(text) == read(SKIP)
 
 
-def test_what_is_written_is_sorted_and_plain() -> None:
+def test_written_nodes_are_sorted_and_plain() -> None:
     first, second, *_ = write_graph_txt(read(SKIP), 16).splitlines()
     assert first == node("node1", "Input0", "0.125", "0.000")
     assert second == node("node2", "LSTM(8, 8)", "18.335", "[6.0; 1.0; 1.0]")
@@ -188,7 +188,7 @@ def test_written_and_read_back(profile: Profile) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_nothing_but_a_profile_error_comes_out(data: st.DataObject) -> None:
+def test_mutated_files_raise_only_profile_errors(data: st.DataObject) -> None:
     """Lines cut, doubled, swapped, and letters changed: refused in one sentence, or read and then written exactly."""
     lines = SKIP.splitlines(keepends=True)
     for _ in range(data.draw(st.integers(1, 4))):

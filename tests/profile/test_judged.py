@@ -1,4 +1,4 @@
-"""The analytic profile against what was measured; `reports/analytic_profile.md` is the whole of it in words."""
+"""The analytic profile against measurements; `reports/analytic_profile.md` explains them."""
 
 import math
 
@@ -39,7 +39,7 @@ def test_vgg_is_within_15_percent_with_constants_that_never_saw_it() -> None:
 
 
 @measured
-def test_times_of_gnmt_are_not_those_of_its_sizes() -> None:
+def test_times_of_gnmt_do_not_fit_its_sizes() -> None:
     """At the 47 target words of the sizes, the classifier would run faster than any V100 can."""
     classifier = gnmt(FILE_WORDS)[-1]
     flops = 2 * (FILE_WORDS - 1) * SENTENCES * 1024 * 32320
@@ -48,12 +48,15 @@ def test_times_of_gnmt_are_not_those_of_its_sizes() -> None:
 
 
 @measured
-def test_gnmt_is_within_15_percent_at_the_length_its_classifier_tells() -> None:
+def test_gnmt_is_within_15_percent_at_the_length_implied_by_its_classifier() -> None:
     words = mean_words()
     assert 28 <= words <= 34
     layers = gnmt(words)
     assert 0.85 < ratio(layers) < 1.15
-    computed, classifier = sum(layer.computed for layer in layers), layers[-1]  # the rest, that told no length:
+    computed, classifier = (
+        sum(layer.computed for layer in layers),
+        layers[-1],
+    )  # the rest, from which no length was derived:
     rest = sum(layer.measured for layer in layers) - classifier.measured_forward
     assert 0.85 < (computed - classifier.computed_forward) / rest < 1.15
     assert rank_correlation(rejoined(layers)) > 0.95
@@ -61,7 +64,7 @@ def test_gnmt_is_within_15_percent_at_the_length_its_classifier_tells() -> None:
 
 
 @measured
-def test_parameters_of_gnmt_are_those_of_the_file() -> None:
+def test_parameters_of_gnmt_equal_the_file_s() -> None:
     """But for the attention's vector and scalar, 1025 numbers that the file doesn't count."""
     for layer in gnmt(FILE_WORDS):
         missing = 4 * 1025 if layer.kind == "RecurrentAttention" else 0
@@ -80,7 +83,7 @@ def test_fitted_on_one_profile_the_other_is_within_15_percent() -> None:
     assert 0.85 < factor < 1.15
 
 
-def test_the_convolutions_efficiency_is_what_published_rates_say() -> None:
+def test_the_convolutions_efficiency_agrees_with_published_rates() -> None:
     logs = [math.log(rate.computed() / rate.published) for rate in FITTED_ON]
     assert abs(sum(logs) / len(logs)) < 0.03
     assert max(map(abs, logs)) < math.log(1.2)

@@ -1,4 +1,4 @@
-"""What issuing kernels costs: as many as torch's tracer finds, each no shorter than its launch, then a pause."""
+"""The cost of kernel launches: as many as torch's tracer finds, each no shorter than its launch, then a pause."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -93,7 +93,7 @@ def test_kernels_of_cudnn_have_no_pause_between_them() -> None:
     assert paused - seconds == pytest.approx(states)
 
 
-def test_a_cluster_says_what_its_hosts_take(tmp_path: Path) -> None:
+def test_a_cluster_may_give_its_hosts_launch_times(tmp_path: Path) -> None:
     own = "extends: cluster-a\nlaunch: {value: 25 us, assumed: test}\npause: {value: 0.3 ms, calibrated: on a cell}\n"
     (tmp_path / "own.yaml").write_text(own)
     assert device_of(load_cluster("cluster-a", 1)) == V100

@@ -1,4 +1,4 @@
-"""Profiles of minibatches whose length varies: every length by itself, and what plans are made for."""
+"""Profiles of minibatches of varying length: every length separately, and the profile that plans use."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -46,13 +46,13 @@ def profile(recipe: Path) -> Profile:
 
 
 @pytest.mark.parametrize("columns", [9, 50])
-def test_every_length_is_profiled_by_itself(recipe: Path, profile: Profile, columns: int) -> None:
+def test_every_length_is_profiled_separately(recipe: Path, profile: Profile, columns: int) -> None:
     alone = profile_of(recipe, "dataset.lengths=fixed", f"dataset.typical_length={columns}")
     found = next(each for each in profile.lengths if each.columns == columns)
     assert (found.layers, found.load_s) == (alone.layers, alone.load_s)
 
 
-def test_what_plans_are_made_for_are_means_and_the_memory_of_the_longest(profile: Profile) -> None:
+def test_plans_use_means_and_the_memory_of_the_longest(profile: Profile) -> None:
     assert tuple(each.columns for each in profile.lengths) == COLUMNS
     shares = [each.share for each in profile.lengths]
     for size, rows in profile.layers.items():
@@ -77,7 +77,7 @@ def test_a_profile_with_lengths_is_read_back_exactly_and_runs(recipe: Path, prof
         profile_of(recipe, f"engine.timing={path}")
 
 
-def test_what_isnt_whole_is_refused(profile: Profile) -> None:
+def test_incomplete_lengths_are_refused(profile: Profile) -> None:
     first, *others = profile.lengths
     sizes = [*first.layers]
     short = {size: rows for size, rows in first.layers.items() if size != sizes[0]}
@@ -93,12 +93,12 @@ def test_what_isnt_whole_is_refused(profile: Profile) -> None:
             read_profile(write_profile(replace(profile, lengths=tuple(lengths))))
 
 
-def test_times_can_be_measured_at_no_length_that_is_only_declared(recipe: Path) -> None:
+def test_declared_lengths_cannot_be_measured(recipe: Path) -> None:
     with pytest.raises(ProfileError, match=r"dataset\.lengths: declared needs times at every length, and only the dat"):
         profile_of(recipe, "cluster.name=local")
 
 
-def test_everything_that_is_kept_is_as_long_as_the_longest(recipe: Path) -> None:
+def test_kept_bytes_are_those_of_the_longest(recipe: Path) -> None:
     loaded = load(str(recipe))
     job = prepare(loaded.recipe, loaded.cluster, trains=False)
     longest = _longest(loaded)
@@ -119,7 +119,7 @@ def _longest(loaded: LoadedRecipe) -> Profile:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["dp", "dp-asp", "pipedream", "interleaved", "pipedream-2bw"])
-def test_a_run_says_what_its_epoch_is_known_from(recipe: Path, mode: str) -> None:
+def test_a_run_reports_how_its_epoch_was_estimated(recipe: Path, mode: str) -> None:
     keys = [f"parallelism={{mode: {mode}, plan: auto}}", "dataset.num_train=60003"]
     loaded = load(str(recipe), keys)
     with faults_of(loaded):
@@ -137,6 +137,6 @@ def test_a_run_says_what_its_epoch_is_known_from(recipe: Path, mode: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ["virtual", "distributed"])
-def test_what_trains_takes_sentences_as_they_are(recipe: Path, kind: str) -> None:
+def test_training_uses_real_lengths(recipe: Path, kind: str) -> None:
     with pytest.raises(RecipeError, match=rf"dataset\.lengths: got declared, which is for .*: kind {kind} trains"):
         load(str(recipe), [f"engine.kind={kind}"])

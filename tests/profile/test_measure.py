@@ -1,4 +1,4 @@
-"""The measured profile: what it leaves alone, and bounds so loose that only nonsense fails them."""
+"""The measured profile: state that it doesn't change, and loose bounds on its times."""
 
 import gc
 import re
@@ -51,7 +51,7 @@ def profile() -> Profile:
     )
 
 
-def test_every_layer_and_size_is_there(profile: Profile) -> None:
+def test_every_layer_and_size_is_measured(profile: Profile) -> None:
     names = [layer.name for layer in trace(narrow()).layers]
     for size in (4, 16):
         assert [row.name for row in profile.layers[size]] == [*names, "loss"]
@@ -70,7 +70,7 @@ def test_sum_over_layers_is_about_a_whole_step(profile: Profile) -> None:
 @pytest.mark.parametrize(
     ("ratios", "far"), [({4: 0.51, 8: 1.9}, ""), ({4: 1.0, 8: 0.49}, "8"), ({4: 2.1, 8: 0.1}, "4, 8")]
 )
-def test_sums_far_from_a_whole_step_are_doubted(ratios: dict[int, float], far: str) -> None:
+def test_sums_far_from_a_whole_step_are_reported(ratios: dict[int, float], far: str) -> None:
     note = note_on_sums(ratios)
     assert (f"; not near 1 at {far}: " in note) if far else ("not near" not in note)
     assert note_on_sums({}) == ""
@@ -144,7 +144,7 @@ def test_vgg_adds_up() -> None:
     assert 0.25 < profile.sum_over_whole[32] < 4  # 0.9 to 1.1 on a quiet machine
 
 
-def test_model_and_random_state_are_left_as_found() -> None:
+def test_model_and_random_state_are_unchanged() -> None:
     model = narrow().eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
@@ -159,24 +159,24 @@ def test_model_and_random_state_are_left_as_found() -> None:
 
 def test_progress_names_layers_and_sizes_which_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_REPORT_EVERY_S", 0.0)
-    told: list[str] = []
+    reported: list[str] = []
     graph = trace(nn.Linear(6, 4, dtype=torch.float64))
     measured_profile(
-        ProfileRequest(graph, Blobs(), [2, 3], SGD, "linear"), CPU, StopRule(most=1), told.append, engine=ENGINE
+        ProfileRequest(graph, Blobs(), [2, 3], SGD, "linear"), CPU, StopRule(most=1), reported.append, engine=ENGINE
     )
     one = [f"measuring layer {k} of 2 at {size} samples" for size in (2, 3) for k in (1, 1, 2, 2, 1)]
     first = [line for line in one if line.startswith("measuring layer 1")][::3]
     # The first pass counts bytes and says only that it begins; forwards go up, backwards down.
-    assert told == [*first, *one, *one]
+    assert reported == [*first, *one, *one]
 
 
 def test_a_long_pass_is_measured_once_after_one_of_warm_up() -> None:
-    told: list[str] = []
+    reported: list[str] = []
     profile = measured_profile(
         ProfileRequest(trace(nn.Linear(6, 4, dtype=torch.float64)), Blobs(), [2], SGD, "linear"),
-        CPU, StopRule(most_s=0.0), told.append, engine=ENGINE,
+        CPU, StopRule(most_s=0.0), reported.append, engine=ENGINE,
     )  # fmt: skip
-    assert told.count("measuring layer 1 of 2 at 2 samples") == 2  # each pass says that it begins
+    assert reported.count("measuring layer 1 of 2 at 2 samples") == 2  # each pass says that it begins
     assert profile.note.startswith("medians of 1 pass at 2 samples (too few to say how precise) after warm-up")
 
 
@@ -255,22 +255,22 @@ def test_measuring_leaves_no_cached_gpu_memory() -> None:
 
 
 @pytest.mark.parametrize(("device", "emptied"), [("cuda", 2), ("cpu", 0)])
-def test_gpu_memory_is_given_back_whatever_came_of_it(
+def test_gpu_memory_is_released_after_success_and_failure(
     device: str, emptied: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU isn't needed to see it: what measures is made up."""
-    told: list[str] = []
+    """Measuring is replaced by a stand-in, so no GPU is needed."""
+    reported: list[str] = []
 
     def fails(*_: object) -> Profile:
         raise ProfileError("a layer fails")
 
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: reported.append("emptied"))
     monkeypatch.setattr(measure, "_measured", lambda *_: None)
     measured_profile(ProfileRequest(trace(nn.Tanh()), Blobs(), [2], SGD, ""), torch.device(device), engine=ENGINE)
     monkeypatch.setattr(measure, "_measured", fails)
     with pytest.raises(ProfileError):
         measured_profile(ProfileRequest(trace(nn.Tanh()), Blobs(), [2], SGD, ""), torch.device(device), engine=ENGINE)
-    assert len(told) == emptied
+    assert len(reported) == emptied
 
 
 def test_no_copy_of_a_large_model_is_left_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +287,7 @@ def test_no_copy_of_a_large_model_is_left_on_the_host(monkeypatch: pytest.Monkey
 
 
 class Slow(Blobs):
-    """Its first fetches are slow, as those are that get new memory; on a clock of its own."""
+    """Its first fetches are slow, as those that allocate memory; on a simulated clock."""
 
     now_s = 0.0
     fetches = 0
@@ -301,9 +301,7 @@ class Slow(Blobs):
 
 
 @pytest.mark.parametrize(("processes", "each_s"), [(0, 0.02), (4, 0.005)])
-def test_loading_is_timed_when_it_has_become_steady(
-    processes: int, each_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loading_is_timed_once_it_is_steady(processes: int, each_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """0.1.0 took up to twenty times as long for the same minibatch, by what the allocator did meanwhile."""
     data = Slow()
     data.loader_processes = processes

@@ -1,4 +1,4 @@
-"""A model that a device can't hold as a whole is measured in pieces, and nothing of its profile is another's."""
+"""A model that a device can't hold as a whole is measured in pieces, with the profile of a whole pass."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Blobs]] = {
 @pytest.mark.parametrize("num_pieces", [2, 3, 100])
 @pytest.mark.parametrize("named", MODELS)
 @pytest.mark.parametrize("counts", [True, False], ids=["saved bytes are counted", "passes are timed"])
-def test_every_layer_does_what_it_does_in_a_whole_pass(named: str, num_pieces: int, counts: bool) -> None:
+def test_every_layer_has_the_operations_and_bytes_of_a_whole_pass(named: str, num_pieces: int, counts: bool) -> None:
     """Its operations and their sizes, priced as a device of the catalogue would take for them, and its bytes."""
     make, dataset = MODELS[named]
     graph = trace(make())
@@ -68,23 +68,23 @@ LAYER_BYTES = 4 * WIDTH**2
 
 
 @pytest.fixture
-def little_to_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def step_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time an optimizer's step on one layer, as it is on a small part of a model of gigabytes."""
     monkeypatch.setattr(measure, "_STEPPED_BYTES", LAYER_BYTES // 2)
 
 
-def measured(limit_bytes: float, told: list[str]) -> Profile:
-    """Measure a stack of layers on a made-up GPU with so much memory."""
+def measured(limit_bytes: float, notes: list[str]) -> Profile:
+    """Measure a stack of layers on an emulated GPU of `limit_bytes`."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)))
     dataset = Blobs(classes=WIDTH, shape=(WIDTH,), dtype=torch.float32)
     request = ProfileRequest(trace(model), dataset, [2, 4], OptimizerRecipe("sgd", lr=0.1), "it")
     with made_up_gpu(limit_bytes):
-        return measured_profile(request, CUDA, StopRule(most=2), told.append, engine=EngineRecipe())
+        return measured_profile(request, CUDA, StopRule(most=2), notes.append, engine=EngineRecipe())
 
 
-@pytest.mark.usefixtures("little_to_step_on")
+@pytest.mark.usefixtures("step_one_layer")
 @pytest.mark.parametrize(("layers_held", "num_pieces"), [(100, 1), (14, 2), (8, 4), (4.5, 8)])
-def test_as_few_pieces_as_the_device_can_hold(
+def test_as_few_pieces_as_fit_are_measured(
     layers_held: float, num_pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stepped: list[str] = []
@@ -94,12 +94,12 @@ def test_as_few_pieces_as_the_device_can_hold(
         return make_optimizer(recipe, parameters)
 
     monkeypatch.setattr(measure, "make_optimizer", noted)
-    told: list[str] = []
-    found = measured(layers_held * LAYER_BYTES, told)
+    notes: list[str] = []
+    found = measured(layers_held * LAYER_BYTES, notes)
     assert f"in {num_pieces} pieces" in found.note or num_pieces == 1
     assert bool(found.whole_step_s) == (num_pieces == 1)
     tried = [2**k for k in range(1, 10) if 2**k <= num_pieces]
-    assert [each for each in told if "pieces" in each] == [
+    assert [each for each in notes if "pieces" in each] == [
         f"measuring in {k} pieces, larger ones are too much for cuda" for k in tried
     ]
     whole = measured(1e9, [])
@@ -110,9 +110,9 @@ def test_as_few_pieces_as_the_device_can_hold(
     assert {*stepped} == {"cuda:0"}
 
 
-@pytest.mark.usefixtures("little_to_step_on")
+@pytest.mark.usefixtures("step_one_layer")
 @pytest.mark.parametrize(("activations_held", "num_pieces"), [(14, 1), (10, 2), (8, 4)])
-def test_activations_that_filled_the_device_are_gone_when_it_is_tried_again(
+def test_activations_that_filled_the_device_are_freed_before_the_next_try(
     activations_held: int, num_pieces: int
 ) -> None:
     """A layer that saves its own output would keep it, and a graph is nothing that Python's collector sees."""
@@ -125,8 +125,8 @@ def test_activations_that_filled_the_device_are_gone_when_it_is_tried_again(
     assert bool(found.whole_step_s) == (num_pieces == 1)
 
 
-@pytest.mark.usefixtures("little_to_step_on")
-def test_the_sum_of_a_tied_gradient_waits_on_the_host() -> None:
+@pytest.mark.usefixtures("step_one_layer")
+def test_the_sum_of_a_tied_gradient_is_stored_on_the_host() -> None:
     """It filled the device beside every piece between the layers that share the parameter."""
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS - 1)]
     layers[0].weight = layers[-1].weight
@@ -156,8 +156,8 @@ class Hourglass(nn.Module):
         return x
 
 
-@pytest.mark.usefixtures("little_to_step_on")
-def test_values_that_skip_pieces_wait_on_the_host() -> None:
+@pytest.mark.usefixtures("step_one_layer")
+def test_values_that_skip_pieces_are_stored_on_the_host() -> None:
     """They filled the device, however many pieces there were: of eight outputs each skips to the other half."""
     dataset, size = Blobs(num_train=512, classes=8, shape=(8,), dtype=torch.float32), 512
     request = ProfileRequest(trace(Hourglass(8)), dataset, [size], OptimizerRecipe("sgd", lr=0.1), "it")
@@ -185,7 +185,7 @@ def test_a_piece_begins_with_values_of_earlier_pieces_only(monkeypatch: pytest.M
     assert any(found for _, found in begun)
 
 
-@pytest.mark.usefixtures("little_to_step_on")
+@pytest.mark.usefixtures("step_one_layer")
 def test_a_layer_too_large_for_the_device_is_named() -> None:
     with pytest.raises(
         ProfileError, match=r"^(from layer _[0-9]+ on nothing|layer _[0-9]+ .Linear.) can.*CUDA out of memory"
@@ -193,8 +193,8 @@ def test_a_layer_too_large_for_the_device_is_named() -> None:
         measured(1.5 * LAYER_BYTES, [])
 
 
-@pytest.mark.usefixtures("little_to_step_on")
-def test_steps_of_the_whole_count_where_every_process_has_timed_them() -> None:
+@pytest.mark.usefixtures("step_one_layer")
+def test_whole_steps_count_only_if_every_process_has_timed_them() -> None:
     """Of two GPUs, something else has taken memory of one."""
     whole, apart = measured(1e9, []), measured(9 * LAYER_BYTES, [])
     assert whole.whole_step_s

@@ -112,7 +112,7 @@ def test_products_run_at_the_peak_of_tensor_cores_where_there_are_some(
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", MODES)
-def test_memory_is_what_was_predicted_at_most(mode: str) -> None:
+def test_memory_is_at_most_the_predicted(mode: str) -> None:
     """The prediction has room for transfers besides, and counts what every unit in flight keeps."""
     setup = mode_setup(
         ConvNet(), mode, [4], dataset=images(), precision="bf16",

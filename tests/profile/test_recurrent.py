@@ -37,7 +37,7 @@ def inputs(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)])
-def test_flops_are_those_of_two_products_per_gate(kind: Any, gates: int) -> None:
+def test_flops_equal_two_products_per_gate(kind: Any, gates: int) -> None:
     """Every gate of every step multiplies the input and the last output; the backward does each product twice."""
     _, forward, backward = run(kind(INPUT, HIDDEN, device="meta"), inputs())
     per_step = gates * 2 * HIDDEN * (INPUT + HIDDEN)
@@ -55,7 +55,7 @@ def test_flops_are_those_of_two_products_per_gate(kind: Any, gates: int) -> None
     ],
     ids=str,
 )
-def test_flops_and_shapes_equal_those_of_torchs_decomposition(options: dict[str, Any]) -> None:
+def test_flops_and_shapes_equal_torch_s_decomposition(options: dict[str, Any]) -> None:
     lstm, x = nn.LSTM(INPUT, HIDDEN, device="meta", **options), inputs()
     with FlopCounterMode(display=False) as counter:
         expected, (h, c) = lstm(x)
@@ -101,7 +101,7 @@ def test_packed_sequences_do_only_the_rows_they_have() -> None:
     run(nn.GRU(INPUT, HIDDEN, device="meta"), x)
 
 
-def test_the_gates_and_the_cell_are_kept_for_the_backward() -> None:
+def test_the_gates_and_the_cell_are_saved_for_the_backward() -> None:
     sizes: list[int] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -122,7 +122,7 @@ def test_frozen_weights_cost_no_gradient() -> None:
     assert backward.flops == STEPS * SAMPLES * 8 * HIDDEN * (INPUT + HIDDEN)
 
 
-def test_sixteen_layers_of_gnmt_are_profiled_without_walking_through_the_steps() -> None:
+def test_sixteen_layers_of_gnmt_are_profiled_without_running_the_steps() -> None:
     with torch.device("meta"):
         graph = trace(gnmt16().train())
     dataset, calls = Sentences(50, 50), 0

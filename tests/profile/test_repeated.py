@@ -1,4 +1,4 @@
-"""Operations that repeat themselves on the meta device: looked up, they put out and cost what they do when they run."""
+"""Repeated operations on the meta device have the outputs and costs, when looked up, that they have when run."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def costs() -> tuple[Any, ...]:
     return priced.flops, priced.moved_bytes, priced.launches, priced.seconds, out.shape, out.stride(), gradients
 
 
-def test_a_model_costs_what_it_does_when_every_operation_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_costs_as_much_as_if_every_operation_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     found = costs(), costs()
     calls: Any = roofline._known_operations(DEVICES["V100"], DEVICES["V100"].efficiencies)
     names = {str(func) for func, *_ in calls}
@@ -62,13 +62,13 @@ def test_numbers_that_are_equal_but_not_the_same_are_told_apart() -> None:
     ("operation", "args"),
     [(aten.add_.Tensor, (1.0,)), (aten.view.default, ([2, 3],)), (aten.mul.out, (2.0,)), (aten.mul.Tensor, ("cpu",))],
 )
-def test_what_changes_arguments_or_reads_numbers_is_run(operation: Any, args: tuple[Any, ...]) -> None:
+def test_operations_that_change_arguments_or_read_values_are_run(operation: Any, args: tuple[Any, ...]) -> None:
     """`"cpu"` stands for a tensor that has numbers."""
     given = [torch.ones(()) if each == "cpu" else each for each in args]
     assert call_of(operation, (torch.empty(6, device="meta"), *given), {}) is None
 
 
-def test_views_of_arguments_and_of_each_other_are_not_taken_for_new_tensors() -> None:
+def test_views_of_arguments_and_of_each_other_are_not_counted_as_new_tensors() -> None:
     x = torch.empty(4, 6, device="meta")
     whole = torch.empty(8, device="meta")
     assert outputs_of(aten.unsafe_split.Tensor(x, 2), (x,)) is None

@@ -1,4 +1,4 @@
-"""What a graph.txt's layers keep for the backward, beside what live tensors are, and rules for each kind."""
+"""Bytes that a graph.txt's layers save for the backward, against live tensors, and rules for each kind."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,7 +35,7 @@ def total(rows: tuple[LayerProfile, ...]) -> int:
 
 
 @pytest.mark.parametrize(("make", "within"), [(vgg16, 0.02), (alexnet, 0.03), (resnet50, 0.02)])
-def test_models_of_the_zoo_keep_what_their_profile_says(make: Callable[[], nn.Module], within: float) -> None:
+def test_saved_bytes_of_models_agree_with_their_profiles(make: Callable[[], nn.Module], within: float) -> None:
     own = analytic(make)
     read = read_graph_txt(write_graph_txt(own, SIZE), "own.graph.txt", SIZE)
     rows, expected = read.layers[SIZE], own.layers[SIZE]
@@ -44,7 +44,7 @@ def test_models_of_the_zoo_keep_what_their_profile_says(make: Callable[[], nn.Mo
     assert total(expected) < 0.85 * overstated, "what was taken before would do"
 
 
-def test_every_layer_of_vgg_keeps_what_its_profile_says() -> None:
+def test_saved_bytes_of_every_layer_of_vgg_agree_with_its_profile() -> None:
     own = analytic(vgg16)
     written = replace(own, layers={SIZE: own.layers[SIZE]})
     read = [row for row in read_graph_txt(write_graph_txt(written, SIZE), "own", SIZE).layers[SIZE] if not row.is_input]
@@ -59,24 +59,24 @@ def node(name: str, kind: str, size: str = "8.0") -> str:
     return f"{name} -- {kind} -- {costs}"
 
 
-def kept(*lines: str, edges: str) -> dict[str, tuple[int, tuple[tuple[int, int], ...]]]:
+def saved(*lines: str, edges: str) -> dict[str, tuple[int, tuple[tuple[int, int], ...]]]:
     text = "\n".join([*lines, *(f"\t{' -- '.join(edge)}" for edge in edges.split())])
     return {row.name: (row.saved_bytes, row.saved_with) for row in read_graph_txt(text, "g").layers[1]}
 
 
-def test_what_works_in_place_has_no_tensor_of_its_own() -> None:
+def test_in_place_layers_save_no_tensor_of_their_own() -> None:
     """A convolution keeps its input, a normalisation too; a ReLU its output, which may be the normalisation's."""
     lines = (node("a", "Input", "80.0"), node("b", "Conv2d(3, 4)", "40.0"), node("c", "BatchNorm2d(4)", "40.0"))
     for kind in ("ReLU(inplace)", "ReLU(inplace=True)", "ReLU()", "relu"):
-        found = kept(*lines, node("d", kind, "40.0"), node("e", "Conv2d(4, 4)", "20.0"), edges="ab bc cd de")
+        found = saved(*lines, node("d", kind, "40.0"), node("e", "Conv2d(4, 4)", "20.0"), edges="ab bc cd de")
         assert {name: found[name] for name in "bcde"} == {
             "b": (80, ()), "c": (40, ()), "d": (40, ()), "e": (0, ((3, 40),)),
         }  # fmt: skip
 
 
-def test_a_tensor_that_several_keep_is_kept_once() -> None:
+def test_a_tensor_that_several_layers_save_counts_once() -> None:
     lines = (node("a", "ReLU", "40.0"), node("b", "Linear(1, 2)", "8.0"), node("c", "Linear(1, 2)", "8.0"))
-    found = kept(*lines, node("d", "Add", "8.0"), edges="ab ac bd cd")
+    found = saved(*lines, node("d", "Add", "8.0"), edges="ab ac bd cd")
     assert {name: found[name] for name in "abcd"} == {
         "a": (40, ()),
         "b": (0, ((0, 40),)),
@@ -104,14 +104,14 @@ def test_a_tensor_that_several_keep_is_kept_once() -> None:
     ],
 )
 def test_kinds(kind: str, num_bytes: int) -> None:
-    assert kept(node("a", "Add", "64.0"), node("b", kind), edges="ab")["b"] == (num_bytes, ())
+    assert saved(node("a", "Add", "64.0"), node("b", kind), edges="ab")["b"] == (num_bytes, ())
 
 
-def test_an_lstm_keeps_its_gates_and_those_who_read_a_part_of_its_output_keep_that() -> None:
+def test_an_lstm_saves_its_gates_and_readers_of_a_part_of_its_output_save_that() -> None:
     lines = (node("a", "Add", "64.0"), node("b", "LSTM(4, 4)", "[32.0; 4.0; 4.0]"), node("c", "__getitem__(0)", "32.0"))
-    found = kept(*lines, node("d", "Linear(4, 4)", "16.0"), edges="ab bc cd")
+    found = saved(*lines, node("d", "Linear(4, 4)", "16.0"), edges="ab bc cd")
     assert {name: found[name] for name in "bcd"} == {"b": (64 + 32 + 5 * 32, ()), "c": (0, ()), "d": (0, ((1, 32),))}
 
 
-def test_a_loss_keeps_log_probabilities() -> None:
-    assert kept(node("a", "Linear(4, 4)", "64.0"), edges="")["loss"] == (64, ())
+def test_a_loss_saves_log_probabilities() -> None:
+    assert saved(node("a", "Linear(4, 4)", "64.0"), edges="")["loss"] == (64, ())

@@ -66,7 +66,7 @@ def simulated(tensor: int, **parallelism: Any) -> tuple[Mapping[str, float], Job
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_simulated_bytes_are_the_planners_and_megatrons(recompute: bool) -> None:
+def test_simulated_bytes_equal_the_planner_s_and_megatron_s(recompute: bool) -> None:
     found, job = simulated(2, recompute=recompute)
     setup = job.setup
     rows = setup.profile.layers[4]
@@ -95,7 +95,7 @@ def tuned(**options: Any) -> nn.Module:
     return model
 
 
-def test_slices_divide_what_is_not_trained() -> None:
+def test_slices_divide_frozen_parameters() -> None:
     options = {key: value for key, value in RECIPE["model"].items() if key != "name"}
     found = []
     for tensor in (1, 2):
@@ -112,7 +112,7 @@ def test_slices_divide_what_is_not_trained() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parallelism", "others", "said"),
+    ("parallelism", "others", "sentence"),
     [
         ({"tensor": 3}, {}, "parallelism.tensor: got 3, which doesn't divide the 8 devices"),
         ({"tensor": 0}, {}, "parallelism.tensor: got 0, allowed is a whole number of at least 1"),
@@ -120,13 +120,15 @@ def test_slices_divide_what_is_not_trained() -> None:
         ({"tensor": 2}, {"engine": {"kind": "simulated", "timing": "a/b.json"}}, "got 2 with timing .*times of whole"),
     ],
 )
-def test_recipes_that_ask_for_too_much(parallelism: dict[str, Any], others: dict[str, Any], said: str) -> None:
-    with pytest.raises(RecipeError, match=said):
+def test_impossible_numbers_of_slices_are_refused(
+    parallelism: dict[str, Any], others: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(RecipeError, match=sentence):
         load_mapping({**RECIPE, "parallelism": {"mode": "dp", **parallelism}, **others})
 
 
 @pytest.mark.parametrize("timing", ["auto", "measured"])
-def test_slices_are_measured_where_they_compute(timing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_are_measured_with_their_own_widths(timing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By name as by default: layers of half the width, not whole ones."""
     widths = []
 

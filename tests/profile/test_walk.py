@@ -1,4 +1,4 @@
-"""The pass through the layers: names, bytes and gradients, whatever the layers are."""
+"""The pass through the layers: names, bytes and gradients of layers of all kinds."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -159,8 +159,8 @@ def test_gradients_that_meet_are_added_by_the_layer_they_meet_at() -> None:
     assert {name: len(sums) for name, sums in backward.items() if sums} == {"first": 2}
 
 
-def test_values_are_let_go_of_as_in_training() -> None:
-    """A frozen layer keeps nothing for a backward, so what it read may go."""
+def test_values_are_freed_as_in_training() -> None:
+    """A frozen layer saves nothing for a backward, so its inputs are freed."""
     model = nn.Sequential(*(nn.Linear(6, 6, bias=False, dtype=torch.float64).requires_grad_(False) for _ in range(4)))
     graph, dataset = trace(model), Blobs(classes=6)
     alive: list[weakref.ref[torch.Tensor]] = []
@@ -175,7 +175,7 @@ def test_values_are_let_go_of_as_in_training() -> None:
     assert [each() for each in alive] == [None] * 5
 
 
-def test_a_weight_gradient_timed_alone_is_gone_before_the_whole_backward() -> None:
+def test_a_weight_gradient_timed_alone_is_freed_before_the_whole_backward() -> None:
     """Beside the whole backward's it would take the bytes of the parameters once more."""
     model = nn.Sequential(*(nn.Linear(6, 6, bias=False, dtype=torch.float64) for _ in range(2)))
     graph, dataset = trace(model), Blobs(classes=6)

@@ -1,4 +1,4 @@
-"""Recipes drawn at random end with what a plain loop over minibatches computes; `nox -s oracle` compares many more."""
+"""Random recipes end with the weights of a plain loop over minibatches; `nox -s oracle` compares many more."""
 
 import os
 import time
@@ -46,7 +46,7 @@ RECIPE: dict[str, Any] = {
 DRAWN = 12  # `nox -s oracle` draws 500
 
 
-def test_random_recipes_end_with_what_a_plain_loop_computes(tmp_path: Path) -> None:
+def test_random_recipes_end_with_a_plain_loop_s_weights(tmp_path: Path) -> None:
     print(f"to repeat: PIPEBENCH_ORACLE_SEED={SEED}")
     campaign = Campaign(SEED, tmp_path)
     campaign.run(DRAWN)
@@ -69,10 +69,10 @@ def test_random_recipes_end_with_what_a_plain_loop_computes(tmp_path: Path) -> N
     ],
     ids=str,
 )
-def test_a_loop_that_means_something_else_is_told_apart(
+def test_a_loop_with_another_meaning_of_a_key_is_detected(
     section: str, changed: dict[str, Any], seen_in: str, tmp_path: Path
 ) -> None:
-    """Else the comparison of random recipes would say nothing."""
+    """Otherwise the comparison of random recipes would prove nothing."""
     loaded, job = prepared(written(RECIPE, tmp_path))
     ran = run_virtual(loaded, job)
     assert not [*differences(ran, expected_of(job, ran.pushes), job)]
@@ -86,7 +86,7 @@ def test_a_loop_that_means_something_else_is_told_apart(
     assert any(each.startswith(seen_in) for each in found), found
 
 
-def test_a_dropped_average_of_running_statistics_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dropped_average_of_running_statistics_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, job = prepared(written(RECIPE, tmp_path))
     ran = run_virtual(loaded, job)
     monkeypatch.setattr("tests.oracles.per_minibatch.Loop._average_buffers", lambda self: None)
@@ -94,7 +94,7 @@ def test_a_dropped_average_of_running_statistics_is_told_apart(tmp_path: Path, m
     assert any(each.startswith("norm1.2.running_mean") for each in found), found
 
 
-def test_averages_at_drains_that_take_no_time_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_averages_at_drains_that_take_no_time_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     average = VirtualEngine._average
     for changed in (average, lambda engine: min(average(engine), engine.clock_s)):
         monkeypatch.setattr(VirtualEngine, "_average", changed)
@@ -106,7 +106,7 @@ def test_averages_at_drains_that_take_no_time_are_told_apart(tmp_path: Path, mon
         assert bool(found) == (changed is not average), found
 
 
-def test_a_plan_for_another_recipe_is_told_apart(tmp_path: Path) -> None:
+def test_a_plan_for_another_recipe_is_detected(tmp_path: Path) -> None:
     asked = {"mode": "pipedream-flush", "plan": "2-1", "cuts": ["add"], "microbatches": 1}
     cluster = {"name": "cluster-c", "servers": 3}
     _, job = prepared(written(RECIPE | {"parallelism": asked, "cluster": cluster}, tmp_path))
@@ -119,7 +119,7 @@ def test_a_plan_for_another_recipe_is_told_apart(tmp_path: Path) -> None:
     assert any(each.startswith("bytes of all-reduce") for each in of_plan(replace(job, recipe=larger)))
 
 
-def test_what_is_drawn_covers_every_mode_and_is_a_function_of_the_seed() -> None:
+def test_drawn_recipes_cover_every_mode_and_are_a_function_of_the_seed() -> None:
     recipes = [draw_recipe(1, number) for number in range(600)]
     assert recipes == [draw_recipe(1, number) for number in range(600)]
     assert recipes != [draw_recipe(2, number) for number in range(600)]
@@ -133,7 +133,7 @@ def test_what_is_drawn_covers_every_mode_and_is_a_function_of_the_seed() -> None
     assert {"norm", "mean", "aux", "halves", "detach", "twice", "tied"} <= steps
 
 
-def test_shrinking_leaves_what_it_takes_to_fail() -> None:
+def test_shrinking_keeps_only_the_keys_that_are_needed_to_fail() -> None:
     def fails(recipe: dict[str, Any]) -> bool:
         optimizer = recipe["train"]["optimizer"]
         return "clip_norm" in optimizer and "dropout 0.3" in recipe["model"]["steps"]

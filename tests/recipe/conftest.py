@@ -1,4 +1,4 @@
-"""A small valid recipe on disk, for the tests to spoil."""
+"""A small valid recipe on disk, which tests change."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -25,7 +25,7 @@ levels:
 """
 
 
-def test_every_cluster_is_here() -> None:
+def test_every_cluster_is_tested() -> None:
     papers = [f"cluster-{letter}{year}" for letter in "abc" for year in ("", "-2018", "-2019")]
     papers.remove("cluster-c-2018")  # the preprint has two
     assert cluster_names() == [
@@ -42,7 +42,7 @@ def test_every_cluster_is_here() -> None:
     ]
 
 
-def test_cluster_a_is_table_2() -> None:
+def test_cluster_a_equals_table_2() -> None:
     cluster = load_cluster("cluster-a", servers=4)
     assert (cluster.name, cluster.device, cluster.memory_bytes, cluster.num_workers) == (
         "cluster-a",
@@ -71,7 +71,7 @@ def test_servers_multiply_the_outermost_level_only() -> None:
 
 
 @pytest.mark.parametrize("name", cluster_names())
-def test_every_number_says_where_it_comes_from_on_a_line_of_its_own(name: str) -> None:
+def test_every_number_has_its_source_on_its_line(name: str) -> None:
     for text in (find_cluster(name).read_text(), as_text(find_cluster(name))):
         numbers = re.findall(r"(?m)^[ -]*\w+: \{value: .*\}$", text)
         assert len(numbers) == len(re.findall("value:", text)) >= 1
@@ -80,7 +80,7 @@ def test_every_number_says_where_it_comes_from_on_a_line_of_its_own(name: str) -
 
 
 @pytest.mark.parametrize("name", cluster_names())
-def test_what_is_shown_of_a_cluster_is_a_file_of_the_same_cluster(write: Write, name: str) -> None:
+def test_a_shown_cluster_is_a_file_of_the_same_cluster(write: Write, name: str) -> None:
     text = as_text(find_cluster(name))
     again = write(text, f"{name}.yaml")
     assert load_cluster(str(again), 1) == load_cluster(name, 1)
@@ -100,18 +100,18 @@ def test_servers_out_of_range(servers: int) -> None:
         load_cluster("cluster-a", servers)
 
 
-def test_a_cluster_of_ones_own(write: Write) -> None:
+def test_a_user_s_cluster(write: Write) -> None:
     assert load_cluster(str(write(TINY, "tiny.yaml")), 3).num_workers == 6
 
 
 def test_a_cluster_may_sum_in_two_levels_and_send_from_host_to_host(write: Write) -> None:
-    told = "all_reduce: {value: two-level, assumed: test}\n" + TINY + "    host_copy: {value: 6 GB/s, assumed: test}\n"
-    cluster = load_cluster(str(write(told, "tiny.yaml")), 1)
+    text = "all_reduce: {value: two-level, assumed: test}\n" + TINY + "    host_copy: {value: 6 GB/s, assumed: test}\n"
+    cluster = load_cluster(str(write(text, "tiny.yaml")), 1)
     assert (cluster.all_reduce, cluster.levels[0].host_copy_bytes_per_s) == ("two-level", 6e9)
     assert (load_cluster("cluster-a", 1).all_reduce, cluster.levels[0].copy_s(12 * 10**9)) == ("ring", 2.0)
 
 
-def test_a_cluster_as_its_runs_met_it_is_the_published_one_but_for_some_rates() -> None:
+def test_a_fitted_cluster_differs_from_the_published_one_in_some_rates() -> None:
     ideal, met = load_cluster("cluster-a", 4), load_cluster("cluster-a-2019", 4)
     assert (met.name, met.device, met.memory_bytes) == ("cluster-a-2019", ideal.device, ideal.memory_bytes)
     limits = ("flow", "ring", "stage_ring", "p2p", "host_copy")
@@ -134,7 +134,7 @@ levels:
 """
 
 
-def test_a_file_says_only_what_differs_from_the_one_that_it_extends(write: Write) -> None:
+def test_a_file_that_extends_another_has_only_differences(write: Write) -> None:
     write(TINY.replace("levels:", "max_servers: 5\nlevels:"), "tiny.yaml")
     path = write(LIMITED, "limited.yaml")
     cluster = load_cluster(str(path), 3)
@@ -174,7 +174,7 @@ def test_a_file_says_only_what_differs_from_the_one_that_it_extends(write: Write
         ),
     ],
 )
-def test_a_wrong_extension_is_refused_where_it_stands(write: Write, text: str, message: str) -> None:
+def test_a_wrong_extension_is_refused_with_its_place(write: Write, text: str, message: str) -> None:
     write(TINY, "tiny.yaml")
     write(TINY.replace("1 us", "1 parsec"), "broken.yaml")
     with pytest.raises(RecipeError, match=lined(message)):
@@ -236,8 +236,8 @@ def test_an_unknown_device_is_the_fault_of_the_file_that_names_it(write: Write) 
     write(TINY.replace("V100", "V1000"), "tiny.yaml")
     write("extends: tiny.yaml\n", "own.yaml")
     loaded = load(str(write(VALID.replace("{name: cluster-a}", "{name: own.yaml}").replace("2-1-1", "1-1"))))
-    told = r"^tiny.yaml:1: device.value: .*got 'V1000', allowed are V100, .*did you mean 'V100'\?$"
-    with pytest.raises(RecipeError, match=told), faults_of(loaded):
+    text = r"^tiny.yaml:1: device.value: .*got 'V1000', allowed are V100, .*did you mean 'V100'\?$"
+    with pytest.raises(RecipeError, match=text), faults_of(loaded):
         device_of(loaded.cluster)
 
 

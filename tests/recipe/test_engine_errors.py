@@ -1,4 +1,4 @@
-"""Ways of parallelising that compiled stages or channels last don't go with: the sentence that says so."""
+"""Parallelism that compiled stages or channels last don't support: the sentence that says so."""
 
 import sys
 import sysconfig
@@ -51,7 +51,7 @@ COMPILED = [
 
 
 @pytest.mark.parametrize(("override", "message"), COMPILED)
-def test_what_compiled_stages_cannot_do_is_refused(write: Write, override: str, message: str) -> None:
+def test_options_that_compiled_stages_do_not_support_are_refused(write: Write, override: str, message: str) -> None:
     path = write(TEXT if "tensor" in override else VALID)
     load(str(path), [override])
     with pytest.raises(RecipeError, match=message) as caught:
@@ -59,7 +59,7 @@ def test_what_compiled_stages_cannot_do_is_refused(write: Write, override: str, 
     assert len(caught.value.faults) == 1, str(caught.value)
 
 
-def test_what_is_wrong_by_itself_is_told_once(write: Write) -> None:
+def test_an_independent_fault_is_reported_once(write: Write) -> None:
     """Until 0.2.0 the rule on compiled stages read slices that another rule had refused, and printed an object."""
     with pytest.raises(RecipeError) as caught:
         load(str(write(VALID)), ["parallelism.tensor=3", "engine.compile=true"])
@@ -96,7 +96,7 @@ def prepared(overrides: list[str]) -> Job:
     return prepare(loaded.recipe, loaded.cluster, trains=False)
 
 
-def test_a_missing_compiler_is_told_before_the_run(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_reported_before_the_run(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load(str(write()), ["engine.compile=true", "engine.device=cpu"])
     monkeypatch.setenv("CXX", sys.executable)  # there, as no compiler need be
     preflight(loaded)
@@ -107,7 +107,7 @@ def test_a_missing_compiler_is_told_before_the_run(write: Write, monkeypatch: py
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_missing_headers_of_python_are_told_before_the_run(
+def test_missing_headers_of_python_are_reported_before_the_run(
     device: str, write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As of a system's own Python: the compiler's error came from within torch, when a stage was compiled."""

@@ -1,4 +1,4 @@
-"""What recipes take from the environment may be a token: messages show the expression, whatever is wrong."""
+"""Values that recipes take from the environment may be tokens: all messages show the expression instead."""
 
 import pytest
 from click.testing import CliRunner
@@ -33,7 +33,7 @@ GIVEN = [
 
 
 @pytest.mark.parametrize("kind", TOKENS)
-def test_no_message_shows_what_an_expression_over_the_environment_gives(
+def test_no_message_shows_the_value_of_an_environment_variable(
     write: Write, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setenv("TOKEN", TOKENS[kind])
@@ -43,15 +43,15 @@ def test_no_message_shows_what_an_expression_over_the_environment_gives(
             preflight(load(recipe, overrides, builds=False))
         except RecipeError as error:
             refused += 1
-            told = " ".join([str(error), *(f"{fault.file} {fault.problem}" for fault in error.faults)])
-            assert "hunter" not in told, overrides
-            assert "54321" not in told, overrides
-            assert "s3cret" not in told, overrides
+            message = " ".join([str(error), *(f"{fault.file} {fault.problem}" for fault in error.faults)])
+            assert "hunter" not in message, overrides
+            assert "54321" not in message, overrides
+            assert "s3cret" not in message, overrides
     assert refused > len(GIVEN) / 2
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         ("parallelism.mode=${oc.env:TOKEN}", "parallelism.mode: got '${oc.env:TOKEN}', allowed are single, dp,"),
         ("train.seed=${oc.env:TOKEN}", "'${oc.env:TOKEN}' gives a wrong value: got '${oc.env:TOKEN}..., allowed"),
@@ -63,17 +63,17 @@ def test_no_message_shows_what_an_expression_over_the_environment_gives(
         ("parallelism.plan=${oc.env:FOLDER}/x.json", "parallelism.plan: ${oc.env:FOLDER}/x.json: can't be read: No"),
     ],
 )
-def test_the_expression_stands_where_the_value_would(
-    write: Write, monkeypatch: pytest.MonkeyPatch, override: str, told: str
+def test_messages_show_the_expression_in_place_of_the_value(
+    write: Write, monkeypatch: pytest.MonkeyPatch, override: str, message: str
 ) -> None:
     for name, value in {"TOKEN": TOKENS["long"], "SIZE": "4001", "FOLDER": "/no/such/folder"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(RecipeError) as refused:
         load(str(write()), [override])
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
-def test_words_that_only_hold_a_value_stay_what_they_are() -> None:
+def test_words_that_contain_a_value_by_chance_are_unchanged() -> None:
     hide("data", "${oc.env:WHERE}")
     hide("4", "${oc.env:SERVERS}")
     hide("", "${oc.env:NOTHING}")
@@ -83,7 +83,7 @@ def test_words_that_only_hold_a_value_stay_what_they_are() -> None:
     assert printable_lines("got 4, allowed is data") == ["got ${oc.env:SERVERS}, allowed is ${oc.env:WHERE}"]
 
 
-def test_what_a_user_s_own_code_says_is_told_without_the_token(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_user_s_code_are_shown_without_the_token(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKEN", TOKENS["short"])
     write("def make(token):\n    raise ValueError(f'{token} is refused')\n", "of_a_token.py")
     text = VALID.replace(VALID.split("\n")[1], "model: {target: 'of_a_token:make', token: '${oc.env:TOKEN}'}")
@@ -93,7 +93,7 @@ def test_what_a_user_s_own_code_says_is_told_without_the_token(write: Write, mon
     assert "hunter2" not in done.output
 
 
-def test_files_of_clusters_and_reports_resolve_nothing(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_clusters_and_reports_resolve_no_expressions(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKEN", TOKENS["short"])
     write(
         "device: v100\nmemory: '${oc.env:TOKEN}'\nlevels: [{name: a, count: 4, bandwidth: '${oc.env:TOKEN}'}]\n",

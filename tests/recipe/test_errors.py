@@ -1,7 +1,7 @@
-"""One row per kind of wrong recipe: what is refused, and the sentence that says so.
+"""One row per kind of wrong recipe, with the sentence that refuses it.
 
 A row changes the valid recipe of conftest.py by an override: the same rules serve files and command line. Wrong files
-are in test_file_errors.py, what text and predicted or rounded weights ask for in test_training_errors.py, wrong
+are in test_file_errors.py, requirements of text and of predicted or rounded weights in test_training_errors.py, wrong
 searches in test_search_errors.py.
 """
 
@@ -502,7 +502,7 @@ def test_override_is_refused_in_one_sentence(write: Write, override: str, messag
 
 
 @pytest.mark.parametrize("override", [row[0] for row in OVERRIDES if not row[1]])
-def test_what_looks_wrong_and_is_not(write: Write, override: str) -> None:
+def test_unusual_but_valid_overrides_are_accepted(write: Write, override: str) -> None:
     """An empty mapping, or one with a part of the keys, leaves the others as they were."""
     assert load(str(write()), [override]).recipe.train.target is not None
 
@@ -516,7 +516,7 @@ def test_a_model_by_default_for_other_images_than_the_data_sets_is_refused(write
     assert "model.image_size: is by default 224, and" in size
 
 
-def test_all_faults_come_out_together(write: Write) -> None:
+def test_all_faults_are_reported_together(write: Write) -> None:
     write("trian: {}\nparallelism: {mode: gpipe, microbatches: 5}\n" + VALID.partition("parallelism")[0], "base.yaml")
     path = write("extends: base.yaml\ntrain: {seed: x, target: {value: 95}}\n")
     with pytest.raises(RecipeError) as caught:

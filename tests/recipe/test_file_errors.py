@@ -1,4 +1,4 @@
-"""Files that hold no recipe, or a wrong one, and references to none: what is refused, and the sentence that says so."""
+"""Files without a recipe or with a wrong one, and references to none, with the sentence that refuses them."""
 
 import os
 import re
@@ -98,7 +98,7 @@ def test_folder_without_recipes(write: Write) -> None:
 
 
 @pytest.mark.parametrize("reference", ["no-such", "", " ", "a\x00b", "x" * 5000, "quikstart"])
-def test_nothing_there(write: Write, reference: str) -> None:
+def test_a_reference_to_nothing_is_refused(write: Write, reference: str) -> None:
     with pytest.raises(RecipeError, match="no such file, folder or short name") as caught:
         load(reference)
     assert len(str(caught.value)) < 300
@@ -125,7 +125,7 @@ NAMED = {
 
 @pytest.mark.parametrize("key", NAMED)
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "huge", "bytes", "circle"])
-def test_what_is_no_file_of_text_is_refused_wherever_a_recipe_names_a_file(write: Write, key: str, kind: str) -> None:
+def test_pipes_and_devices_are_refused_wherever_a_recipe_names_a_file(write: Write, key: str, kind: str) -> None:
     """A pipe was waited for, whatever the key; a file without end was read until memory ran out."""
     path = next(Path(name) for name in ("x.json", "x.csv", "x.yaml") if name in NAMED[key])
     match kind:
@@ -144,7 +144,7 @@ def test_what_is_no_file_of_text_is_refused_wherever_a_recipe_names_a_file(write
             path.symlink_to(path)
     with within_patience(), pytest.raises(RecipeError) as refused:
         preflight(load(str(write(NAMED[key]))), trains=False)
-    told = [str(fault) for fault in refused.value.faults if fault.key == key or kind in ("huge", "bytes")]
+    sentences = [str(fault) for fault in refused.value.faults if fault.key == key or kind in ("huge", "bytes")]
     said = "isn't a file|is not a file|which is a folder|can't be read|is larger than|is not text|no such file"
-    assert told, str(refused.value)
-    assert all(re.search(said, sentence) and "\n" not in sentence for sentence in told), told
+    assert sentences, str(refused.value)
+    assert all(re.search(said, sentence) and "\n" not in sentence for sentence in sentences), sentences

@@ -55,31 +55,31 @@ HINTS = {
 
 
 @pytest.mark.parametrize(("given", "meant"), HINTS.items())
-def test_the_hint_is_what_was_meant(write: Write, given: str, meant: str) -> None:
+def test_the_hint_is_the_intended_name(write: Write, given: str, meant: str) -> None:
     with pytest.raises(RecipeError, match=f"did you mean '{meant}'[?]") as raised:
         load(str(write(VALID)), [given])
     assert len(raised.value.faults) == 1
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ("parallelism.mode=tensor", "pipemare, auto; parallelism.tensor=2 slices layers"),
         ("cp=2", "; pipebench has no such parallelism: parallelism.tensor=2 slices layers"),
     ],
 )
-def test_other_ways_to_split_layers_are_led_to_slices(write: Write, given: str, told: str) -> None:
-    with pytest.raises(RecipeError, match=told):
+def test_other_frameworks_tensor_parallelism_hints_at_slices(write: Write, given: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
         load(str(write(VALID)), [given])
 
 
-def test_names_that_differ_in_case_only_are_told_apart() -> None:
+def test_names_that_differ_in_case_only_are_distinguished() -> None:
     assert nearest("mbit/S", ["Mbit/s", "MB/s"]) == "; did you mean 'Mbit/s'?"
     assert nearest("Net_a", ["net_A", "Net_A"]) == "; did you mean 'Net_A'?"
     assert nearest("??", ["a", "b"]) == nearest("", ["a"]) == ""
 
 
-def test_a_long_name_of_a_sweep_is_short_and_its_own(write: Write) -> None:
+def test_a_long_name_of_a_sweep_is_shortened_and_unique(write: Write) -> None:
     lists = ["train.optimizer.weight_decay=0.000123456789,0.000123456788", "train.minibatch_size=8,16"]
     lists += ["train.optimizer.momentum=0.9123456789,0.9123456788", "train.evaluate_every.minibatches=123456,123457"]
     names = [run.varied_name for run in load_each(write(VALID), lists, zipped=False)]

@@ -55,7 +55,7 @@ COUNTS = {
 
 
 def test_every_recipe_validates() -> None:
-    """At any depth, without data, device or environment; the counts make sure that none hides."""
+    """At any depth, without data, device or environment; the counts make sure that none is missed."""
     assert Counter(name.rpartition("/")[0] for name in recipe_names()) == COUNTS
     for name in recipe_names():
         recipe = load(name).recipe
@@ -72,7 +72,7 @@ def test_every_yaml_file_is_a_recipe_a_base_or_a_cluster() -> None:
     assert others == {f"{folder}/base.yaml" for folder in COUNTS if folder not in ("", "modes")}
 
 
-def test_every_recipe_says_what_it_is_and_says_no_path() -> None:
+def test_every_recipe_has_a_description_and_no_path() -> None:
     for path in recipes_folder().rglob("*.yaml"):
         assert path.read_text().startswith("# ")
         assert "/home" not in path.read_text()
@@ -106,7 +106,7 @@ def test_recipes_with_large_minibatches_differ_in_the_optimizer_only() -> None:
     assert float(sgd["train.optimizer.lr"]) == small.train.optimizer.lr
 
 
-def test_recipes_of_averaged_sgd_are_those_of_small_awd_lm_but_for_the_optimizer() -> None:
+def test_recipes_of_averaged_sgd_differ_from_small_awd_lm_s_in_the_optimizer_only() -> None:
     for mode in ("single", "pipedream"):
         averaged, plain = load(f"averaged_sgd/{mode}").flat, load(f"small/awd_lm/{mode}").flat
         differing = {key for key in {*averaged, *plain} if averaged.get(key) != plain.get(key)}
@@ -126,8 +126,8 @@ def test_values_are_typed(write: Write) -> None:
     assert recipe.parallelism.plan == "2-1-1"
 
 
-def test_what_a_class_is_not_given_is_written_down(write: Write) -> None:
-    """A recipe that is run again elsewhere has the arguments of today, whatever torch's defaults are by then."""
+def test_defaults_of_a_class_are_written_into_the_resolved_recipe(write: Write) -> None:
+    """A recipe that is run again with another torch has the same arguments, even if torch's defaults have changed."""
     train = load(str(write()), ["train.schedule={name: StepLR, step_size: 3}"]).recipe.train
     assert train.optimizer == OptimizerRecipe("sgd", 0.02, 0.9, 0.0, arguments={"dampening": 0, "nesterov": False})
     assert train.schedule == ScheduleRecipe(
@@ -149,7 +149,7 @@ def test_what_a_class_is_not_given_is_written_down(write: Write) -> None:
         ("schedule", "cosine", {"gamma": "null", "step_size": "null", "step_every": "null"}),
     ],
 )
-def test_null_takes_away_what_another_class_had(write: Write, section: str, name: str, given: dict[str, str]) -> None:
+def test_null_removes_another_class_s_arguments(write: Write, section: str, name: str, given: dict[str, str]) -> None:
     """0.2.0: null was an unknown key where the new class has no such argument."""
     had = ["train.optimizer.nesterov=true", "train.schedule={name: step_lr, step_size: 3}"]
     before = write(OmegaConf.to_yaml(load(str(write()), had).config), "before.yaml")
@@ -159,7 +159,7 @@ def test_null_takes_away_what_another_class_had(write: Write, section: str, name
     assert load(str(write()), ["train.optimizer.foreach=null"]).recipe.train.optimizer.arguments["foreach"] is None
 
 
-def test_what_is_wrong_inside_a_value_is_told_where_the_value_is(write: Write) -> None:
+def test_a_fault_inside_a_value_is_reported_at_the_value(write: Write) -> None:
     """0.2.0 named the recipe's file for a metric that can't be imported in a mapping of the command line."""
     path = write(VALID.replace("{name: mnist5k}", "{target: 'm:data', loss: cross_entropy, metrics: {top1: top1}}"))
     loaded = load(str(path), ["dataset.metrics={top1: top1, n: {target: 'm:nan', best: min}}"])
@@ -195,7 +195,7 @@ def test_extends_a_shipped_recipe_by_its_short_name(write: Write) -> None:
     assert (recipe.name, recipe.parallelism.mode, recipe.parallelism.microbatches) == ("mine", "gpipe", 8)
 
 
-def test_null_takes_a_section_away_and_a_key_brings_it_back(write: Write) -> None:
+def test_null_removes_a_section_and_a_key_restores_it(write: Write) -> None:
     path = str(write(VALID + "extends: b.yaml"))
     write("train: {target: {metric: top1, value: 0.1}}", "b.yaml")
     assert load(path, ["train.target=null"]).recipe.train.target is None
@@ -246,7 +246,7 @@ def test_a_key_inside_an_option_leaves_the_option_s_others(write: Write) -> None
     assert found("dataset.metrics={top5: top5}") == {"top5": "top5"}
 
 
-def test_the_resolved_recipe_is_a_recipe_of_its_own(write: Write) -> None:
+def test_the_resolved_recipe_is_self_contained(write: Write) -> None:
     first = load("quickstart/gpipe", ["name='${model.name}-x'"])
     again = load(str(write(OmegaConf.to_yaml(first.config), "again.yaml")))
     assert again.recipe == first.recipe
@@ -255,7 +255,7 @@ def test_the_resolved_recipe_is_a_recipe_of_its_own(write: Write) -> None:
 
 
 class TestEnvironment:
-    """What the environment says is used by the run and never recorded."""
+    """Values of the environment are used by the run and never recorded."""
 
     TEXT = VALID.replace("{name: cluster-a}", '{name: cluster-a, servers: "${oc.decode:${oc.env:PB_SERVERS}}"}')
 
@@ -276,14 +276,14 @@ class TestEnvironment:
         ):
             preflight(loaded)
 
-    def test_a_quoted_number_is_still_no_number(self, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_quoted_number_is_not_a_number(self, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PB_SERVERS", "'2'")
         with pytest.raises(RecipeError, match=r"wrong value: got \${oc.env:PB_SERVERS}, allowed is a whole number"):
             load(str(write(self.TEXT)))
 
 
 class TestPreflight:
-    """Preflight checks what this run uses, in a sentence that names file and key."""
+    """Preflight checks the files and devices of this run; its sentences name file and key."""
 
     def test_passes(self) -> None:
         preflight(load("quickstart"))
@@ -308,7 +308,7 @@ class TestPreflight:
         with pytest.raises(RecipeError, match=rf"^command line: {message}"):
             preflight(load(str(write(bare)), [override]))
 
-    def test_data_that_is_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_data(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from pipebench.zoo.mnist5k import Mnist5k
 
         def gone(self: object) -> None:
@@ -339,9 +339,9 @@ class TestCatalog:
 
     @pytest.mark.parametrize("reference", ["quickstart", "recipes/quickstart.yaml", "./recipes/quickstart.yaml"])
     def test_file(self, reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        here = [path.resolve() for path in find_recipes(reference)]
+        found = [path.resolve() for path in find_recipes(reference)]
         monkeypatch.chdir(tmp_path)
-        assert find_recipes(reference) == here == [recipes_folder() / "quickstart.yaml"]
+        assert find_recipes(reference) == found == [recipes_folder() / "quickstart.yaml"]
 
     @pytest.mark.parametrize("reference", ["recipes/quickstart", "quickstart/", "recipes/quickstart/"])
     def test_folder(self, reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,13 +350,13 @@ class TestCatalog:
         with pytest.raises(RecipeError, match="is a folder; one recipe is needed"):
             load(reference)
 
-    def test_what_is_here_comes_first(self, write: Write) -> None:
+    def test_the_working_directory_comes_first(self, write: Write) -> None:
         write(VALID, "quickstart")
         assert find("quickstart", list) == Path("quickstart")
 
 
 @pytest.mark.parametrize("profile", ["profile.json", "profiles/v100"])
-def test_paths_in_a_recipe_are_seen_from_its_file(write: Write, profile: str) -> None:
+def test_paths_in_a_recipe_are_relative_to_its_file(write: Write, profile: str) -> None:
     write(Path(recipes_folder() / "clusters/cluster-b.yaml").read_text(), "far/own.yaml")
     write("{}", f"far/{profile}")
     text = VALID.replace("cluster-a", "own.yaml") + f"engine: {{timing: {profile}}}"
@@ -395,7 +395,7 @@ def test_loaded_recipes_compare(write: Write) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_minibatch_is_cut_in_as_many_as_there_are_stages_unless_the_recipe_says(
+def test_a_minibatch_has_one_microbatch_per_stage_by_default(
     write: Write, overrides: list[str], microbatches: int
 ) -> None:
     path = write(VALID.replace("{mode: pipedream, plan: 2-1-1}", "{mode: gpipe}"))

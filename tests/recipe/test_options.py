@@ -1,4 +1,4 @@
-"""Options that are listed, so that no torch is imported to check a recipe, are those that the classes take."""
+"""The listed options, by which recipes are checked without torch, equal the arguments of classes."""
 
 import importlib
 import inspect
@@ -41,18 +41,18 @@ def imported(target: str) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(("kind", "name"), WORKING, ids=lambda value: value if isinstance(value, str) else "")
-def test_what_is_listed_is_what_the_class_takes(kind: Kind, name: str) -> None:
+def test_listed_options_equal_the_class_s_arguments(kind: Kind, name: str) -> None:
     compare(kind.parameters(name), imported(kind.targets()[name]), kind.passed)
 
 
 @pytest.mark.parametrize(
     ("section", "name"), [*(("model", each) for each in MODELS), *(("dataset", each) for each in DATASETS)]
 )
-def test_what_the_zoo_lists_is_what_its_functions_take(section: str, name: str) -> None:
+def test_the_zoo_s_listed_options_equal_its_functions_arguments(section: str, name: str) -> None:
     compare(zoo_options(section, name), (MODELS if section == "model" else DATASETS)[name].make)
 
 
-def test_classes_that_are_refused_ask_for_what_is_said() -> None:
+def test_refused_classes_have_the_stated_requirements() -> None:
     refused = {kind.targets()[name] for kind, name in NAMED if (kind, name) not in WORKING}
     assert {target.partition(":")[2] for target in refused} == {*REFUSED}
     for target in refused:
@@ -80,7 +80,7 @@ def test_all_classes_of_torch_are_listed(module: Any, base: type) -> None:
     } == known
 
 
-def test_no_torch_is_imported_for_what_is_listed() -> None:
+def test_listed_options_import_no_torch() -> None:
     code = (
         "import sys; from pipebench.recipe.named import KINDS; from pipebench.recipe.options import option_type\n"
         "assert all(kind.parameters(name) is not None for kind in KINDS.values() for name in kind.targets())\n"
@@ -90,7 +90,7 @@ def test_no_torch_is_imported_for_what_is_listed() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_options_of_what_is_not_known_have_any_type() -> None:
+def test_options_of_unlisted_classes_have_any_type() -> None:
     assert option_type("model", "no_such", "width") is Any
     assert option_type("model", "vgg16", "no_such") is Any
     assert option_type("dataset", "mnist5k", "num_train") is int

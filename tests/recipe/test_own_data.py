@@ -1,4 +1,4 @@
-"""Data sets of the user's own, and the processes that read them ahead."""
+"""Users' data sets, and the processes that read them ahead."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ class OpeningOfTheZoo(OfTheZoo):
 
 
 class Naming(OpeningOfTheZoo):
-    """Has a metric called as what every run records."""
+    """Has a metric with the name of a value that every run records."""
 
     inputs, targets, metrics, num_train, num_eval = ("input",), (), {"train_loss": "min"}, 4, 4
 
@@ -66,13 +66,13 @@ def pair() -> tuple[Any, ...]:
 KEPT: tuple[Any, ...] = (ConcatDataset([Subset(Opening(), range(4))]), Opening())
 
 
-def kept() -> tuple[Any, ...]:
+def opened() -> tuple[Any, ...]:
     return KEPT
 
 
 @pytest.mark.parametrize("target", ["pair", "kept", "OpeningOfTheZoo"])
 def test_loader_processes_share_no_file_that_was_opened_before(target: str) -> None:
-    """A file's position is one for all processes that have it from one: each would read where another one looks."""
+    """Forked processes share a file's position: each would move that of the others."""
     given = {
         "target": f"{__name__}:{target}",
         "loader_processes": 2,

@@ -1,4 +1,4 @@
-"""A plan's file: it is read back as it was written, and every fault in it is a sentence of its own."""
+"""A plan's file is read back as it was written, and every fault in it is a separate sentence."""
 
 import json
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def test_a_plan_is_read_back_as_it_was_written() -> None:
     assert json.loads(FORM.text()) == json.loads(json.dumps(FORM.data()))
 
 
-def test_a_layer_has_a_line_of_its_own_so_that_it_can_be_moved() -> None:
+def test_every_layer_has_a_line_so_that_it_can_be_moved() -> None:
     lines = FORM.text().splitlines()
     source, target = lines.index('    "features_1": "keep"'), lines.index('    "classifier_0": "recompute"')
     moved = [*lines[:target], lines[source] + ",", *lines[target:]]
@@ -46,7 +46,7 @@ def test_a_layer_has_a_line_of_its_own_so_that_it_can_be_moved() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "sentence"),
     [
         ("{", "plan.json: isn't JSON: "),
         ("[]", "plan.json: got a list, allowed is an object"),
@@ -59,14 +59,14 @@ def test_a_layer_has_a_line_of_its_own_so_that_it_can_be_moved() -> None:
         (FORM.text().replace("[0, 2]", "[0, -2]"), "stages[0].devices[1]: got -2, allowed is a whole number from 0"),
     ],
 )
-def test_what_isn_t_a_plan_is_refused_in_one_sentence(text: str, said: str) -> None:
+def test_a_file_without_a_plan_is_refused_in_one_sentence(text: str, sentence: str) -> None:
     with pytest.raises(RecipeError) as refused:
         parse_plan_file(text, "plan.json")
     assert len(refused.value.faults) == 1
-    assert said in str(refused.value)
+    assert sentence in str(refused.value)
 
 
-def test_a_file_that_isn_t_there_is_named_with_the_nearest_that_is(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_with_the_most_similar_name_beside_it(tmp_path: Path) -> None:
     (tmp_path / "my-plan.json").write_text(FORM.text())
     with pytest.raises(RecipeError, match=r"can't be read: No such file or directory; did you mean 'my-plan.json'\?"):
         load_plan(str(tmp_path / "my-paln.json"))
@@ -78,7 +78,7 @@ STAGES = FORM.stages
 
 
 @pytest.mark.parametrize(
-    ("form", "said"),
+    ("form", "sentence"),
     [
         (FORM, []),
         (
@@ -116,25 +116,25 @@ STAGES = FORM.stages
         ),
     ],
 )
-def test_everything_wrong_with_a_plan_is_said_at_once(form: PlanForm, said: list[str]) -> None:
+def test_all_faults_of_a_plan_are_reported_together(form: PlanForm, sentence: list[str]) -> None:
     found = [f"{where}: {problem}" for where, problem in form_problems(form, ParallelismRecipe("pipedream"), 4)]
-    assert found == said
+    assert found == sentence
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "sentence"),
     [
         ({"depth": 2}, "depth: got 3, allowed is 2, the recipe's parallelism.depth"),
         ({"recompute": True}, "stages[0].layers: got keep, allowed is recompute, as the recipe says"),
         ({"recompute": False}, "stages[1].layers: got recompute, allowed is keep, as the recipe says"),
     ],
 )
-def test_what_the_recipe_says_otherwise_is_a_fault(options: dict[str, Any], said: str) -> None:
+def test_a_recipe_that_contradicts_its_plan_is_a_fault(options: dict[str, Any], sentence: str) -> None:
     (problem,) = form_problems(FORM, ParallelismRecipe("pipedream", **options), 4)
-    assert said in ": ".join(problem)
+    assert sentence in ": ".join(problem)
 
 
-def test_a_mode_of_one_depth_takes_no_other() -> None:
+def test_a_mode_with_a_fixed_depth_refuses_others() -> None:
     form = PlanForm("model", 2, 1, (StageForm(1, (0,), {"a": "keep"}),))
     assert [*form_problems(form, ParallelismRecipe("model"), 4)] == [("depth", "got 2, in mode model allowed is 1")]
 
@@ -145,11 +145,11 @@ def test_stages_of_one_worker_share_its_devices() -> None:
     assert [*form_problems(form, INTERLEAVED, 4)] == []
     assert form.replicas == (1, 1)
     torn = replace(form, stages=(*stages[:3], replace(stages[3], devices=(3,))))
-    said = "got 1 replicas on [3], allowed is 1 on [1], as stage 1, whose workers run it too"
-    assert [*form_problems(torn, INTERLEAVED, 4)] == [("stages[3]", said)]
+    sentence = "got 1 replicas on [3], allowed is 1 on [1], as stage 1, whose workers run it too"
+    assert [*form_problems(torn, INTERLEAVED, 4)] == [("stages[3]", sentence)]
     odd = replace(form, stages=tuple(stages[:3]))
-    said = "got 3 stages, allowed is a multiple of 2, the stages per worker"
-    assert [*form_problems(odd, INTERLEAVED, 4)] == [("stages", said)]
+    sentence = "got 3 stages, allowed is a multiple of 2, the stages per worker"
+    assert [*form_problems(odd, INTERLEAVED, 4)] == [("stages", sentence)]
     once = replace(form, chunks=1)
     assert ("chunks", "got 1, in mode interleaved allowed is 2 or more stages per worker") in form_problems(
         once, INTERLEAVED, 4
@@ -166,21 +166,23 @@ def test_a_recipe_names_a_file_beside_it_and_the_command_line_one_in_the_working
     recipe.write_text("extends: quickstart/pipedream\nparallelism: {plan: plan.json}\n")
     monkeypatch.chdir(tmp_path / "here")
     assert load(str(recipe)).recipe.parallelism.plan == str(tmp_path / "recipes" / "plan.json")
-    there = load(str(recipe), ["parallelism.plan=plan.json"]).recipe.parallelism.plan
-    assert there == str(tmp_path / "here" / "plan.json")
+    loaded = load(str(recipe), ["parallelism.plan=plan.json"]).recipe.parallelism.plan
+    assert loaded == str(tmp_path / "here" / "plan.json")
 
 
-def test_faults_of_a_plan_come_out_with_those_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_of_a_plan_are_reported_with_those_of_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("plan.json").write_text(replace(FORM, chunks=3).text())
     with pytest.raises(RecipeError) as refused:
         load("quickstart/pipedream", ["parallelism.plan=plan.json", "train.max_epochs=0", "parallelism.cuts=[a]"])
-    said = str(refused.value)
+    sentence = str(refused.value)
     for part in (
         "train.max_epochs: got 0",
         "parallelism.cuts: got ['a'] with a plan's file, which says itself where stages begin: allowed is null",
         "plan.json:5: chunks: got 3, in mode pipedream allowed is 1",
     ):
-        assert part in said
+        assert part in sentence
     with pytest.raises(RecipeError, match=r"got .* with mode auto, which plans every mode"):
         load("quickstart/pipedream", ["parallelism.plan=plan.json", "parallelism.mode=auto"])

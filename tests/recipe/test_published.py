@@ -1,4 +1,4 @@
-"""The full-size recipes say what PipeDream's Table 1 and section 5.1 print: one file per row and mode."""
+"""The full-size recipes agree with PipeDream's Table 1 and section 5.1: one file per row and mode."""
 
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ def test_recipes_are_on_the_rows_cluster_with_the_rows_plan_data_and_target() ->
 
 
 @pytest.mark.parametrize("model", FOLDERS)
-def test_training_is_as_section_5_1_says(model: str) -> None:
+def test_training_agrees_with_section_5_1(model: str) -> None:
     known = entries()
     settings = {values["model"]: values for name, values in known.items() if name.startswith("s51-train-")}
     printed = settings.get(model) or settings[model.split("-")[0]]
@@ -106,7 +106,7 @@ def test_training_is_as_section_5_1_says(model: str) -> None:
 def test_modes_of_one_model_share_what_they_train() -> None:
     """A comparison varies one thing: nothing of model, data or training differs between the files of a folder.
 
-    Recipes that read the minibatch as the update's are a comparison of their own: as many samples an update, from
+    Recipes that read the minibatch as the update's are a separate comparison: as many samples an update, from
     as many rows of the text, however many replicas share them.
     """
     for folder in (*FOLDERS.values(), "inception_v3"):

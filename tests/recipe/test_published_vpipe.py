@@ -1,4 +1,4 @@
-"""The recipes under `vpipe/` say what Tables 2 and 3 of vPipe (TPDS'21) print, and the cluster what section 6 does."""
+"""The recipes under `vpipe/` agree with Tables 2 and 3 of vPipe (TPDS'21), and the cluster with section 6."""
 
 from fractions import Fraction
 from functools import cache
@@ -39,7 +39,7 @@ def test_every_model_has_a_recipe_of_every_system() -> None:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_a_recipe_is_a_row_of_table_2_and_of_table_3(folder: str, system: str) -> None:
+def test_a_recipe_agrees_with_its_rows_of_tables_2_and_3(folder: str, system: str) -> None:
     recipe, settings = load(f"vpipe/{folder}/{system}").recipe, entries()[f"t2-{FOLDERS[folder]}"]
     optimizer = recipe.train.optimizer
     assert (str(optimizer.name), optimizer.lr) == (settings["optimizer"].lower(), settings["learning_rate"])
@@ -61,7 +61,7 @@ def test_stages_have_the_layers_of_table_2_in_proportion(folder: str) -> None:
     assert sum(plan.replicas) == entries()["default-gpus"]["gpus"]
 
 
-def test_the_testbed_is_section_6() -> None:
+def test_the_testbed_agrees_with_section_6() -> None:
     cluster, testbed = load_cluster("vpipe", 8), entries()["testbed"]
     server, whole = cluster.levels
     assert (server.count, whole.count, cluster.device) == (testbed["gpus_per_host"], testbed["hosts"], "2080 Ti")

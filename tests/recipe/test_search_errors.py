@@ -1,4 +1,4 @@
-"""Wrong architecture searches and their traces: what is refused, and the sentence that says so."""
+"""Wrong architecture searches and their traces, with the sentence that refuses them."""
 
 import pytest
 
@@ -42,12 +42,12 @@ def test_a_wrong_trace_of_a_search_is_refused(write: Write, content: str, messag
         load(str(write(VALID + "search: {cells: [a], trace: trace.json}\n")))
 
 
-def test_what_trains_nothing_needs_a_trace_of_the_search(write: Write) -> None:
+def test_a_simulation_needs_a_trace_of_the_search(write: Write) -> None:
     with pytest.raises(RecipeError, match=r"search\.trace: is missing, and engine simulated trains nothing that could"):
         load(str(write(VALID + "search: {cells: [a]}\n")), ["engine.kind=simulated"])
 
 
-def test_what_the_whole_model_writes_scores_no_search(write: Write) -> None:
+def test_metrics_of_the_whole_model_cannot_score_a_search(write: Write) -> None:
     path = write("extends: small/gnmt8/pipedream\nsearch: {cells: [a]}\n")
     with pytest.raises(RecipeError, match="search: got a search on a data set that scores what the whole model writes"):
         load(str(path))

@@ -1,4 +1,4 @@
-"""What goes with shards is told in one sentence, with the key and what is allowed."""
+"""Options that shards don't support are refused in one sentence, with the key and the allowed values."""
 
 import re
 
@@ -51,7 +51,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("given", REFUSED, ids=str)
-def test_what_shards_do_not_go_with(write: Write, given: tuple[str, ...]) -> None:
+def test_options_that_shards_do_not_support(write: Write, given: tuple[str, ...]) -> None:
     with pytest.raises(RecipeError, match=re.escape(REFUSED[given])) as raised:
         load(str(write(VALID)), ["parallelism.plan=auto", *given])
     assert len(raised.value.faults) == 1

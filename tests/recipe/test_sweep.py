@@ -1,4 +1,4 @@
-"""A list where a key takes one value: which runs it makes, what they are called, and what is refused."""
+"""A list where a key takes one value: its runs, their names, and refusals."""
 
 import pytest
 
@@ -67,15 +67,15 @@ def test_options_of_a_model_take_lists_unless_they_are_lists_themselves(write: W
     assert leaves.recipe.model["leaves"] == ["Conv2d", "ReLU"]
 
 
-def test_a_run_of_a_sweep_comes_out_of_its_own_words_again(write: Write) -> None:
-    """Processes of a run are told their recipe in words."""
+def test_the_overrides_of_a_sweep_s_run_give_the_same_run(write: Write) -> None:
+    """Processes of a run get their recipe as overrides."""
     overrides = ["train.seed=0,1", "parallelism.plan=2-1-1,straight", "train.optimizer.betas=[0.9,0.99],[0.8,0.9]"]
     for each in runs(write, *overrides, content=ADAM):
         (again,) = runs(write, *overrides, *each.words, content=ADAM)
         assert (again.run_name, again.varied, again.flat) == (each.run_name, each.varied, each.flat)
 
 
-def test_a_run_of_a_sweep_has_a_command_of_its_own(write: Write) -> None:
+def test_every_run_of_a_sweep_has_its_command(write: Write) -> None:
     overrides = ["parallelism.mode=dp,gpipe", "train.seed=3", "parallelism.plan=auto"]
     commands = [each.words_with(overrides) for each in runs(write, *overrides)]
     assert commands == [
@@ -83,7 +83,7 @@ def test_a_run_of_a_sweep_has_a_command_of_its_own(write: Write) -> None:
     ]
 
 
-def test_where_one_recipe_is_needed_a_list_is_refused(write: Write) -> None:
+def test_a_list_is_refused_if_one_recipe_is_needed(write: Write) -> None:
     with pytest.raises(RecipeError, match=r"command line: train.seed: got a list, one value is needed here"):
         load(str(write()), ["train.seed=0,1,2"])
 
@@ -114,19 +114,19 @@ def test_a_wrong_list_is_refused_in_one_sentence(write: Write, override: str, me
     assert len(caught.value.faults) == 1, str(caught.value)
 
 
-def test_what_is_wrong_with_some_runs_only_names_the_first_of_them(write: Write) -> None:
+def test_a_fault_of_some_runs_names_the_first_of_them(write: Write) -> None:
     with pytest.raises(RecipeError, match=r"plan: got 4-4, .*the cluster has 4 .*\(with servers=1\)") as caught:
         runs(write, "parallelism.plan=4-4", "cluster.servers=2,1")
     assert len(caught.value.faults) == 1
 
 
 def test_zipped_lists_are_equally_long(write: Write) -> None:
-    told = r"--zip takes the lists' elements together, .* train.seed has 2, train.minibatch_size has 3"
-    with pytest.raises(RecipeError, match=told):
+    message = r"--zip takes the lists' elements together, .* train.seed has 2, train.minibatch_size has 3"
+    with pytest.raises(RecipeError, match=message):
         runs(write, "train.seed=0,1", "train.minibatch_size=8,16,32", zipped=True)
 
 
-def test_what_is_wrong_with_every_run_is_said_once(write: Write) -> None:
+def test_a_fault_of_every_run_is_reported_once(write: Write) -> None:
     with pytest.raises(RecipeError) as caught:
         runs(write, "train.seed=0,1,2", "train.max_epochs=0")
     assert [str(fault) for fault in caught.value.faults] == [
@@ -147,11 +147,11 @@ def test_what_is_wrong_with_every_run_is_said_once(write: Write) -> None:
         ("[a, ']'],[b]", ["[a, ']']", "[b]"]),
     ],
 )
-def test_commas_outside_brackets_and_quotes_part_elements(written: str, parts: list[str] | None) -> None:
+def test_commas_outside_brackets_and_quotes_separate_elements(written: str, parts: list[str] | None) -> None:
     assert elements(written) == parts
 
 
-def test_a_mode_goes_by_its_name(write: Write) -> None:
+def test_a_run_with_a_mode_is_named_by_the_mode(write: Write) -> None:
     loaded = runs(write, "parallelism.plan=auto", "train.seed=1,2", "parallelism.mode=dp,dp-asp")
     assert [each.run_name for each in loaded] == [
         "small-seed=1,dp",

@@ -1,4 +1,4 @@
-"""What streams of text, targets, predicted and rounded weights ask of a recipe, in the sentences that say so."""
+"""Requirements of streams of text, targets, predicted and rounded weights, with the sentences that state them."""
 
 import pytest
 
@@ -62,7 +62,7 @@ def test_targets_that_nothing_can_reach(write: Write) -> None:
         ),
     ],
 )
-def test_weights_are_predicted_by_what_the_optimizer_keeps(
+def test_predicted_weights_need_an_optimizer_with_momentum(
     write: Write, mode: str, optimizer: str, message: str
 ) -> None:
     mode = f"parallelism={{mode: {mode}, plan: straight}}"
@@ -73,7 +73,7 @@ def test_weights_are_predicted_by_what_the_optimizer_keeps(
 
 
 @pytest.mark.parametrize("mode", ["spectrain", "xpipe", "pipemare"])
-def test_weights_that_are_moved_are_not_rounded(write: Write, mode: str) -> None:
+def test_predicted_or_corrected_weights_are_not_rounded(write: Write, mode: str) -> None:
     name = "adam" if mode == "xpipe" else "sgd"
     row = [f"parallelism.mode={mode}", f"train.optimizer.name={name}", "train.precision=bf16"]
     row += ["train.optimizer.momentum=0.9"] if name == "sgd" else []

@@ -106,7 +106,7 @@ def test_the_constants_that_made_the_published_values_are_found(calibrated: Cali
     )
 
 
-def test_every_cell_that_can_be_left_out_is_predicted_by_the_others(calibrated: Calibrated) -> None:
+def test_every_cell_that_can_be_left_out_is_predicted_from_the_others(calibrated: Calibrated) -> None:
     """Both cells of the flow were made with one flow, so each gives it alone; the ring has one cell."""
     for row in ("vgg16", "alexnet"):
         published = calibrated.report.row(row).published["speedup"].value
@@ -126,7 +126,7 @@ def test_the_split_is_printed_with_its_errors(calibrated: Calibrated) -> None:
     assert re.search(r"\| all, each left out of the fit \| 2 \| 0\.\d% \|", text)
 
 
-def test_written_are_the_numbers_and_what_they_were_fitted_on_and_nothing_else(made: Path) -> None:
+def test_only_the_numbers_and_their_sources_are_written(made: Path) -> None:
     report, _ = load_report(made)
     assert report.calibration is not None
     for constant, value in zip(report.calibration.constants, (3.456789e9, 0.5e9), strict=True):
@@ -167,7 +167,9 @@ def test_constants_of_other_clusters_change_nothing(made: Path) -> None:
         ({"cluster": "mine2.yaml"}, "no such (file|cluster)"),
     ],
 )
-def test_what_cannot_be_fitted_is_refused_in_a_sentence(made: Path, change: dict[str, str], message: str) -> None:
+def test_constants_that_cannot_be_fitted_are_refused_in_one_sentence(
+    made: Path, change: dict[str, str], message: str
+) -> None:
     given = {"name": "ring", "cluster": "mine.yaml", "key": "levels.server.ring", "low": "1 GB/s", "high": "9 GB/s"}
     with pytest.raises((PipebenchError, RecipeError), match=message):
         find_site(Constant(**given | change, fitted_on=()), made.parent)

@@ -25,7 +25,7 @@ NEAR = 0.35  # further off is not the number that was claimed
 LEAST_FAILURES = 0.05  # of random results
 
 
-def test_there_are_claims_of_both_kinds() -> None:
+def test_claims_of_both_kinds_exist() -> None:
     assert sum(claim.number is not None for _, claim in CLAIMS) > 20
     assert sum(claim.number is None for _, claim in CLAIMS) > 50
 
@@ -43,7 +43,7 @@ def test_a_claim_says_its_tolerance_and_can_fail(name: str, claim: PublishedClai
 @pytest.mark.parametrize(
     "name", [name for name in REPORTS if (reports_folder() / f"rendered/{name}/{VALUES}").exists()]
 )
-def test_a_claim_that_holds_fails_when_one_measure_is_another(name: str) -> None:
+def test_a_claim_that_holds_fails_for_other_values_of_a_measure(name: str) -> None:
     """From today's values: a row's cell, or a measure's of all rows, by a factor of a hundred at most, or its sign.
 
     Twice or half would do for claims of numbers; where one thing is said to be above another, it may be so by more.

@@ -191,7 +191,7 @@ def test_a_wrong_report_is_refused(write: Write, keys: dict[str, Any], message: 
     assert any(re.search(lined(f"^small.yaml: {message}"), sentence) for sentence in sentences), "\n".join(sentences)
 
 
-def test_everything_wrong_comes_out_together(write: Write) -> None:
+def test_all_faults_are_reported_together(write: Write) -> None:
     wrong = changed(
         titel="x", measures__twice__value="2 ** 2", rows__0__runs__dp="dp.yaml trian.seed=1", claims__0__holds="1"
     )
@@ -205,14 +205,14 @@ def test_everything_wrong_comes_out_together(write: Write) -> None:
     ]
 
 
-def test_a_missing_key_of_a_picture_is_told_once_with_what_is_allowed(write: Write) -> None:
+def test_a_missing_key_of_a_picture_is_reported_once_with_the_allowed_ones(write: Write) -> None:
     with pytest.raises(RecipeError) as caught:
         load_report(write(changed(pictures__0={"kind": "schedule", "run": "dp"})))
     (fault,) = caught.value.faults
     assert (fault.key, fault.problem) == ("pictures.0.row", "is missing, needed for schedule: first, m8, m16")
 
 
-def test_a_mistake_that_rows_share_is_told_once(write: Write) -> None:
+def test_a_mistake_that_rows_share_is_reported_once(write: Write) -> None:
     with pytest.raises(RecipeError) as caught:
         load_report(write(changed(runs={"more": "no-such"})))
     assert len(caught.value.faults) == 1, str(caught.value)
@@ -230,7 +230,7 @@ def test_a_mistake_that_rows_share_is_told_once(write: Write) -> None:
     ],
     ids=str,
 )
-def test_nothing_is_said_about_rows_that_a_fault_leaves_out(write: Write, keys: dict[str, Any]) -> None:
+def test_rows_that_a_fault_leaves_out_are_not_reported(write: Write, keys: dict[str, Any]) -> None:
     rows = {"claims__0__holds": 'speedup["first"] > speedup["m8"]', "calibration__leave_out": ["size"]}
     curves = {"kind": "curves", "runs": ["dp"], "metric": "top1", "row": "m8"}
     with pytest.raises(RecipeError) as caught:
@@ -239,7 +239,7 @@ def test_nothing_is_said_about_rows_that_a_fault_leaves_out(write: Write, keys: 
     assert re.fullmatch(r"rows\..*(for|name|runs)", fault.key), fault
 
 
-def test_rows_that_are_not_there(write: Write) -> None:
+def test_unknown_rows_are_refused(write: Write) -> None:
     with pytest.raises(
         UserError, match=r"--only: got 'frist', allowed are first, m8, m16, or patterns; did you mean 'f"
     ):
@@ -247,15 +247,15 @@ def test_rows_that_are_not_there(write: Write) -> None:
 
 
 @pytest.mark.parametrize("reference", ["tabel", "", "recipes"])
-def test_reports_that_are_not_there(write: Write, reference: str) -> None:
+def test_unknown_reports_are_refused(write: Write, reference: str) -> None:
     with pytest.raises(RecipeError, match=r"no such report, allowed are .* or the path of a YAML file"):
         find_report(reference)
 
 
-def test_what_is_no_mapping(write: Write) -> None:
+def test_a_file_without_a_mapping_is_refused(write: Write) -> None:
     with pytest.raises(RecipeError, match=r"small.yaml: holds a list; a mapping of keys to values is needed"):
         load_report(write("- 1\n"))
 
 
-def test_the_valid_one_is_taken(write: Write) -> None:
+def test_the_valid_report_is_accepted(write: Write) -> None:
     assert load_report(write())[0].path == Path("small.yaml")

@@ -72,7 +72,7 @@ def test_a_cell_is_its_expression_over_the_results(write: Write) -> None:
     ]
 
 
-def test_what_was_chosen_with_a_measure_s_results_in_view_holds_for_all_cells_of_its_column(write: Write) -> None:
+def test_a_column_chosen_by_a_measure_s_results_marks_all_its_cells(write: Write) -> None:
     measures = changed()["measures"]
     measures["twice"]["chosen"] = {"seen": "a rate"}
     report = one_column(write, measures=measures, columns={"ideal": {}, "seen": {}}, claims=[])
@@ -140,7 +140,7 @@ def test_a_cell_is_missed_where_half_of_the_seeds_missed(seeded: Callable[..., T
     assert seeded("dp.epochs_to_target", seeds(2.0, None), seeds()).remarks[0] == "1 of 2 seeds; the others: missed"
 
 
-def test_what_could_not_run_is_a_problem_of_its_cells(write: Write) -> None:
+def test_a_run_that_failed_is_a_problem_of_its_cells(write: Write) -> None:
     found = evaluated(
         one_column(write), {("first", "dp", "ideal"): ["it doesn't fit"], ("first", "straight", "ideal"): [result()]}
     )
@@ -151,7 +151,7 @@ def test_what_could_not_run_is_a_problem_of_its_cells(write: Write) -> None:
     assert found.scores == ()
 
 
-def test_a_value_that_would_not_fit_says_so(write: Write) -> None:
+def test_a_value_that_does_not_fit_in_memory_says_so(write: Write) -> None:
     tight = RunResult(**{**vars(result("straight", 20.0)), "notes": {MEMORY: "out of memory at 1 s"}})
     found = evaluated(
         one_column(write), {("first", "dp", "ideal"): [result()], ("first", "straight", "ideal"): [tight]}
@@ -160,7 +160,7 @@ def test_a_value_that_would_not_fit_says_so(write: Write) -> None:
     assert found.verdicts[0].answer == NO
 
 
-def test_bytes_that_nobody_sent_are_none(write: Write) -> None:
+def test_bytes_that_were_not_sent_have_no_value(write: Write) -> None:
     sums = {"value": "dp.comm_bytes_per_sample_gradient + straight.comm_bytes_level_server"}
     report = one_column(write, measures={"sums": sums, **changed()["measures"]})
     runs: dict[tuple[str, str, str], list[RunResult | str]] = {
@@ -171,7 +171,7 @@ def test_bytes_that_nobody_sent_are_none(write: Write) -> None:
 
 
 @pytest.mark.parametrize(("chosen", "differs"), [("straight", False), ("Straight", False), ("2-2", True)])
-def test_why_a_plan_is_another(write: Write, chosen: str, differs: bool) -> None:
+def test_the_reason_for_a_different_plan(write: Write, chosen: str, differs: bool) -> None:
     measures = {**changed()["measures"], "plan": {"plan_of": "dp", "against": "straight"}}
     report = one_column(write, measures=measures)
     runs: dict[tuple[str, str, str], list[RunResult | str]] = {
@@ -205,7 +205,7 @@ def test_a_text_quotes_its_cells(write: Write) -> None:
     assert found.about == "Up to 2.50x, twice that is 5.00x, nobody knows -."
 
 
-def test_what_is_about_rows_that_were_left_out_is_neither_untestable_nor_decided_by_the_others(write: Write) -> None:
+def test_claims_about_left_out_rows_are_left_out(write: Write) -> None:
     claims = [
         {"text": "of all", "holds": "min(speedup) >= 1"},
         {"text": "of one that is there", "holds": 'speedup["first"] >= 1'},
@@ -230,7 +230,7 @@ def test_what_is_about_rows_that_were_left_out_is_neither_untestable_nor_decided
     assert found.about == "It comes to (rows left out), of the first to 2.00x."
 
 
-def test_what_is_computed_with_a_fitted_cell_is_no_prediction(write: Write) -> None:
+def test_a_value_computed_from_a_fitted_cell_is_not_a_prediction(write: Write) -> None:
     """As a time to accuracy: the epoch time's speed-up, fitted on this row, times that of epochs."""
     rows = changed()["rows"][:1]
     rows[0]["published"]["twice"] = 3

@@ -57,7 +57,7 @@ expressions = st.recursive(
 
 
 @given(expressions)
-def test_a_cell_shows_what_python_makes_of_its_expression(text: str) -> None:
+def test_a_cell_has_python_s_value_of_its_expression(text: str) -> None:
     class Run:
         def __init__(self, **metrics: float) -> None:
             self.__dict__.update(metrics)
@@ -85,7 +85,7 @@ comparisons = st.recursive(
 
 
 @given(comparisons)
-def test_a_claim_is_true_where_python_says_so(text: str) -> None:
+def test_a_claim_has_python_s_truth_value(text: str) -> None:
     text = text.replace("a.x", 'speedup["vgg-a"]').replace("a.y", 'speedup["vgg-b"]').replace("b.x", 'speedup["gnmt"]')
     wanted = eval(text, {"speedup": dict(ROWS["speedup"]), "__builtins__": {}})  # of a text that was made here
     assert evaluate(claim_expression(text, [*ROWS], [*ROWS["speedup"]]), of_rows) == wanted
@@ -119,7 +119,7 @@ def test_claims_over_rows(text: str, wanted: bool, reason: str) -> None:
     assert explain(claim, of_rows) == reason
 
 
-def test_what_is_built_on_a_measure_reads_its_runs() -> None:
+def test_an_expression_of_a_measure_reads_the_measure_s_runs() -> None:
     ratio = value_expression("a.x / b.x", {})
     twice = value_expression("2 * ratio + abs(a.y)", {"ratio": ratio})
     assert {*twice.metrics} == {("a", "x"), ("a", "y"), ("b", "x")}
@@ -160,7 +160,7 @@ VALUES = [
 
 
 @pytest.mark.parametrize(("text", "message"), VALUES)
-def test_what_no_cell_can_show(text: str, message: str) -> None:
+def test_expressions_that_no_cell_can_have(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         value_expression(text, {"speedup": value_expression("a.x", {})})
 
@@ -182,7 +182,7 @@ CLAIMS = [
 
 
 @pytest.mark.parametrize(("text", "message"), CLAIMS)
-def test_what_no_claim_can_say(text: str, message: str) -> None:
+def test_expressions_that_no_claim_can_have(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         claim_expression(text, [*ROWS], [*ROWS["speedup"]])
 
@@ -205,14 +205,14 @@ def test_what_no_claim_can_say(text: str, message: str) -> None:
         ('speedup["gnmt"] + bytes["gnmt"]', 4.8, "none"),
     ],
 )
-def test_what_a_text_quotes_has_its_measures_unit(text: str, wanted: float, unit: str) -> None:
+def test_a_quoted_value_has_its_measure_s_unit(text: str, wanted: float, unit: str) -> None:
     quoted = quoted_expression(text, [*ROWS], [*ROWS["speedup"]])
     assert evaluate(quoted, of_rows) == pytest.approx(wanted)
     assert unit_of(quoted, {"speedup": "x", "bytes": "bytes"}) == unit
 
 
 @pytest.mark.parametrize("cells", [Cells(), Cells({"gnmt": 1.0}), Cells({"vgg-a": 1.0, "gnmt": 1.0})])
-def test_what_does_not_vary_correlates_with_nothing(cells: Cells) -> None:
+def test_constant_values_have_no_correlation(cells: Cells) -> None:
     claim = claim_expression("correlation(speedup, bytes) > 0", [*ROWS], [*ROWS["speedup"]])
     with pytest.raises(NoValueError, match="it takes two rows that differ"):
         evaluate(claim, lambda measure, row: cells if measure == "bytes" else ROWS["speedup"])
@@ -232,13 +232,13 @@ def test_a_text_quotes_no_answers() -> None:
         f"a.x * (1{'0' * 300} * 1{'0' * 300})",
     ],
 )
-def test_what_is_not_finite_is_no_value(text: str) -> None:
+def test_a_result_that_is_not_finite_is_no_value(text: str) -> None:
     """0.2.0 ended with the error of the function, `-inf + inf in fsum`, where runs missed their target."""
     with pytest.raises(NoValueError, match="it isn't finite"):
         evaluate(value_expression(text, {}), lambda run, metric: math.inf if run == "c" else of_runs(run, metric))
 
 
-def test_what_is_infinite_correlates_with_nothing() -> None:
+def test_infinite_values_have_no_correlation() -> None:
     claim = claim_expression("correlation(a, b) > 0", ["a", "b"], ["one", "two"])
     cells = {"a": Cells(one=math.inf, two=1.0), "b": Cells(one=1.0, two=2.0)}
     with pytest.raises(NoValueError, match="it isn't finite"):

@@ -8,7 +8,7 @@ import pytest
 from pipebench.report.fitting import Cell, Error, Sought, fit, left_out
 
 TRUE = {"ring": 2.7, "flow": 0.44}
-# A cell comes to (its constants)^-power, times a factor that nothing explains.
+# A cell's value is (its constants)^-power, times an unexplained factor.
 POWERS: Mapping[Cell, Mapping[str, float]] = {
     ("a", "x"): {"ring": 1.0},
     ("b", "x"): {"ring": 0.5},
@@ -37,7 +37,7 @@ def test_constants_that_made_the_cells_are_found(start: dict[str, float]) -> Non
     assert fit(SOUGHT, error_with({}), start) == {name: pytest.approx(value, rel=0.01) for name, value in TRUE.items()}
 
 
-def test_of_cells_that_disagree_the_squares_of_logarithms_are_least() -> None:
+def test_disagreeing_cells_are_fitted_by_least_squares_of_logarithms() -> None:
     """Ln ring from a with weight 1 (power 1), from b with weight 1/4 (power 1/2, squared)."""
     found = fit(SOUGHT[:1], error_with({"a": 1.2, "b": 0.9}), {"ring": 1.0, "flow": 1.0})
     shift = (-math.log(1.2) * 1.0 - math.log(0.9) * 0.5) / (1.0 + 0.25)
@@ -46,7 +46,7 @@ def test_of_cells_that_disagree_the_squares_of_logarithms_are_least() -> None:
 
 
 def test_leaving_a_cell_out_predicts_it_from_the_others() -> None:
-    """Without a, b says alone what ring is: 0.9^-2 as much, which a meets with the power 1; and the other way round."""
+    """Without a, b alone gives ring: 0.9^-2 as much, which a meets with the power 1; and the other way round."""
     error = error_with({"a": 1.2, "b": 0.9})
     found = left_out(SOUGHT, error, fit(SOUGHT, error, {"ring": 1.0, "flow": 1.0}))
     assert found[("a", "x")] == pytest.approx(2 * math.log(0.9) - math.log(1.2), abs=0.01)
@@ -61,7 +61,7 @@ def test_the_only_cell_of_a_constant_cannot_be_left_out() -> None:
     assert found[("c", "x")] == pytest.approx(0.0, abs=0.01)
 
 
-def test_a_value_beyond_which_nothing_changes_is_no_hindrance() -> None:
+def test_a_start_where_the_error_is_constant_is_left() -> None:
     """Above 1 the port is the limit; the start lies there."""
 
     def error(values: Mapping[str, float], cell: Cell) -> float:

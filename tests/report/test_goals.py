@@ -1,4 +1,4 @@
-"""The table of goals in docs/results.md says what the pages say, and whether that meets the goal."""
+"""The table of goals in docs/results.md has the pages' numbers, and whether they meet the goals."""
 
 import re
 from pathlib import Path
@@ -12,12 +12,12 @@ TABLE_1 = (ROOT / "reports/rendered/table1/report.md").read_text()
 COVERAGE = (ROOT / "reports/rendered/coverage/report.md").read_text()
 CALIBRATION = (ROOT / "docs/calibration.md").read_text()
 STATED, OWN = (f"epoch-time speed-up over data parallelism, {plan}" for plan in ("stated plan", "planner's choice"))
-HERE = "clusters of 2019"
+THIS_HOST = "clusters of 2019"
 # Goal to the page and what its row begins with; the error is the cell after the number of cells.
 GOALS = {
-    "11 rows of Table 1 within 12%": (TABLE_1, f"{STATED} | {HERE} | not by construction"),
-    "the five that nothing was fitted on within 20%": (TABLE_1, f"{STATED} | {HERE} | not fitted on"),
-    "the planner's own choice within 30%": (TABLE_1, f"{OWN} | {HERE} | not by construction"),
+    "11 rows of Table 1 within 12%": (TABLE_1, f"{STATED} | {THIS_HOST} | not by construction"),
+    "the five that nothing was fitted on within 20%": (TABLE_1, f"{STATED} | {THIS_HOST} | not fitted on"),
+    "the planner's own choice within 30%": (TABLE_1, f"{OWN} | {THIS_HOST} | not by construction"),
     "all exact numbers of PipeDream's papers but Table 1 within 35%": (
         COVERAGE,
         "PipeDream's papers but Table 1 | all",
@@ -32,26 +32,26 @@ def cells(page: str, begins: str) -> list[str]:
 
 @pytest.mark.parametrize("goal", GOALS)
 def test_a_goal_has_the_page_s_error_and_verdict(goal: str) -> None:
-    here, verdict = cells(RESULTS, goal)
+    value, verdict = cells(RESULTS, goal)
     error = next(cell for cell in cells(*GOALS[goal]) if cell.endswith("%"))
-    assert here.split()[0] == error
+    assert value.split()[0] == error
     allowed = float(re.findall(r"within (\d+)%", goal)[0])
     assert verdict == ("met" if float(error.rstrip("%")) <= allowed else "missed")
 
 
-def test_the_rank_and_the_baselines_are_the_page_s() -> None:
-    *_, rank = cells(TABLE_1, f"{STATED} | {HERE} | not by construction")
+def test_the_rank_and_the_baselines_equal_the_page_s() -> None:
+    *_, rank = cells(TABLE_1, f"{STATED} | {THIS_HOST} | not by construction")
     assert cells(RESULTS, "rank correlation of at least 0.85") == [rank, "met" if float(rank) >= 0.85 else "missed"]
     constant = cells(TABLE_1, f"{STATED} | baseline: geometric mean of the fitted cells | not fitted on")[1]
-    model = cells(TABLE_1, f"baseline, by the planner's cost model | {HERE} | not fitted on")[1]
-    told, _ = cells(RESULTS, "better there than every baseline")
-    assert told == f"a constant {constant}, the planner's cost model {model}"
+    model = cells(TABLE_1, f"baseline, by the planner's cost model | {THIS_HOST} | not fitted on")[1]
+    sentence, _ = cells(RESULTS, "better there than every baseline")
+    assert sentence == f"a constant {constant}, the planner's cost model {model}"
 
 
-def test_vpipe_s_error_and_that_without_a_cluster_are_those_of_their_tables() -> None:
+def test_vpipe_s_error_and_that_without_a_cluster_equal_their_tables() -> None:
     number, _, error = cells(COVERAGE, "vpipe_tpds21 | all")
-    told, _ = cells(RESULTS, "all exact numbers of PipeDream's papers but Table 1 within 35%")
-    assert told.endswith(f"vPipe's {number}: {error}")
+    sentence, _ = cells(RESULTS, "all exact numbers of PipeDream's papers but Table 1 within 35%")
+    assert sentence.endswith(f"vPipe's {number}: {error}")
     _, left_out, _ = cells(CALIBRATION, "all, each cluster left out")
     assert cells(RESULTS, "a cluster left out of the fit within 25%")[0] == left_out.replace(" ", "")
 
@@ -63,7 +63,7 @@ def rows_under(heading: str) -> dict[str, list[str]]:
     return {name: rest for name, *rest in lines}
 
 
-def test_rows_of_table_1_are_those_of_the_page() -> None:
+def test_rows_of_table_1_equal_the_page_s() -> None:
     section = RESULTS.split("\n## Table 1 of PipeDream")[1].split("\n## ")[0]
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:2] == "| "]
     epochs, times = (
@@ -73,15 +73,15 @@ def test_rows_of_table_1_are_those_of_the_page() -> None:
     plans = rows_under("Configuration")
     assert len(table) > 14
     for name, plan, *shown in table[2:]:
-        published, ideal, _, here, _ = epochs[name]
+        published, ideal, _, value, _ = epochs[name]
         *_, time, _ = times.get(name, ["-"] * 5)
         assert (plan, [shown[0], shown[1], shown[2], shown[4]]) == (
             f"{plans[name][0]}, {plans[name][6]}",
-            [published, ideal, here, time],
+            [published, ideal, value, time],
         ), name
 
 
-def test_what_a_rate_is_worth_to_the_planner_s_own_choice_is_on_the_page_of_effects() -> None:
+def test_the_effect_of_a_rate_on_the_planner_s_choice_equals_the_page_s() -> None:
     page = (ROOT / "reports/effects.md").read_text()
     without = [cells(page, f"error, {rows}")[1].replace("%", " %") for rows in ("not by construction", "all rows")]
     assert f"which were {without[0]} and {without[1]} without" in " ".join(CALIBRATION.split())
@@ -105,68 +105,71 @@ def whole(share: str) -> str:
         ("PipeDream's other figures", "all exact numbers of PipeDream's papers but Table 1 within 35%"),
     ],
 )
-def test_readme_s_goals_are_those_of_the_results(row: str, goal: str) -> None:
-    off, told = cells(README, row)
-    here, verdict = cells(RESULTS, goal)
-    assert off.split()[0] == whole(here.split()[0])
-    assert told.startswith(f"{goal.split()[-1]}, {verdict}")
+def test_readme_s_goals_equal_those_of_the_results(row: str, goal: str) -> None:
+    off, sentence = cells(README, row)
+    value, verdict = cells(RESULTS, goal)
+    assert off.split()[0] == whole(value.split()[0])
+    assert sentence.startswith(f"{goal.split()[-1]}, {verdict}")
 
 
 def test_readme_has_the_cost_model_beside_rows_not_fitted_on() -> None:
-    told, _ = cells(RESULTS, "better there than every baseline")
-    assert cells(README, "its five other rows")[0].endswith(f"(planner's cost model: {whole(told.split()[-1])})")
+    sentence, _ = cells(RESULTS, "better there than every baseline")
+    assert cells(README, "its five other rows")[0].endswith(f"(planner's cost model: {whole(sentence.split()[-1])})")
 
 
 @pytest.mark.parametrize(
-    ("told", "begins"),
+    ("sentence", "begins"),
     [
-        ("the simulator on clusters of 2019", f"{STATED} | {HERE}"),
+        ("the simulator on clusters of 2019", f"{STATED} | {THIS_HOST}"),
         ("a constant: the geometric mean of the six fitted cells",
          f"{STATED} | baseline: geometric mean of the fitted cells"),
         ("the planner's cost model on clusters of 2019: the slowest stage, or bytes over its links' fitted rates",
-         f"baseline, by the planner's cost model | {HERE}"),
-        ("the planner's own choice instead of the stated plan, simulated", f"{OWN} | {HERE}"),
-        ("how many times fewer bytes are sent", f"baseline, how many times fewer bytes | {HERE}"),
+         f"baseline, by the planner's cost model | {THIS_HOST}"),
+        ("the planner's own choice instead of the stated plan, simulated", f"{OWN} | {THIS_HOST}"),
+        ("how many times fewer bytes are sent", f"baseline, how many times fewer bytes | {THIS_HOST}"),
     ],
 )  # fmt: skip
-def test_baselines_are_those_of_the_page(told: str, begins: str) -> None:
+def test_baselines_equal_the_page_s(sentence: str, begins: str) -> None:
     over = ("not fitted on", "nothing chosen in view of them")
     shown = [
         cells(TABLE_1, f"{begins} | {each}")[1].replace("%", " %") for each in over if f"{begins} | {each}" in TABLE_1
     ]
-    assert cells(CALIBRATION, told) == (shown if len(shown) == len(over) else [*shown, "-"])
+    assert cells(CALIBRATION, sentence) == (shown if len(shown) == len(over) else [*shown, "-"])
 
 
-def test_errors_of_calibration_are_those_of_the_page() -> None:
-    for told, over in (("all", "not by construction"), ("predicted, two of them under a hypothesis", "not fitted on")):
-        number, error, rank = cells(TABLE_1, f"{STATED} | {HERE} | {over}")
-        assert cells(CALIBRATION, told) == [number, error.replace("%", " %"), rank]
+def test_errors_of_calibration_equal_the_page_s() -> None:
+    for sentence, over in (
+        ("all", "not by construction"),
+        ("predicted, two of them under a hypothesis", "not fitted on"),
+    ):
+        number, error, rank = cells(TABLE_1, f"{STATED} | {THIS_HOST} | {over}")
+        assert cells(CALIBRATION, sentence) == [number, error.replace("%", " %"), rank]
     about = " ".join(TABLE_1.split("\n## ")[0].split())
-    for told, text in (
+    for sentence, text in (
         ("all, each left out of the fit", "with each fitted cell left out of the fit"),
         ("all, each model family left out", "with each model family"),
         ("all, each cluster left out", "with each cluster"),
     ):
-        assert f"{text} {cells(CALIBRATION, told)[1]}" in about
+        assert f"{text} {cells(CALIBRATION, sentence)[1]}" in about
 
 
 @pytest.mark.parametrize(
-    ("told", "source", "those"),
+    ("sentence", "source", "those"),
     [
         ("PipeDream (SOSP'19), Table 1 among them", "pipedream_sosp19", "not by construction"),
         ("its preprint of 2018", "pipedream_arxiv18", "not by construction"),
         ("vPipe (TPDS'21)", "vpipe_tpds21", "all"),
     ],
 )
-def test_numbers_that_a_cell_answers_are_those_of_coverage(told: str, source: str, those: str) -> None:
+def test_numbers_of_answered_cells_equal_the_coverage_s(sentence: str, source: str, those: str) -> None:
     number, _, error = cells(COVERAGE, f"{source} | {those}")
     free, near, rest = cells(COVERAGE, f"{source} | nothing fitted or chosen")
-    assert [each.replace(" %", "%") for each in cells(CALIBRATION, told)] == [
+    assert [each.replace(" %", "%") for each in cells(CALIBRATION, sentence)] == [
         number, whole(error), free, near, whole(rest)
     ]  # fmt: skip
 
 
-def test_what_vpipe_s_table_is_off_by_is_on_its_pages() -> None:
+def test_errors_of_vpipe_s_table_equal_its_pages() -> None:
     table3, sizes = (
         (ROOT / f"reports/rendered/{name}/report.md").read_text() for name in ("vpipe_table3", "vpipe_batch_sizes")
     )
@@ -184,7 +187,7 @@ def test_what_vpipe_s_table_is_off_by_is_on_its_pages() -> None:
     assert f"| {whole(cells(sizes, 'largest minibatch | reproduced | all')[1])} off" in rows["Table 3, batch sizes"]
 
 
-def test_small_models_are_those_of_their_page() -> None:
+def test_small_models_equal_their_page_s() -> None:
     page = (ROOT / "reports/small_zoo.md").read_text()
     heads, _, *rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
@@ -193,6 +196,6 @@ def test_small_models_are_those_of_their_page() -> None:
     ]
     assert len(rows) == 7
     for what, *shown in rows:
-        for mode, told in zip(heads[1:], shown, strict=True):
+        for mode, sentence in zip(heads[1:], shown, strict=True):
             _, _, epochs, time, *_ = cells(page, f"{what.partition(',')[0]} | {mode}")
-            assert told == f"{time.partition(' (')[0]}, {epochs.partition(' (')[0]} epochs"
+            assert sentence == f"{time.partition(' (')[0]}, {epochs.partition(' (')[0]} epochs"

@@ -26,7 +26,7 @@ def trained() -> Iterator[tuple[str, ...]]:
             yield from ((*words, f"train.seed={seed}") for seed in run.seeds) if run.seeds else (words,)
 
 
-def test_kept_results_answer_what_their_command_asks() -> None:
+def test_stored_results_belong_to_their_commands() -> None:
     stored = [*kept_results(reports_folder()).values()]
     assert len(stored) > 50
     for each in stored:
@@ -34,7 +34,7 @@ def test_kept_results_answer_what_their_command_asks() -> None:
         assert each.answers(load_file(path, each.words[1:])), each.words
 
 
-def test_every_run_of_a_report_has_a_kept_result() -> None:
+def test_every_run_of_a_report_has_a_stored_result() -> None:
     stored = {without_seed(each.words) for each in kept_results(reports_folder()).values()}
     asked = {without_seed(words) for words in trained()}
     assert asked
@@ -43,7 +43,7 @@ def test_every_run_of_a_report_has_a_kept_result() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 1])
-def test_results_that_were_trained_here_come_out_again(place: int) -> None:
+def test_stored_results_are_reproduced(place: int) -> None:
     """The two quickest; to the bit where processor and versions are the same, elsewhere bits may differ."""
     known = [each for each in kept_results(reports_folder()).values() if each.made]
     assert known
@@ -54,10 +54,10 @@ def test_results_that_were_trained_here_come_out_again(place: int) -> None:
     assert repeat(each) == "", each.words
 
 
-def test_only_a_result_made_as_it_is_repeated_has_to_repeat(
+def test_only_results_of_the_same_processor_and_versions_must_be_equal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Kept on one processor and repeated on another, all of them were said to differ, as after a fault."""
+    """Results stored on one processor and repeated on another were all reported as different."""
     known, here = next(iter(kept_results(reports_folder()).values())), made_on()
     elsewhere = replace(known, made={**here, "processor": "another, AVX2"})
     monkeypatch.setattr(kept, "kept_results", lambda _: {Path("a"): replace(known, made=here), Path("b"): elsewhere})
@@ -79,7 +79,7 @@ def test_results_of_an_earlier_release_are_never_in_one_median_with_others() -> 
     assert [words for words, named in trees.items() if len(named) > 1] == []
 
 
-def test_a_result_that_differs_says_how() -> None:
+def test_a_different_result_is_reported_with_its_values() -> None:
     (first, second) = [*kept_results(reports_folder()).values()][:2]
     assert difference(first.result, first.result) == ""
     assert " now " in difference(first.result, replace(first.result, outcome="missed", sentence="missed it")) or (

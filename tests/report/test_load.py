@@ -13,7 +13,7 @@ from tests.report.conftest import Write, changed
 SHIPPED = report_names()
 
 
-def test_rows_of_lists_stand_side_by_side(write: Write) -> None:
+def test_rows_of_lists_are_combined(write: Write) -> None:
     report, _ = load_report(write())
     assert [row.name for row in report.rows] == ["first", "m8", "m16"]
     m16 = report.rows[2]
@@ -22,7 +22,7 @@ def test_rows_of_lists_stand_side_by_side(write: Write) -> None:
     assert m16.runs["dp"] == RunReference(("dp.yaml", "train.minibatch_size=16"))
 
 
-def test_what_rows_share_knows_where_they_stand_and_gives_way_to_their_own(write: Write) -> None:
+def test_shared_keys_of_rows_use_the_row_s_values_and_yield_to_its_own_keys(write: Write) -> None:
     rows = [
         {"name": "$mode", "for": {"mode": ["dp", "straight"]}},
         {"name": "none", "at": {"mode": "dp"}, "runs": {"straight": None, "dp": "straight.yaml"}},
@@ -40,7 +40,7 @@ def test_what_rows_share_knows_where_they_stand_and_gives_way_to_their_own(write
     assert seeds == [3, 4]
 
 
-def test_columns_change_clusters_and_words_of_all_but_what_is_the_same(write: Write) -> None:
+def test_columns_change_clusters_and_overrides_of_all_but_fixed_runs(write: Write) -> None:
     dp = {"recipe": "dp.yaml", "engine": "virtual", "columns": "same"}
     words = ["cluster.servers=4", "?model.width=0.25"]
     _, asked = load_report(write(changed(rows__0__runs__dp=dp, columns__slow__set=words)), ["first"])
@@ -53,7 +53,7 @@ def test_columns_change_clusters_and_words_of_all_but_what_is_the_same(write: Wr
     assert [each.recipe.model["width"] for each in (ideal, slow)] == [0.125, 0.25]
 
 
-def test_an_option_that_not_all_take_is_left_out_where_it_is_not_taken(write: Write) -> None:
+def test_an_option_that_some_recipes_lack_is_left_out_for_those(write: Write) -> None:
     other = "s2vt/4x1-c-dp"
     rows = [{"name": "first", "runs": {"dp": "dp.yaml", "straight": other}}]
     words = ["?model.batch_norm=false"]
@@ -63,7 +63,7 @@ def test_an_option_that_not_all_take_is_left_out_where_it_is_not_taken(write: Wr
     assert taken == {"dp": True, "straight": False}
 
 
-def test_what_is_wrong_without_an_optional_word_is_told_alone(write: Write) -> None:
+def test_a_fault_without_an_optional_override_is_reported_alone(write: Write) -> None:
     words = ["?model.batch_norm=false", "parallelism.mod=dp"]
     with pytest.raises(RecipeError) as caught:
         load_report(write(changed(columns__slow={"set": words})))
@@ -88,7 +88,7 @@ def test_rows_by_name_and_pattern(write: Write, only: list[str], rows: list[str]
 
 
 def test_an_engine_whose_runs_lack_a_measure_s_metric_is_refused(write: Write) -> None:
-    """As it is in the report: the page would be written anew with empty cells."""
+    """Otherwise the page would be written anew with empty cells."""
     trained = {"recipe": "dp.yaml", "engine": "virtual"}
     path = write(changed(rows__0__runs__own=trained, measures__best={"value": "own.best_top1"}))
     message = (

@@ -28,7 +28,7 @@ Make = Callable[..., tuple[int, str]]
 
 
 def save_nothing(figure: Figure, path: Path) -> None:
-    """Write what stands for a figure: `test_plots.py` and `test_rendered.py` look at real ones."""
+    """Write a stand-in for a figure: `test_plots.py` and `test_rendered.py` test real ones."""
     for kind in ("png", "svg"):
         path.with_name(f"{path.name}.{kind}").touch()
 
@@ -51,7 +51,7 @@ def make(write: Write, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return what has been run, row and run and column, as it goes on."""
+    """Return a list that gets row, run and column of everything that runs."""
     names: list[str] = []
     run_one = collect.run_one
 
@@ -63,7 +63,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_what_has_run_is_not_run_again(make: Make, ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_results_are_not_run_again(make: Make, ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     code, said = make("small.yaml", "--only", "first")
     assert code == 0, said
     assert "4 runs: 4 to run (about" in said
@@ -107,7 +107,7 @@ def test_runs_that_are_the_same_recipe_are_one(make: Make, write: Write, ran: li
     assert "| twin |" in Path("rendered/small/report.md").read_text()
 
 
-def test_an_interrupted_report_goes_on(make: Make, ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_report_is_resumed(make: Make, ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     noting = collect.run_one
 
     def interrupted(*given: object) -> collect.RecipeOutcome:
@@ -127,7 +127,7 @@ def test_an_interrupted_report_goes_on(make: Make, ran: list[str], monkeypatch: 
     assert ran == ["first dp ideal", "first dp slow", "first straight ideal", "first straight slow"]
 
 
-def test_pages_are_written_below_the_working_directory_wherever_the_report_is(make: Make) -> None:
+def test_pages_are_written_below_the_working_directory(make: Make) -> None:
     """They were beside the report's file: in an installed package, or over a checkout's own pages."""
     files = [path for path in Path().iterdir() if path.is_file()]
     Path("mine").mkdir()
@@ -149,7 +149,7 @@ def test_nothing_is_written_into_the_checkout_from_elsewhere(make: Make) -> None
     assert {path: path.stat().st_mtime_ns for path in shipped.parent.rglob("*")} == before
 
 
-def test_nothing_is_kept_inside_the_installed_package(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_stored_inside_the_installed_package(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     installed = Path("site-packages/pipebench")
     installed.mkdir(parents=True)
     Path("small.yaml").rename(installed / "small.yaml")
@@ -160,7 +160,7 @@ def test_nothing_is_kept_inside_the_installed_package(make: Make, monkeypatch: p
 
 
 @pytest.mark.parametrize("folder", ["small.yaml", "small.yaml/below"])
-def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(make: Make, ran: list[str], folder: str) -> None:
+def test_a_read_only_folder_is_reported_before_anything_runs(make: Make, ran: list[str], folder: str) -> None:
     code, said = make("small.yaml", "--out", folder)
     assert (code, ran) == (2, [])
     there = Path("small.yaml").absolute()
@@ -168,7 +168,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(make: Make
 
 
 @pytest.mark.slow
-def test_a_killed_report_goes_on(make: Make, ran: list[str]) -> None:
+def test_a_killed_report_is_resumed(make: Make, ran: list[str]) -> None:
     killed = """\
 import os, signal
 from pipebench.recipe.catalog import find_cluster
@@ -212,7 +212,7 @@ rows:
 """
 
 
-def test_trained_results_are_kept_for_whoever_has_none(
+def test_trained_results_are_stored_for_other_checkouts(
     make: Make, write: Write, ran: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     write(TRAINED)
@@ -272,7 +272,7 @@ def test_a_run_that_does_not_fit_is_a_problem_of_its_cells(make: Make, write: Wr
     assert "nowhere" in said
 
 
-def test_what_a_run_uses_is_checked_before_anything_runs(make: Make, write: Write, ran: list[str]) -> None:
+def test_files_of_runs_are_checked_before_anything_runs(make: Make, write: Write, ran: list[str]) -> None:
     rows = [changed()["rows"][0]]
     data = "dataset='{name: imagenet, root: nowhere}' model.in_channels=3 model.num_classes=1000"
     rows[0]["runs"]["dp"] = {"recipe": f"dp.yaml {data}", "engine": "virtual"}
@@ -290,7 +290,7 @@ def test_a_schedule_is_drawn_as_text(make: Make, write: Write) -> None:
     assert "pipedream, plan straight, one column" in Path("rendered/small/report.md").read_text()
 
 
-def test_pictures_that_the_page_shows_no_longer_are_removed(make: Make, write: Write) -> None:
+def test_pictures_that_the_page_no_longer_shows_are_removed(make: Make, write: Write) -> None:
     folder, (bars, lines) = Path("rendered/small"), changed()["pictures"]
     one: dict[str, Any] = {"rows": [changed()["rows"][1]], "columns": {"ideal": {}}, "calibration": None}
     us = "![Us](bars-us.png)\n\n![us](photo.png)"
@@ -328,7 +328,7 @@ def test_pictures_of_another_report_stay(make: Make, write: Write) -> None:
     assert not Path("both/bars-speedup.png").is_file()
 
 
-def test_reports_are_listed_with_what_is_there(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_are_listed_with_their_existing_pages(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "reports_folder", Path.cwd)
     for name in ("dp", "straight"):  # beside the report, and none themselves
         Path(f"{name}.yaml").rename(Path.cwd().parent / f"{name}.yaml")
@@ -392,7 +392,7 @@ def test_the_largest_minibatch_that_fits_is_found_before_anything_is_looked_up(
     assert "2 recorded in MLflow with this version, nothing to run" in make("small.yaml")[1]
 
 
-def test_where_no_minibatch_fits_the_cell_says_why(make: Make, write: Write) -> None:
+def test_a_cell_without_a_minibatch_that_fits_says_why(make: Make, write: Write) -> None:
     text = Path(find_cluster("cluster-a")).read_text()
     Path("tiny.yaml").write_text(text.replace("value: 16 GB", "value: 10 kB"))
     run = {"recipe": "straight.yaml cluster.name=tiny.yaml parallelism.plan=auto", "minibatch": "largest"}

@@ -94,7 +94,7 @@ def test_scatter_sets_reproduced_against_published() -> None:
     assert axes.get_xlim() == axes.get_ylim()
 
 
-def test_names_in_a_scatter_hide_nothing() -> None:
+def test_names_in_a_scatter_do_not_overlap() -> None:
     """Of forty rows that are nearly the same some names are left out, and the others don't overlap."""
     rows = tuple(replace(REPORT.rows[0], name=f"r{n}", title=f"a row with number {n}") for n in range(40))
     values = [2 * (1 + 0.02 * math.sin(7 * n)) for n in range(40)]
@@ -129,7 +129,7 @@ def test_equal_points_of_a_scatter_have_one_label_that_equality_s_line_does_not_
         assert len({*above}) == 1, text.get_text()
 
 
-def test_lines_go_along_the_key() -> None:
+def test_lines_have_the_key_as_their_axis() -> None:
     figure = lines_figure(evaluated(), LINES)
     assert figure is not None
     axes = only(figure.axes)
@@ -152,7 +152,7 @@ def test_lines_have_a_panel_per_group_and_texts_stand_one_after_the_other() -> N
         assert [x for x, _ in labelled(axes)["ideal hardware"]] == [0.0, 1.0]
 
 
-def test_curves_are_over_epochs_and_over_time_with_stars_where_targets_are_met() -> None:
+def test_curves_are_over_epochs_and_over_time_with_stars_at_reached_targets() -> None:
     figure = curves_figure(evaluated(), CURVES)
     assert figure is not None
     for axes, per_epoch in zip(figure.axes, (1.0, 1.8), strict=True):
@@ -166,7 +166,7 @@ def test_curves_are_over_epochs_and_over_time_with_stars_where_targets_are_met()
         assert [ys(line)[0] for line in targets] == [0.9]
 
 
-def test_columns_with_results_of_their_own_have_curves_of_their_own() -> None:
+def test_columns_with_different_results_have_different_curves() -> None:
     made = evaluated()
     slower = tuple(
         replace(run, points=tuple(replace(point, clock_s=3 * point.clock_s) for point in run.points))
@@ -225,7 +225,7 @@ def test_phases_are_steps_a_panel_per_row_with_lines_where_layers_change() -> No
     assert few.axes[0].get_ylim()[1] >= 50.0, "the last panel has the most"
 
 
-def test_files_are_small_and_have_names_of_their_own(tmp_path: Path) -> None:
+def test_files_are_small_and_have_different_names(tmp_path: Path) -> None:
     twice = replace(evaluated(), report=replace(REPORT, pictures=(*PICTURES, replace(LINES, x="model"))))
     drawn = draw_plots(twice, tmp_path)
     assert {image.name for image in drawn.values()} == {
@@ -239,25 +239,25 @@ def test_files_are_small_and_have_names_of_their_own(tmp_path: Path) -> None:
             assert picture.info.keys() <= {"dpi"}
 
 
-def test_what_has_nothing_to_show_is_not_drawn(tmp_path: Path) -> None:
+def test_pictures_without_values_are_not_drawn(tmp_path: Path) -> None:
     rows = tuple(replace(row, published={}, at={}) for row in REPORT.rows)
     empty = Evaluated(replace(REPORT, rows=rows), ())
     assert draw_plots(empty, tmp_path) == {}
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_curve_that_no_run_has_is_told_on_the_page(tmp_path: Path) -> None:
+def test_a_curve_that_no_run_has_is_reported_on_the_page(tmp_path: Path) -> None:
     unknown = replace(PICTURES[3], metric="top5")
     made = render(replace(evaluated(), report=replace(REPORT, pictures=(unknown,))), tmp_path)
-    told = "No picture of VGG-16, 4x4 (A): top5 as it was trained: nothing has a value for it."
-    assert made.undrawn == (told,)
-    assert f"## Pictures\n\n{told}\n" in (tmp_path / "report.md").read_text()
-    everywhere = replace(PICTURES[3], metric="top5", row="")  # it said `No picture of : top5`
+    sentence = "No picture of VGG-16, 4x4 (A): top5 as it was trained: nothing has a value for it."
+    assert made.undrawn == (sentence,)
+    assert f"## Pictures\n\n{sentence}\n" in (tmp_path / "report.md").read_text()
+    everywhere = replace(PICTURES[3], metric="top5", row="")  # it was `No picture of : top5`
     made = render(replace(evaluated(), report=replace(REPORT, pictures=(everywhere,))), tmp_path)
     assert made.undrawn == ("No picture of top5 as it was trained: nothing has a value for it.",)
 
 
-def test_a_bound_stands_across_every_bar_where_its_own_cell_is() -> None:
+def test_a_bound_is_drawn_across_every_bar_of_its_cell() -> None:
     bound = {(row, column): value * 2 for (row, column), value in SPEEDUPS.items() if isinstance(value, float)}
     made = evaluated()
     memories = [TableCell(row, "memory", column, value) for (row, column), value in bound.items()]
@@ -286,7 +286,7 @@ def test_a_bound_that_columns_share_is_one_line() -> None:
     assert [ys(line) for line in drawn] == [[3.0, 4.0, 5.0, 6.0]]
 
 
-def test_stages_stand_beside_each_other_run_by_run() -> None:
+def test_stages_are_drawn_side_by_side_per_run() -> None:
     figure = stages_figure(evaluated(), STAGES)
     assert figure is not None
     axes = only(figure.axes)
@@ -299,7 +299,7 @@ def test_stages_stand_beside_each_other_run_by_run() -> None:
     assert len({round(left, 6) for left in lefts}) == len(lefts)  # no bar hides another
 
 
-def test_runs_and_the_axis_are_called_what_the_report_says() -> None:
+def test_runs_and_the_axis_have_the_report_s_names() -> None:
     picture = replace(STAGES, words=(("dp", "data parallelism"),), title="a forward")
     figure = stages_figure(evaluated(), picture)
     assert figure is not None
@@ -308,7 +308,7 @@ def test_runs_and_the_axis_are_called_what_the_report_says() -> None:
     assert (axes.get_ylabel(), axes.get_title(loc="left")) == ("a forward", "VGG-16, 4x4 (A)")
 
 
-def test_stages_of_runs_that_tell_nothing_of_them_are_left_out() -> None:
+def test_runs_without_stages_are_left_out() -> None:
     assert stages_figure(evaluated(), replace(STAGES, runs=("nothing",))) is None
 
 
@@ -372,7 +372,7 @@ def test_no_bound_crosses_a_value() -> None:
 
 
 @pytest.mark.parametrize("picture", [LINES, STAGES, replace(BARS, measures=("speedup",))], ids=lambda p: p.kind)
-def test_a_line_to_read_against_is_in_the_picture_and_its_legend(picture: Picture) -> None:
+def test_a_reference_line_is_in_the_picture_and_its_legend(picture: Picture) -> None:
     most = 40.0
     given = replace(picture, line=ReferenceLine(most, "a device's memory"))
     figure = {"lines": lines_figure, "stages": stages_figure, "bars": bars_figure}[picture.kind](evaluated(), given)

@@ -60,7 +60,7 @@ def read(page: Path) -> Reader:
     return reader
 
 
-def test_markdown_is_the_page_that_people_have_looked_at(rendered: Rendered) -> None:
+def test_markdown_equals_the_reviewed_page(rendered: Rendered) -> None:
     assert rendered.files[0].read_text() == GOLDEN.read_text()
 
 
@@ -72,7 +72,7 @@ def test_the_page_is_the_same_whenever_it_is_made(rendered: Rendered, tmp_path: 
             assert one.read_bytes() == other.read_bytes(), one.name
 
 
-def test_what_is_kept_says_neither_when_nor_where_it_was_made(rendered: Rendered) -> None:
+def test_stored_pages_have_neither_time_nor_place(rendered: Rendered) -> None:
     text = rendered.files[0].read_text()
     assert "127.0.0.1" not in text
     assert "2026" not in text
@@ -103,7 +103,7 @@ def test_html_needs_nothing_else_and_runs_nothing(rendered: Rendered) -> None:
     assert "onerror=alert(1)" in page.text
 
 
-def test_cells_lead_to_their_runs(rendered: Rendered) -> None:
+def test_cells_link_to_their_runs(rendered: Rendered) -> None:
     page = read(rendered.files[1])
     links = [attributes["href"] or "" for tag, attributes in page.tags if tag == "a"]
     for row in REPORT.rows:
@@ -115,13 +115,13 @@ def test_cells_lead_to_their_runs(rendered: Rendered) -> None:
     assert {*inside} <= places
 
 
-def test_without_a_server_nothing_leads_to_runs(tmp_path: Path) -> None:
+def test_without_a_server_cells_have_no_links(tmp_path: Path) -> None:
     plain = Evaluated(REPORT, evaluated().cells)
     page = read(render(plain, tmp_path).files[1])
     assert not [attributes for tag, attributes in page.tags if tag == "a" and "runs/" in (attributes["href"] or "")]
 
 
-def test_the_summary_is_the_tables(rendered: Rendered) -> None:
+def test_the_summary_agrees_with_the_tables(rendered: Rendered) -> None:
     text = rendered.files[0].read_text()
     assert rendered.summary in text
     assert "5.22x" in rendered.summary
@@ -149,7 +149,7 @@ def test_values_are_written_in_their_unit(unit: str, value: float, reproduced: s
     assert published_text(Published(value), measure) == published
 
 
-def test_seeds_problems_and_nothing_are_said() -> None:
+def test_cells_with_seeds_problems_and_no_value_are_labelled() -> None:
     assert reproduced_text(TableCell("r", "m", "c", 2.0, 1.5, 2.5), SPEEDUP) == "2.00x [1.50x to 2.50x]"
     assert reproduced_text(TableCell("r", "m", "c", 2.0, 2.0, 2.0), SPEEDUP) == "2.00x"
     assert reproduced_text(TableCell("r", "m", "c", problem="missed"), SPEEDUP) == "missed"
@@ -184,7 +184,7 @@ def test_plans_have_classes(plan: str, found: str) -> None:
     assert plan_class(plan) == found
 
 
-def test_a_table_of_one_s_own_has_no_published_column(tmp_path: Path) -> None:
+def test_a_user_s_table_has_no_published_column(tmp_path: Path) -> None:
     measures = (SPEEDUP, Measure("sent", "sent per sample", "bytes"))
     report = Report("own", Path("own.yaml"), "Own", (CALIBRATED,), measures, (Row("a", "A", {}), Row("b", "B", {})))
     cells = (
@@ -198,7 +198,7 @@ def test_a_table_of_one_s_own_has_no_published_column(tmp_path: Path) -> None:
     assert "Marks" not in text
 
 
-def test_what_columns_do_not_change_is_shown_once_and_what_only_serves_not_at_all(tmp_path: Path) -> None:
+def test_unchanged_columns_are_shown_once_and_auxiliary_measures_not_at_all(tmp_path: Path) -> None:
     runs = {"run": RunReference(("a.yaml",)), "best": RunReference(("b.yaml",), same=True)}
     spelled = {name: value_expression(f"{name}.epoch_time_s", {}) for name in runs}
     measures = (

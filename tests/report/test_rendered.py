@@ -1,4 +1,4 @@
-"""Stored pages of reports are what the command in their first line makes with today's code."""
+"""Stored pages of reports equal those that the command in their first line makes with the current code."""
 
 import re
 import shlex
@@ -22,11 +22,11 @@ from reports.studies.coverage import NAME, write_coverage
 from tests.report.pages import differences
 
 ROOT = Path(__file__).parents[2]
-KEPT = sorted([*ROOT.glob("reports/rendered/*/report.md"), *ROOT.glob("docs/**/rendered/*/report.md")])
+STORED = sorted([*ROOT.glob("reports/rendered/*/report.md"), *ROOT.glob("docs/**/rendered/*/report.md")])
 OWN = ROOT / "docs/example/report/rendered/four_modes/report.md"
 
 
-# Of a few runs, or of runs that are kept; the others are made again with what is slow.
+# Pages of a few runs, or of stored runs; the others are made again in slow tests.
 QUICK = {NAME, "four_modes", "quickstart", "figure13"}
 # Of reports that take long, a row that is simulated in a second or less.
 QUICK_ROWS = {
@@ -43,27 +43,27 @@ ALIKE = 3.0  # mean difference of two pictures' pixels, of 255: another font, no
 def test_the_example_of_a_user_s_own_table_is_among_them() -> None:
     """Four modes on the user's own model, data and metric, trained on the virtual engine; nothing is published."""
     page = OWN.read_text()
-    assert OWN in KEPT
+    assert OWN in STORED
     for mode in ("data parallelism", "model parallelism", "GPipe", "PipeDream"):
         assert re.search(rf"^\| {mode} \| (4|straight) \| [\d.]+ ms \|", page, re.MULTILINE), mode
     assert "published" not in page
 
 
 @pytest.mark.parametrize(
-    "kept",
+    "stored",
     [
         pytest.param(path, id=path.parent.name, marks=() if path.parent.name in QUICK else pytest.mark.slow)
-        for path in KEPT
+        for path in STORED
     ],
 )
 def test_the_command_in_its_first_line_makes_a_page_again(
-    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)  # commands name recipes from there
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
-    text, out = kept.read_text(), tmp_path / "out"
+    text, out = stored.read_text(), tmp_path / "out"
     program, *words = shlex.split(text.splitlines()[0].strip("`"))
-    if kept.parent.name == NAME:
+    if stored.parent.name == NAME:
         write_coverage(out)
     else:
         assert program == "pipebench"
@@ -72,30 +72,30 @@ def test_the_command_in_its_first_line_makes_a_page_again(
     page = (out / "report.md").read_text()
     assert differences(text, page) == []
     drawn = {*re.findall(r"\]\(([^/)]*\.png)\)", page)}  # its own: a text may show another page's
-    assert drawn == {path.name for path in out.glob("*.png")} == {path.name for path in kept.parent.glob("*.png")}
-    assert [name for name in sorted(drawn) if DRAWN_ALIKE and _differ(out / name, kept.parent / name)] == []
-    assert kept.parent.name == NAME or (out / "report.html").stat().st_size > len(page)
+    assert drawn == {path.name for path in out.glob("*.png")} == {path.name for path in stored.parent.glob("*.png")}
+    assert [name for name in sorted(drawn) if DRAWN_ALIKE and _differ(out / name, stored.parent / name)] == []
+    assert stored.parent.name == NAME or (out / "report.html").stat().st_size > len(page)
 
 
-@pytest.mark.parametrize("kept", [pytest.param(path, id=path.parent.name) for path in KEPT])
-def test_a_page_says_when_from_which_tree_and_by_which_command_it_was_made(kept: Path) -> None:
-    first, *_, last = kept.read_text().splitlines()
+@pytest.mark.parametrize("stored", [pytest.param(path, id=path.parent.name) for path in STORED])
+def test_a_page_says_when_from_which_tree_and_by_which_command_it_was_made(stored: Path) -> None:
+    first, *_, last = stored.read_text().splitlines()
     assert re.fullmatch(
         r"Made \d{4}-\d\d-\d\d \d\d:\d\d UTC from tree [0-9a-f]{12}( and \d+ changed files)? "
         r"with pipebench [\d.]+\+[0-9a-f]{12}, torch [^ ]+, by (`.+`)\.",
         last,
     )
     assert last.endswith(f"by {first}.")
-    if kept.parent.name == NAME:
+    if stored.parent.name == NAME:
         return  # read from the other pages' values, and has none of its own
-    values = read_values(kept.parent / VALUES)
+    values = read_values(stored.parent / VALUES)
     assert last == f"Made {values.made}, by {first}."
-    assert values.report == kept.parent.name
+    assert values.report == stored.parent.name
 
 
 @pytest.mark.parametrize(("name", "row"), QUICK_ROWS.items(), ids=QUICK_ROWS)
-def test_a_quick_row_has_the_values_of_today_s_simulator(name: str, row: str) -> None:
-    """The whole page is made again with what is slow only, and was old until then."""
+def test_a_quick_row_has_the_current_simulator_s_values(name: str, row: str) -> None:
+    """The whole page is made again in slow tests only, and could be out of date until then."""
     report, asked = load_report(find_report(name), [row])
     outcomes: dict[tuple[str, str, str], list[CellOutcome]] = {}
     played: dict[tuple[str, ...], CellOutcome] = {}
@@ -108,11 +108,11 @@ def test_a_quick_row_has_the_values_of_today_s_simulator(name: str, row: str) ->
         outcomes.setdefault((each.row, each.run, each.column), []).append(played[each.words])
     now = {(cell.measure, cell.column): cell.value for cell in evaluate_report(report, outcomes).cells}
     cells = read_values(ROOT / "reports/rendered" / name / VALUES).cells
-    kept = {(cell.measure, cell.column): cell.value for cell in cells if cell.row == row}
-    assert kept
+    stored = {(cell.measure, cell.column): cell.value for cell in cells if cell.row == row}
+    assert stored
     again = f"reports/rendered/{name} is old: `nox -s reports -- {name}` makes it again"
-    assert {key: now[key] for key in kept} == {
-        key: value if isinstance(value, str) else pytest.approx(value, rel=1e-3) for key, value in kept.items()
+    assert {key: now[key] for key in stored} == {
+        key: value if isinstance(value, str) else pytest.approx(value, rel=1e-3) for key, value in stored.items()
     }, again
 
 

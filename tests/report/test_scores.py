@@ -37,7 +37,7 @@ def test_rank_correlation_by_hand(one: list[float], other: list[float], wanted: 
     assert rank_correlation(other, one) == found
 
 
-def test_scores_are_of_all_cells_and_then_of_those_that_say_more() -> None:
+def test_scores_are_of_all_cells_and_of_predictions() -> None:
     report = Report("small", Path("small.yaml"), "Small", (Column("c", "C"),), (Measure("m", "M"),), ())
 
     def cell(row: str, value: float | None, published: Published | None, **more: object) -> TableCell:
@@ -58,7 +58,7 @@ def test_scores_are_of_all_cells_and_then_of_those_that_say_more() -> None:
     assert errors == pytest.approx([2 ** (4 / 4) - 1, 2 ** (4 / 3) - 1, 1.0])
 
 
-def test_a_baseline_is_scored_over_the_rows_of_what_it_stands_for() -> None:
+def test_a_baseline_is_scored_over_the_rows_of_its_measure() -> None:
     measures = (Measure("m", "M"), Measure("bytes", "B", published_as="m"))
     rows = tuple(
         Row(

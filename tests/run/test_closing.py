@@ -41,7 +41,7 @@ def test_the_record_of_a_failed_run_is_closed_before_the_command_ends(folder: Ru
     assert status() == "FAILED"
 
 
-def test_a_run_whose_record_was_removed_ends_in_mlflow(folder: RunFolder) -> None:
+def test_a_run_whose_record_was_removed_is_ended_in_mlflow(folder: RunFolder) -> None:
     """It was running there for ever: no later command had anything to close it by."""
     with Tracking("suite").following(folder.record_path) as log:
         assert log.wait_for_id() is not None
@@ -58,7 +58,7 @@ def test_a_run_that_failed_before_it_began_has_no_record(folder: RunFolder) -> N
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_run_that_ended_on_a_full_disk_ends_in_mlflow(ended: bool, folder: RunFolder) -> None:
+def test_a_run_that_ended_on_a_full_disk_is_ended_in_mlflow(ended: bool, folder: RunFolder) -> None:
     if ended:
         RecordFolder(folder.record_path).append(LogEntry(status="KILLED"))
     with Tracking("suite").following(folder.record_path) as log:
@@ -67,7 +67,7 @@ def test_a_run_that_ended_on_a_full_disk_ends_in_mlflow(ended: bool, folder: Run
     assert ended or status() == "FINISHED"
 
 
-def test_a_run_that_goes_on_is_not_closed_before(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_is_not_closed_first(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its record was closed as killed in the background, and the run waited for that as long as a server took."""
     closed: list[Path] = []
     RecordFolder(Path("pipebench-results/left-1"))

@@ -43,8 +43,8 @@ def test_a_killed_process_leaves_its_log_and_a_later_one_adds_to_it(tmp_path: Pa
     assert messages(tmp_path) == ["before the record", "before the kill", "went on"]
 
 
-def test_of_instructions_the_first_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them were, in memory: a kilobyte per minibatch."""
+def test_only_the_first_instructions_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them were kept in memory: a kilobyte per minibatch."""
     monkeypatch.setattr(module, "_MOST_INSTRUCTIONS", 20)
     with collected_log(True) as collected:
         collected.move_to(tmp_path)
@@ -69,9 +69,7 @@ def test_a_disk_that_fails_costs_the_log_only(tmp_path: Path) -> None:
     assert (tmp_path / "run.log").is_char_device()
 
 
-def test_a_virtual_run_that_goes_on_has_the_log_of_both_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_virtual_run_has_the_log_of_both_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("small.yaml").write_text(f"{uniform_recipe(4, 40, 10, 10)}engine: {{kind: virtual, device: cpu}}\n")
     for words in (["small.yaml"], ["--resume", "small", "train.max_epochs=2"]):

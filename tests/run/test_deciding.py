@@ -1,4 +1,4 @@
-"""What starts a run touches no GPU: another process measures and plans, and its end is told as one's own would be."""
+"""The process that starts a run uses no GPU: another one measures and plans, and its errors are reported alike."""
 
 import io
 import os
@@ -54,7 +54,7 @@ def raises():
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PIPEBENCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
@@ -70,8 +70,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def decide(*words: str) -> tuple[Decision, list[str]]:
     loaded = load("small.yaml", words)
     cluster = load_cluster(loaded.recipe.cluster.name, loaded.recipe.cluster.servers)
-    told: list[str] = []
-    return decided_apart(loaded.recipe, cluster, told.append), told
+    reported: list[str] = []
+    return decided_apart(loaded.recipe, cluster, reported.append), reported
 
 
 class Question(io.BytesIO):
@@ -86,7 +86,7 @@ class Question(io.BytesIO):
 
 
 class InThisProcess:
-    """The process that decides, without the seconds that a start takes: what it would do is done here."""
+    """Stands in for the deciding process: does its work in this process, without the seconds of a start."""
 
     def __init__(self, command: Sequence[str], pass_fds: Sequence[int], **_: object) -> None:
         self.words, self.answers = command[-2:], os.dup(*pass_fds)  # the parent closes its own
@@ -126,18 +126,18 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("here", "gpu")
-def test_starting_a_run_in_processes_touches_no_gpu(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("project", "gpu")
+def test_starting_a_run_in_processes_uses_no_gpu(capfd: pytest.CaptureFixture[str]) -> None:
     """From the command line to the record, with real processes; they see no GPU, so they measure the processor."""
     words = ["run", "small.yaml", "engine.kind=distributed", "cluster.name=local"]
     result = CliRunner().invoke(cli, words)
-    said = capfd.readouterr()
-    assert result.exit_code == 0, result.output + said.err
-    assert "trained 1 epoch" in said.out
-    assert "prediction" in said.out
+    sentence = capfd.readouterr()
+    assert result.exit_code == 0, result.output + sentence.err
+    assert "trained 1 epoch" in sentence.out
+    assert "prediction" in sentence.out
 
 
-@pytest.mark.usefixtures("here", "gpu")
+@pytest.mark.usefixtures("project", "gpu")
 def test_a_comparison_decides_once_for_every_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, started = [], []
     decided = prepare_here()
@@ -164,20 +164,20 @@ def prepare_here(*words: str) -> Decision:
     return decision_of(prepare(loaded.recipe, cluster, trains=False))
 
 
-@pytest.mark.usefixtures("here")
-def test_what_is_decided_is_what_this_process_would_have_decided() -> None:
-    measured, told = decide("cluster.name=local")
-    assert told[0].startswith("measuring layer 1 of ")
+@pytest.mark.usefixtures("project")
+def test_decisions_equal_those_of_this_process() -> None:
+    measured, reported = decide("cluster.name=local")
+    assert reported[0].startswith("measuring layer 1 of ")
     assert prepare_here("cluster.name=local")[:2] == measured[:2], "it is in the cache"
 
 
-@pytest.mark.usefixtures("here", "in_this_process")
+@pytest.mark.usefixtures("project", "in_this_process")
 @pytest.mark.parametrize(
     ("words", "kind"),
     [(["parallelism.cuts=[nowhere]"], PlanError), (["engine.timing=none.json"], ProfileError)],
     ids=["plan", "profile"],
 )
-def test_a_mistake_comes_back_as_the_same_sentence(words: list[str], kind: type[Exception]) -> None:
+def test_an_error_comes_back_as_the_same_sentence(words: list[str], kind: type[Exception]) -> None:
     with pytest.raises(kind) as expected:
         prepare_here(*words)
     with pytest.raises(kind) as found:
@@ -186,35 +186,35 @@ def test_a_mistake_comes_back_as_the_same_sentence(words: list[str], kind: type[
     assert type(found.value) is type(expected.value)
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("project")
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "sentence"),
     [
         pytest.param("exits", "ended with exit code 7", marks=pytest.mark.slow),
         ("killed", "was ended by SIGKILL; the system sends SIGKILL when memory runs out, unless somebody did"),
     ],
 )
-def test_an_end_without_an_answer_is_told_once(
-    how: str, said: str, here: Path, capfd: pytest.CaptureFixture[str]
+def test_an_end_without_an_answer_is_reported_once(
+    how: str, sentence: str, project: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (here / "ending.yaml").write_text(ENDING.replace("HOW", how))
+    (project / "ending.yaml").write_text(ENDING.replace("HOW", how))
     with pytest.raises(WorkersFailedError) as failed:
         decided_apart(load("ending.yaml", []).recipe, load_cluster("cluster-a", 1), lambda work: None)
     assert failed.value.exit_code == 3
     lines = capfd.readouterr().err.splitlines()
     assert [line for line in lines if line.startswith("pipebench:")] == [
-        f"pipebench: error: the process that measures the profile {said}"
+        f"pipebench: error: the process that measures the profile {sentence}"
     ]
 
 
-@pytest.mark.usefixtures("here", "in_this_process")
-def test_what_the_user_s_code_raises_comes_back_as_the_user_s(here: Path) -> None:
-    (here / "ending.yaml").write_text(ENDING.replace("HOW", "raises"))
+@pytest.mark.usefixtures("project", "in_this_process")
+def test_errors_of_the_user_s_code_come_back_as_the_user_s(project: Path) -> None:
+    (project / "ending.yaml").write_text(ENDING.replace("HOW", "raises"))
     with pytest.raises(UserCodeError, match=r"RuntimeError: a mistake inside \(.*ending.py:10, in raises\)"):
         decided_apart(load("ending.yaml", []).recipe, load_cluster("cluster-a", 1), lambda work: None)
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("project")
 def test_ctrl_c_ends_the_process_that_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
 
@@ -237,18 +237,18 @@ def test_ctrl_c_ends_the_process_that_decides(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.usefixtures("here")
-def test_deciding_leaves_nothing_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("project")
+def test_deciding_leaves_no_memory_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_lazy_init", forbid)
     decided, _ = decide("cluster.name=local", "engine.device=cuda")
     assert decided.profile.source == "measured"
 
 
 def test_a_move_after_the_end_is_refused_unless_a_longer_run_asked_for_it(tmp_path: Path) -> None:
-    """0.2.0 dropped it without a word."""
+    """0.2.0 dropped it without a message."""
     loaded = load("modes/pipedream-moved", ["train.max_epochs=1", "engine.kind=simulated"])
-    told = r"moves\[0\].at: got minibatch 187, and the run ends after 125 \(train.max_epochs 1\): .* 1 to 124$"
-    with pytest.raises(RecipeError, match=rf"^recipes/modes/pipedream-moved.yaml:8: parallelism.vpipe.{told}"):
+    reported = r"moves\[0\].at: got minibatch 187, and the run ends after 125 \(train.max_epochs 1\): .* 1 to 124$"
+    with pytest.raises(RecipeError, match=rf"^recipes/modes/pipedream-moved.yaml:8: parallelism.vpipe.{reported}"):
         prepare_job(loaded, silent=True)
     job = prepare_job(replace(loaded, goes_on=True), silent=True)
     (move,) = recipe_moves(loaded.recipe)

@@ -1,4 +1,4 @@
-"""A command that is to make several runs and ends before says how to make the others."""
+"""A command of several runs that ends early prints how to make the remaining ones."""
 
 from pathlib import Path
 
@@ -16,12 +16,12 @@ from pipebench.tracking import mlperf
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
-def test_ctrl_c_between_the_runs_of_a_comparison_says_how_to_make_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_between_the_runs_of_a_comparison_prints_how_to_make_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = console.print_position
 
     def interrupted(number: int, total: int, name: str, to: Console) -> None:
@@ -47,7 +47,7 @@ def interrupted(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("options", [["train.seed=0,1"], ["--seeds", "0,1"]], ids=" ".join)
-def test_a_run_is_done_whose_pictures_are_interrupted(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_pictures_are_interrupted_is_done(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its result was recorded, and the command for the others made the run again."""
     monkeypatch.setattr(drawings, "record_run", interrupted)
     done = CliRunner().invoke(cli, ["run", "quickstart/dp", "engine.kind=simulated", *options])
@@ -58,10 +58,10 @@ def test_a_run_is_done_whose_pictures_are_interrupted(options: list[str], monkey
 
 
 @pytest.mark.parametrize("place", ["pictures", "MLPerf's log"])
-def test_a_trained_run_is_done_and_leaves_no_checkpoint_that_it_does_not_keep(
+def test_an_interrupted_trained_run_is_done_and_removes_temporary_checkpoints(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was told how to go on with a run that was over, and not counted while its log for MLPerf was written."""
+    """The command printed how to resume a finished run, and didn't count it while its log for MLPerf was written."""
     monkeypatch.setattr(*(drawings, "record_run") if place == "pictures" else (mlperf, "mlperf_log"), interrupted)
     train = ["train.max_epochs=1", "train.checkpoint_every.epochs=1", "train.checkpoint_keep=0", "train.seed=0,1"]
     done = CliRunner().invoke(cli, ["run", "quickstart/dp", "dataset.num_train=256", *train])
@@ -72,9 +72,7 @@ def test_a_trained_run_is_done_and_leaves_no_checkpoint_that_it_does_not_keep(
     assert not [*Path("pipebench-runs").glob("*/checkpoints/step-*")]
 
 
-def test_a_run_in_processes_is_done_that_is_interrupted_while_mlflow_gets_its_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_in_processes_interrupted_while_its_end_is_sent_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "end_record", interrupted)
     train = ["train.max_epochs=1", "train.seed=0,1", "engine.kind=distributed", "engine.timing=analytic"]
     done = CliRunner().invoke(cli, ["run", "quickstart/dp", "dataset.num_train=256", "cluster.count=2", *train])
@@ -82,7 +80,7 @@ def test_a_run_in_processes_is_done_that_is_interrupted_while_mlflow_gets_its_en
     assert [line for line in done.stderr.splitlines() if "1 of 2 runs done" in line]
 
 
-def test_what_is_left_of_seeds_and_of_lists() -> None:
+def test_the_remaining_seeds_and_recipes_of_a_list() -> None:
     one, two = load("quickstart/dp"), load("quickstart/gpipe")
     suite = Suite("suite", ("train.max_epochs=2",))
     recipes = [str(one.path), str(two.path)]
@@ -94,7 +92,7 @@ def test_what_is_left_of_seeds_and_of_lists() -> None:
     ]
 
 
-def test_what_is_left_of_a_sweep_says_every_key_once() -> None:
+def test_the_command_for_the_rest_of_a_sweep_has_every_key_once() -> None:
     """A list of one element ends with a comma: its run has the same name as in the sweep."""
     path = load("quickstart/dp").path
     given = ("train.minibatch_size=16,32", "train.max_epochs=2", "train.seed=0,1,2")

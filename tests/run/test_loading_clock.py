@@ -1,7 +1,7 @@
-"""The virtual clock loads as fast as the wall's, whether a worker fetches minibatches itself or a process does ahead.
+"""Loading takes as long on the virtual clock as on the wall clock, with and without loader processes.
 
-Reading and computing are sleeps here, so that a busy machine takes no longer for them. Of data that cost arithmetic,
-see `tests/bench/loading.py`. Short epochs would be longer by the start of loader processes.
+Reading and computing are sleeps, so that a busy machine takes no longer. `tests/bench/loading.py` has data whose
+loading computes. Epochs are long, since starting loader processes takes time.
 """
 
 import time
@@ -38,7 +38,7 @@ def data(minibatch_s: float) -> tuple[_Disk, TensorDataset]:
 
 
 class Slow(nn.Module):
-    """Returns what it gets, later."""
+    """Returns its input after a while."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         time.sleep(_COMPUTING_S)

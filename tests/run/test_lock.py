@@ -48,7 +48,7 @@ def test_one_process_holds_a_folder_until_it_dies(tmp_path: Path) -> None:
         holder.communicate()
 
 
-def test_one_that_restarts_waits_for_the_one_before(tmp_path: Path) -> None:
+def test_a_restarted_process_waits_for_the_one_before(tmp_path: Path) -> None:
     with hold(tmp_path) as holder:
         assert holder.stdin is not None
         with pytest.raises(UserError, match="is running"), locked(tmp_path, patience_s=0.3):
@@ -58,7 +58,7 @@ def test_one_that_restarts_waits_for_the_one_before(tmp_path: Path) -> None:
             pass
 
 
-def test_a_forked_process_that_stays_behind_holds_nothing(tmp_path: Path) -> None:
+def test_a_remaining_forked_process_holds_no_lock(tmp_path: Path) -> None:
     """A loader's processes notice only after seconds that the one they load for is dead."""
     program = HOLDER.replace(
         'print("held"',
@@ -80,7 +80,7 @@ def test_a_forked_process_that_stays_behind_holds_nothing(tmp_path: Path) -> Non
         os.kill(left, signal.SIGKILL)
 
 
-def test_a_file_system_without_locks_is_told(
+def test_a_file_system_without_locks_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def no_locks(descriptor: int, operation: int) -> None:

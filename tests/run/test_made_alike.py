@@ -1,4 +1,4 @@
-"""Whether all processes of a run have made the same model and samples, by digests that stand in for other ranks'."""
+"""The check that all processes of a run have equal models and samples, with digests in place of other ranks'."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What processes measure together: once, and never again while nothing changes that it depends on."""
+"""Processes measure together once, and again only if something changes that the measurement depends on."""
 
 import shutil
 from collections import Counter
@@ -33,7 +33,7 @@ COSTS = HostCosts(0.5, 0.25, 0.125, fetches=True, shared=SharedProcessors(2.0))
 
 @dataclass
 class Peers:
-    """A world of which this process is the only real one: the others say what it says, unless a script has it."""
+    """A world of which only this process is real: the others answer as it does, unless a script gives their answers."""
 
     rank: int = 0
     size: int = 2
@@ -44,7 +44,7 @@ class Peers:
         return self.script.pop(0)(value) if self.script else [value] * self.size
 
     def barrier(self) -> None:
-        """Nobody is waited for."""
+        """Return at once."""
 
 
 def loaded(*, threads: int = 1, **sections: Mapping[str, Any]) -> LoadedRecipe:
@@ -57,7 +57,7 @@ def loaded(*, threads: int = 1, **sections: Mapping[str, Any]) -> LoadedRecipe:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path]:
-    """What a first run comes to, and the cache that it leaves."""
+    """The measurements of a first run, and its cache."""
     folder = tmp_path_factory.mktemp("first")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PIPEBENCH_CACHE", str(folder))
@@ -69,14 +69,14 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, Path]:
 
 @pytest.fixture
 def measured(first: tuple[Job, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often what is measured from now on, with the cache of the first run."""
+    """Count measurements by kind from now on, with the cache of the first run."""
     shutil.copytree(first[1], tmp_path, dirs_exist_ok=True)
     monkeypatch.setenv("PIPEBENCH_CACHE", str(tmp_path))
     return counted(monkeypatch)
 
 
 def counted(patch: pytest.MonkeyPatch) -> Counter[str]:
-    """Return how often what is measured, from now on."""
+    """Return the number of measurements by kind, from now on."""
     counts: Counter[str] = Counter()
 
     def count(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,7 +121,7 @@ def test_everything_is_measured_once(first: tuple[Job, Path], measured: Counter[
     ],
     ids=str,
 )
-def test_only_what_depends_on_a_change_is_measured_again(
+def test_only_measurements_that_a_change_affects_are_repeated(
     change: dict[str, Any], again: dict[str, int], measured: Counter[str]
 ) -> None:
     prepared(loaded(**change))
@@ -146,9 +146,7 @@ def test_lists_that_did_not_fit_are_tried_again(first: tuple[Job, Path], monkeyp
 
 
 @pytest.mark.parametrize("text", ["", "{", "[[1]]", '{"pipebench_profile": 0}'])
-def test_what_the_cache_has_and_nobody_can_read_is_measured_again(
-    text: str, measured: Counter[str], tmp_path: Path
-) -> None:
+def test_unreadable_cache_entries_are_measured_again(text: str, measured: Counter[str], tmp_path: Path) -> None:
     for path in (tmp_path / "profiles").iterdir():
         path.write_text(text)
     prepared(loaded())
@@ -156,7 +154,7 @@ def test_what_the_cache_has_and_nobody_can_read_is_measured_again(
 
 
 def test_the_cache_of_rank_0_counts(measured: Counter[str]) -> None:
-    """What another rank's cache has would leave rank 0 to measure alone."""
+    """If another rank's cache counted, rank 0 would measure alone."""
     known, profile = model()
     others = Together(loaded(), cast("World", Peers(rank=1)))
     others._world = cast("World", Peers(rank=1, script=[lambda mine: [None, mine]]))
@@ -179,18 +177,18 @@ def with_forward(profile: Profile, device: str, forward_s: float) -> Profile:
 def on_gpus(
     monkeypatch: pytest.MonkeyPatch, rank: int, kinds: Sequence[str], gpus: Sequence[str], found: Profile
 ) -> tuple[Together, list[str]]:
-    """Return what measures on made-up GPUs, and the kinds that this rank measures."""
+    """Return a function that measures on emulated GPUs, and the kinds that this rank measures."""
     cores = {"name": "h", "kind": "core", "threads": 1, "capacity": 2.0}
     shares = [[cores, {"name": gpu, "kind": "GPU", "threads": 1, "capacity": 1.0}] for gpu in gpus]
     world = Peers(rank, len(kinds), script=[lambda mine: [*kinds], lambda mine: shares])
-    told: list[str] = []
+    kinds_measured: list[str] = []
 
     def profile_for(*_: object) -> Profile:
-        told.append(kinds[rank])
+        kinds_measured.append(kinds[rank])
         return found
 
     monkeypatch.setattr(measuring, "profile_for", profile_for)
-    return Together(loaded(), cast("World", world)), told
+    return Together(loaded(), cast("World", world)), kinds_measured
 
 
 @pytest.mark.parametrize("rank", range(3))
@@ -198,10 +196,10 @@ def on_gpus(
 def test_each_kind_of_gpu_is_measured_by_its_first_worker(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     known, profile = model()
     fast, slow = with_forward(profile, "A", 1.0), with_forward(profile, "B", 4.0)
-    together, told = on_gpus(monkeypatch, rank, "ABB", ["g0", "g1", "g2"], slow)
+    together, kinds_measured = on_gpus(monkeypatch, rank, "ABB", ["g0", "g1", "g2"], slow)
     cast("Any", together._world).script = [lambda mine: [None, write_profile(slow), None]]
     found = together.profile(known, fast)
-    assert told == (["B"] if rank == 1 else [])
+    assert kinds_measured == (["B"] if rank == 1 else [])
     assert {row.forward_s for rows in found.layers.values() for row in rows} == {3.0}
     assert found.note.endswith("; mean over 1 x A, 2 x B")
 
@@ -211,13 +209,13 @@ def test_gpus_of_the_launcher_s_kind_are_not_measured_again(
     rank: int, monkeypatch: pytest.MonkeyPatch, measured: Counter[str]
 ) -> None:
     known, profile = model()
-    together, told = on_gpus(monkeypatch, rank, "AA", ["g0", "g1"], profile)
+    together, kinds_measured = on_gpus(monkeypatch, rank, "AA", ["g0", "g1"], profile)
     assert together.profile(known, profile) == profile
-    assert (told, measured) == ([], {})
+    assert (kinds_measured, measured) == ([], {})
 
 
 def test_workers_that_share_a_gpu_measure_together(monkeypatch: pytest.MonkeyPatch, measured: Counter[str]) -> None:
     known, profile = model()
-    together, told = on_gpus(monkeypatch, 0, "AA", ["g0", "g0"], profile)
+    together, kinds_measured = on_gpus(monkeypatch, 0, "AA", ["g0", "g0"], profile)
     together.profile(known, profile)
-    assert (told, measured) == ([], {"layers": 1})
+    assert (kinds_measured, measured) == ([], {"layers": 1})

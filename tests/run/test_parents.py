@@ -1,4 +1,4 @@
-"""What MLflow has of a comparison: its runs' ways of parallelising, its summary and its table."""
+"""A comparison in MLflow: its runs' modes, its summary and its table."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_a_comparison_is_tagged_and_summarised_by_its_runs(tmp_path: Path, monke
 
     assert min(each.path for each in client.list_artifacts(parent.info.run_id)) == PAGE
     page = Path(client.download_artifacts(parent.info.run_id, PAGE)).read_text()
-    for told in (f"pipebench compare {parent.info.run_id}", "dp has the highest throughput", "parallelism.mode"):
-        assert told in page, told
+    for text in (f"pipebench compare {parent.info.run_id}", "dp has the highest throughput", "parallelism.mode"):
+        assert text in page, text
     for child in children.values():
         assert f"http://127.0.0.1:5000/#/experiments/{child.info.experiment_id}/runs/{child.info.run_id}?" in page

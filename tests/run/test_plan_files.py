@@ -1,4 +1,4 @@
-"""A plan that was written is run again: from `pipebench plan --out`, edited by hand, and from a run's artifacts."""
+"""Written plans are run: from `pipebench plan --out`, edited by hand, and from a run's artifacts."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ from tests.recipes import uniform_recipe
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PIPEBENCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -47,7 +47,7 @@ def move_a_layer(data: dict[str, Any]) -> None:
         stage["devices"] = [3 - device for device in stage["devices"]]
 
 
-def test_a_written_plan_is_the_one_that_runs(here: Path) -> None:
+def test_a_written_plan_is_run(project: Path) -> None:
     invoke("plan", "small.yaml", "--out", "plan.json")
     words = ["parallelism.plan=plan.json"]
     recipe = load("small.yaml", words).recipe
@@ -56,7 +56,7 @@ def test_a_written_plan_is_the_one_that_runs(here: Path) -> None:
     assert [*json.loads(Path("plan.json").read_text())["stages"][0]["layers"]] == [
         layer.name for layer in before.graph.layers[: before.plan.stages[0].stop]
     ]
-    edit(here / "plan.json", move_a_layer)
+    edit(project / "plan.json", move_a_layer)
     edited = prepare(recipe, cluster, trains=False).setup
     assert edited.plan.stages[0].stop == before.plan.stages[0].stop - 1
     assert edited.devices == tuple(3 - device for device in before.devices)
@@ -68,17 +68,17 @@ def test_a_written_plan_is_the_one_that_runs(here: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_run_the_edited_plan(here: Path) -> None:
+def test_processes_run_the_edited_plan(project: Path) -> None:
     invoke("plan", "small.yaml", "--out", "plan.json")
-    edit(here / "plan.json", move_a_layer)
+    edit(project / "plan.json", move_a_layer)
     # In a process of its own, which imports torch once for all workers: they are copies of it.
     words = ["run", "small.yaml", "parallelism.plan=plan.json", "engine.kind=distributed"]
     subprocess.run([sys.executable, "-m", "pipebench", *words], check=True, capture_output=True)
-    (kept,) = here.glob("pipebench-runs/*/plan.json")
+    (kept,) = project.glob("pipebench-runs/*/plan.json")
     assert json.loads(kept.read_text()) == json.loads(Path("plan.json").read_text())
 
 
-def test_stages_that_recompute_do_so_each_for_itself(here: Path) -> None:
+def test_recomputation_is_per_stage(project: Path) -> None:
     invoke("plan", "small.yaml", "--out", "plan.json")
 
     def recompute_the_first(data: dict[str, Any]) -> None:
@@ -89,7 +89,7 @@ def test_stages_that_recompute_do_so_each_for_itself(here: Path) -> None:
     recipe = load("small.yaml", words).recipe
     cluster = load_cluster(recipe.cluster.name, recipe.cluster.servers)
     kept = prepare(recipe, cluster, trains=False).setup.costs.stages
-    edit(here / "plan.json", recompute_the_first)
+    edit(project / "plan.json", recompute_the_first)
     found = prepare(recipe, cluster, trains=False).setup
     first, *others = ({*stage.memory} for stage in found.plan.stages)
     assert first == {"recompute"}
@@ -101,34 +101,34 @@ def test_stages_that_recompute_do_so_each_for_itself(here: Path) -> None:
     assert shown["recipe_plan"]["minibatch_s"] > 0
 
 
-def test_a_run_s_artifacts_run_again_with_its_plan(here: Path) -> None:
+def test_a_run_s_artifacts_run_again_with_its_plan(project: Path) -> None:
     """The planner would plan otherwise: the plan was edited before the first run."""
     invoke("plan", "small.yaml", "--out", "plan.json")
-    edit(here / "plan.json", move_a_layer)
+    edit(project / "plan.json", move_a_layer)
     invoke("run", "small.yaml", "parallelism.plan=plan.json")
-    (artifacts,) = {path.parent for path in here.rglob("artifacts/recipe.yaml")}
+    (artifacts,) = {path.parent for path in project.rglob("artifacts/recipe.yaml")}
     first = json.loads((artifacts / "result.json").read_text())
-    (here / "plan.json").unlink()
+    (project / "plan.json").unlink()
     overrides = [f"parallelism.plan={artifacts / 'plan.json'}", f"engine.timing={artifacts / 'profile.json'}"]
     invoke("run", str(artifacts / "recipe.yaml"), *overrides)
-    others = [path for path in here.rglob("artifacts/result.json") if path.parent != artifacts]
+    others = [path for path in project.rglob("artifacts/result.json") if path.parent != artifacts]
     second = json.loads(others[0].read_text())
     assert second["points"] == first["points"]
     assert (others[0].parent / "plan.json").read_text() == (artifacts / "plan.json").read_text()
 
 
-def test_a_run_keeps_the_file_of_its_order(here: Path) -> None:
+def test_a_run_keeps_the_file_of_its_order(project: Path) -> None:
     words = ["train.target=null", "train.max_epochs=1", "engine.kind=simulated"]
     invoke("draw", "modes/order-of-a-file", "--out", "mine.csv")
     given = Path("mine.csv").read_text()
     invoke("run", "modes/order-of-a-file", *words, "parallelism.order=mine.csv")
     Path("mine.csv").unlink()
-    (artifacts,) = {path.parent for path in here.rglob("artifacts/recipe.yaml")}
+    (artifacts,) = {path.parent for path in project.rglob("artifacts/recipe.yaml")}
     assert (artifacts / "order.csv").read_text() == given
     invoke("run", str(artifacts / "recipe.yaml"), f"parallelism.order={artifacts / 'order.csv'}")
 
 
-def test_faults_come_out_before_anything_runs(here: Path) -> None:
+def test_faults_come_out_before_anything_runs(project: Path) -> None:
     invoke("plan", "small.yaml", "--out", "plan.json")
 
     def spoil(data: dict[str, Any]) -> None:
@@ -136,7 +136,7 @@ def test_faults_come_out_before_anything_runs(here: Path) -> None:
         first["classifier_00"] = first.pop("layer0")
         second["layer1"] = first.pop("layer1")
 
-    edit(here / "plan.json", spoil)
+    edit(project / "plan.json", spoil)
     for command in ("run", "plan", "draw"):
         said = without_phases(invoke(command, "small.yaml", "parallelism.plan=plan.json", code=2).stderr).splitlines()
         assert len(said) == 3, said
@@ -145,8 +145,8 @@ def test_faults_come_out_before_anything_runs(here: Path) -> None:
         assert "stages: missing are 'layer0', allowed is every layer of the model once" in said[2]
 
 
-def test_out_leaves_other_files_alone(here: Path) -> None:
-    (here / "mine.json").write_text("{}")
+def test_out_does_not_overwrite_other_files(project: Path) -> None:
+    (project / "mine.json").write_text("{}")
     said = invoke("plan", "small.yaml", "--out", "mine.json", code=2).stderr
     assert "--out: mine.json is there and isn't a plan's file, so it is left alone; name another" in said
     said = invoke("plan", "small.yaml", "--out", "no/plan.json", code=2).stderr

@@ -1,4 +1,4 @@
-"""Recipes that leave the plan, or the mode, to the planner; and what it foretells of a run, against the run."""
+"""Recipes that leave the plan, or the mode, to the planner; and its predictions against runs."""
 
 import itertools
 from collections import Counter
@@ -72,7 +72,7 @@ def test_mode_auto_is_the_mode_predicted_to_be_fastest_and_keeps_the_others() ->
         ("modes/pipedream-flush", []),
     ],
 )
-def test_memory_foretold_is_what_a_run_comes_to(reference: str, overrides: list[str]) -> None:
+def test_predicted_memory_equals_a_run_s(reference: str, overrides: list[str]) -> None:
     """It is the live tensors at their most, and the buffers for transfers, which the virtual engine doesn't have."""
     given = prepared(reference, *overrides)
     setup = given.setup
@@ -178,7 +178,7 @@ def two_servers() -> Cluster:
     return Cluster("two servers", "unit", None, levels)
 
 
-def test_where_workers_stand_changes_times_and_levels_but_not_what_is_computed() -> None:
+def test_placements_change_times_and_levels_but_not_results() -> None:
     """A hierarchical plan, 2-2 with every minibatch inside one server, against the same plan stage by stage."""
     weights, num_bytes = [], []
     for devices in ((0, 1, 2, 3), (0, 2, 1, 3)):
@@ -197,14 +197,14 @@ def test_where_workers_stand_changes_times_and_levels_but_not_what_is_computed()
     assert activations[0].total() == activations[1].total()
 
 
-def test_a_ring_follows_the_devices_whatever_the_workers_numbers() -> None:
+def test_a_ring_follows_the_order_of_devices() -> None:
     network = Network(two_servers(), (0, 2, 1, 3))
     network.sum_up(network.group(ALL_REDUCE, "all-reduce", range(4)), "", 400, 0.0, lambda _: None)
     # 4 members pass on 150 bytes in each of 2 x 3 steps over 4; two of the four links leave a server.
     assert network.num_bytes["all-reduce", "server"] == network.num_bytes["all-reduce", "cluster"] == 1200
 
 
-def test_efficiency_is_bandwidth_that_payload_does_not_get() -> None:
+def test_efficiency_is_the_payload_s_fraction_of_the_bandwidth() -> None:
     full = Cluster("flat", "unit", None, (Level("server", 2, 1e6, 0.0),))
     half = replace(full, levels=(replace(full.levels[0], efficiency=0.5),))
     networks = [Network(cluster) for cluster in (half, full)]
@@ -223,7 +223,7 @@ def test_efficiency_is_bandwidth_that_payload_does_not_get() -> None:
         ("modes/pipedream-flush", ["parallelism.accumulate=2", "parallelism.plan=2-2", "parallelism.microbatches=1"]),
     ],
 )
-def test_bytes_foretold_are_what_the_simulator_sends(reference: str, overrides: list[str]) -> None:
+def test_predicted_bytes_equal_the_simulator_s(reference: str, overrides: list[str]) -> None:
     given = prepared(reference, *overrides)
     setup = given.setup
     request = plan_request(given.recipe, given.cluster, given.profile, setup.dataset)
@@ -239,7 +239,7 @@ def test_bytes_foretold_are_what_the_simulator_sends(reference: str, overrides: 
 
 
 @pytest.mark.parametrize("mode", ["gpipe", "zero2", "dp"])
-def test_seconds_foretold_are_what_the_simulator_takes_where_gradients_are_clipped(mode: str) -> None:
+def test_predicted_seconds_equal_the_simulator_s_with_clipping(mode: str) -> None:
     """Where stages, or replicas with shards, wait for the norm of all gradients before an update."""
     given = prepared("quickstart", f"parallelism.mode={mode}", "train.optimizer.clip_norm=1")
     setup = given.setup

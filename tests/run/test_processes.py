@@ -1,4 +1,4 @@
-"""What a process of a run has set before it joins the others."""
+"""Settings of a run's process before it joins the others."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.recipes import uniform_recipe
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_nccl_begins_when_determinism_is_asked_for(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_determinism_is_set_before_nccl_begins(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch looks when the first group is made: it leaves out NVLS then, whose sums differ from call to call."""
     found: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""Folders of distributed runs: made, changed, and found by what people remember of a run."""
+"""Folders of distributed runs: created, changed, and found by parts of a run's name."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def make(recipe: str = "small", digits: str | None = None, text: str = "name: sm
         return create(facts, text)
 
 
-def test_a_folder_says_who_the_run_is() -> None:
+def test_a_folder_names_its_run() -> None:
     folder = make()
     assert folder.path.parent == Path("pipebench-runs").absolute()
     assert folder.run_id.startswith("small-")
@@ -49,7 +49,7 @@ def test_two_runs_have_two_folders() -> None:
     assert make().run_id != make().run_id
 
 
-def test_facts_change_and_stay() -> None:
+def test_facts_are_changed_and_stored() -> None:
     folder = make()
     folder.update(started_at_s=7.5)
     assert find(folder.run_id).read().started_at_s == 7.5
@@ -57,7 +57,7 @@ def test_facts_change_and_stay() -> None:
     assert sorted(path.name for path in folder.path.iterdir()) == ["recipe.yaml", "run.json"]
 
 
-def test_a_run_is_found_by_all_it_is_known_by(tmp_path: Path) -> None:
+def test_a_run_is_found_by_any_of_its_names(tmp_path: Path) -> None:
     first, second = make("small", "aa000000"), make("small", "ab000000")
     other = make("small-gpipe", "cc000000")
     RecordFolder(second.record_path).write_sent(Sent("0123456789abcdef", 0))
@@ -78,7 +78,7 @@ def test_a_run_is_found_by_all_it_is_known_by(tmp_path: Path) -> None:
         ("../elsewhere", r"^run: got '../elsewhere', allowed are"),
     ],
 )
-def test_what_isnt_one_run_is_answered_in_a_sentence(run: str, message: str) -> None:
+def test_an_ambiguous_or_unknown_run_is_one_sentence(run: str, message: str) -> None:
     make("small", "aa000000"), make("small", "ab000000")
     with pytest.raises(UserError, match=message) as caught:
         find(run)
@@ -108,7 +108,7 @@ def test_a_working_directory_that_isnt_writable_is_named() -> None:
         make()
 
 
-def test_a_recipes_own_name_means_its_run_whatever_others_begin_with_it() -> None:
+def test_a_recipe_s_full_name_matches_only_its_run() -> None:
     """0.1.0: `quickstart` was answered with two runs, though only one was of the recipe of that name."""
     own = make("small", "aa000000")
     make("small-gpipe", "bb000000"), make("smaller", "cc000000")
@@ -132,10 +132,10 @@ def test_a_recipes_own_name_means_its_run_whatever_others_begin_with_it() -> Non
         ("train.optimizer={name: sgd, lr: x}", "train.optimizer.lr: got 'x', allowed is a number"),
     ],
 )
-def test_what_a_run_that_goes_on_can_t_take_is_one_sentence(
+def test_options_that_a_resumed_run_can_t_take_are_one_sentence(
     word: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """0.2.0: another optimizer was told by the options of the stored one, a list as what `pipebench run` takes."""
+    """0.2.0: another optimizer was reported by the options of the stored one, a list as a sweep of `pipebench run`."""
     folder = make(text=VALID.replace("momentum: 0.9", "momentum: 0.9, dampening: 0, nesterov: false"))
     monkeypatch.setattr(RunFolder, "checkpoints", SimpleNamespace(steps=lambda: [8], epochs=lambda: 1.0))
     with pytest.raises(UserError) as raised:

@@ -70,13 +70,13 @@ def test_two_seeds_are_children_of_a_run_with_their_spread(folder: Path) -> None
     assert note.startswith("| run | plan | reached |")
     assert "- quickstart, seed 2: missed" in note
     assert "![top1.png](get-artifact?path=top1.png" in note
-    told = result.output.splitlines()
-    assert [line for line in told if " of 2  " in line] == ["1 of 2  quickstart-seed1", "2 of 2  quickstart-seed2"]
-    assert "quickstart  preparing" in told
-    assert "quickstart-seed1  training, at most 1 epoch" in told
+    reported = result.output.splitlines()
+    assert [line for line in reported if " of 2  " in line] == ["1 of 2  quickstart-seed1", "2 of 2  quickstart-seed2"]
+    assert "quickstart  preparing" in reported
+    assert "quickstart-seed1  training, at most 1 epoch" in reported
 
 
-def test_a_run_keeps_all_it_takes_to_run_it_again(folder: Path) -> None:
+def test_a_run_stores_all_that_is_needed_to_repeat_it(folder: Path) -> None:
     assert run("quickstart/gpipe", *SHORT, "name=again").exit_code == 1
     (recipe,) = [path for path in folder.rglob("artifacts/recipe.yaml") if "name: again" in path.read_text()]
     artifacts = {path.name for path in recipe.parent.iterdir()}
@@ -96,8 +96,8 @@ def test_a_run_keeps_all_it_takes_to_run_it_again(folder: Path) -> None:
 def test_a_finished_run_s_weights_are_exported(folder: Path, tmp_path: Path) -> None:
     """On the virtual engine, too: export said that there was no run."""
     done = run("quickstart/dp", *SHORT, "name=weighed")
-    told = [line for line in done.output.splitlines() if line.startswith("  weights  pipebench export weighed-")]
-    assert len(told) == 1, done.output
+    reported = [line for line in done.output.splitlines() if line.startswith("  weights  pipebench export weighed-")]
+    assert len(reported) == 1, done.output
     exported = CliRunner().invoke(cli, ["export", "weighed", "--out", str(tmp_path / "weights.pt")])
     assert exported.exit_code == 0, exported.output
     assert torch.load(tmp_path / "weights.pt", weights_only=True)
@@ -127,7 +127,7 @@ def test_a_simulated_run_trains_nothing() -> None:
     assert "nothing was trained" in result.output
 
 
-def test_a_simulated_run_tells_the_peak_of_memory_and_where_it_is_too_much(folder: Path) -> None:
+def test_a_simulated_run_reports_its_peak_memory_and_where_it_exceeds_the_limit(folder: Path) -> None:
     assert "memory           30.3 MB at most on a worker\n" in run("quickstart", "engine.kind=simulated").stdout
     text = Path(pipebench.__file__).parent.parent.joinpath("recipes/clusters/cluster-a.yaml").read_text()
     (folder / "small.yaml").write_text(re.sub(r"(?m)^memory: .*", "memory: {value: 20 MB, assumed: small}", text))
@@ -181,18 +181,18 @@ def test_a_cut_that_does_not_exist_stops_every_recipe_before_the_first_runs() ->
     assert "epoch 1" not in result.output
 
 
-def test_a_run_whose_mode_the_planner_chose_keeps_the_runner_ups(folder: Path) -> None:
+def test_a_run_whose_mode_the_planner_chose_records_the_other_modes(folder: Path) -> None:
     result = run("modes/auto", *SHORT, "engine.kind=simulated")
     assert result.exit_code == 0, result.output
     (path,) = folder.rglob("modes.json")
-    told, plan = json.loads(path.read_text()), json.loads(path.with_name("plan.json").read_text())
-    seconds = [each["predicted_minibatch_s"] for each in told["compared"]]
-    assert len(seconds) + len(told["refused"]) == len(WHOLE)
+    reported, plan = json.loads(path.read_text()), json.loads(path.with_name("plan.json").read_text())
+    seconds = [each["predicted_minibatch_s"] for each in reported["compared"]]
+    assert len(seconds) + len(reported["refused"]) == len(WHOLE)
     assert seconds == sorted(seconds)
-    assert plan["mode"] == told["compared"][0]["mode"]
+    assert plan["mode"] == reported["compared"][0]["mode"]
 
 
-def test_a_run_that_mlflow_has_not_keeps_its_speed_up(tmp_path: Path) -> None:
+def test_a_run_that_is_not_in_mlflow_yet_keeps_its_speed_up(tmp_path: Path) -> None:
     """Those of runs that were sent after an outage of MLflow were missing for good."""
     elsewhere = Tracking("suite", lambda limit_s: True)
     parent, run = (
@@ -269,7 +269,7 @@ def test_a_sweep_is_one_comparison_with_a_child_per_element(folder: Path) -> Non
     assert "![top1.png](get-artifact?path=top1.png" in note
 
 
-def test_of_many_simulated_runs_only_the_comparison_has_pictures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_comparison_of_many_simulated_runs_has_pictures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_MOST_DRAWN", 1)
     result = run("quickstart/dp", "cluster.servers=1,2", "engine.kind=simulated", "name=undrawn")
     assert result.exit_code == 0, result.output

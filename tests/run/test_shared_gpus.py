@@ -26,7 +26,7 @@ from tests.support import Blobs, Mlp, make_setup
 
 
 class TwoRanks:
-    """A world of two ranks of which the other says what this one says; it writes down when it waits."""
+    """A world of two ranks of which the other answers as this one; it records when it waits."""
 
     size = 2
     device = torch.device("cuda", 0)
@@ -54,7 +54,7 @@ class TwoRanks:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is asked of a job."""
+    """The part of a job that is used."""
 
     setup: Setup
     recipe: Any
@@ -88,7 +88,7 @@ def test_ranks_on_one_gpu_measure_one_after_the_other(
     assert [stage.update_s for stage in setup.costs.stages] == pytest.approx([1, 1])
 
 
-def test_ranks_with_gpus_of_their_own_take_what_their_layers_take(
+def test_ranks_with_separate_gpus_take_the_times_of_their_layers(
     job: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = TwoRanks(monkeypatch, (0, 1), 0)
@@ -97,7 +97,7 @@ def test_ranks_with_gpus_of_their_own_take_what_their_layers_take(
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, OutOfMemoryError])
-def test_what_is_too_large_for_one_gpu_is_shared_all_the_same(
+def test_a_stage_too_large_for_the_gpu_does_not_block_other_ranks(
     error: type[Exception], job: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Too large while stages are cut, by torch's error, or when their instructions run, by a worker's."""

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP at moments when nothing is trained: what there is is recorded, and how the run ended."""
+"""Ctrl-C, SIGTERM and SIGHUP while nothing is trained: the run is recorded as far as it came, with its end."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ MOMENTS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hears_sighup: None) -> None:
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handles_sighup: None) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     (tmp_path / "small.yaml").write_text(uniform_recipe(2, 16, 8, 8, "mode: gpipe, plan: 1-1"))
@@ -80,7 +80,7 @@ def test_sigterm_between_runs_closes_the_comparison(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("failure", [AttributeError("module 'numpy' has no attribute 'iterable'"), SystemExit(1)])
-def test_what_fails_because_ctrl_c_was_swallowed_is_no_failure(
+def test_errors_after_a_swallowed_ctrl_c_are_not_failures(
     failure: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch swallows what is raised while it imports numpy, which is only half there from then on."""

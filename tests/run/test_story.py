@@ -1,4 +1,4 @@
-"""The page that a run's artifacts begin with, and what it says to try next."""
+"""The first page of a run's artifacts, and its advice."""
 
 import math
 import shlex
@@ -27,7 +27,7 @@ from tests.tracking.records import RESULT
 
 
 class Page(HTMLParser):
-    """Headings of a page, and everything that it would fetch."""
+    """Headings of a page, and the addresses that it would fetch."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def request_of(*overrides: str) -> RunRequest:
     return RunRequest(load("quickstart/gpipe", overrides), "gpipe", Suite("quickstart", overrides))
 
 
-def test_a_run_s_page_tells_its_story_and_needs_nothing_else(folder: Path) -> None:
+def test_a_run_s_page_has_its_sections_and_fetches_nothing(folder: Path) -> None:
     request = request_of("train.seed=7")
     metrics = {**RESULT.metrics, "bubble_fraction": 0.45, "comm_stall_fraction": 0.05, "evaluation_time_s": 1.5}
     result = replace(RESULT, metrics=metrics, name="a <b>name</b>")
@@ -94,7 +94,7 @@ def test_a_comparison_s_page_has_its_verdict_curves_and_a_link_to_each_seed(fold
     assert sum(source.startswith("data:image/png;base64,") for source in page.sources) == 1
 
 
-def test_a_picture_that_fails_costs_nothing() -> None:
+def test_a_picture_that_fails_does_not_end_the_run() -> None:
     """A RuntimeError of matplotlib's ended the worker that had trained: all were started again."""
 
     def fails(_: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_picture_that_fails_costs_nothing() -> None:
     assert record_drawn(cast("RunLog", SimpleNamespace()), {"plan.png": fails}, "the plan") == []
 
 
-def test_a_page_without_pictures_is_as_good() -> None:
+def test_a_page_without_pictures_is_complete() -> None:
     request = request_of()
     page = Page(story(request, request.loaded.recipe, replace(RESULT, points=()), None))
     assert page.headings == ["Recipe", "Where the time went", "What to try next"]
@@ -129,7 +129,7 @@ METRICS = {"total_time_s": 4.0, "evaluation_time_s": 2.0, "bubble_fraction": 0.5
         ),
     ],
 )
-def test_what_to_try_is_a_command_that_the_recipe_takes(
+def test_the_advice_is_a_command_that_the_recipe_accepts(
     outcome: str, engine: str, metrics: dict[str, float], tried: list[str]
 ) -> None:
     overrides = ["parallelism.plan=straight", "train.seed=3"]
@@ -181,7 +181,7 @@ def test_a_key_that_is_advised_replaces_the_command_s() -> None:
     assert "train.seed" not in reached[0][1], "which --seeds would be refused beside"
 
 
-def test_what_a_recipe_refuses_is_not_advised() -> None:
+def test_options_that_a_recipe_refuses_are_not_advised() -> None:
     overrides = ["train.minibatch_size=32", "parallelism.microbatches=32"]
     loaded = load("quickstart/gpipe", overrides)
     steps = advice(loaded, loaded.recipe, replace(RESULT, metrics={"bubble_fraction": 0.5}), overrides)
@@ -189,14 +189,14 @@ def test_what_a_recipe_refuses_is_not_advised() -> None:
 
 
 @pytest.mark.parametrize(("recipe", "unit"), [("quickstart", "minibatch"), ("quickstart/gpipe", "microbatch")])
-def test_the_plan_s_picture_says_what_its_bytes_are_of(recipe: str, unit: str) -> None:
+def test_the_plan_s_picture_names_the_unit_of_its_bytes(recipe: str, unit: str) -> None:
     """Those of a microbatch were called those of a minibatch."""
     layers = plan_figure(answer_of(prepare_job(load(recipe), trains=False))).axes[0]
     assert f"cross it per {unit}" in layers.get_xlabel()
     assert layers.get_ylabel().endswith(f"per {unit}")
 
 
-def test_the_plan_s_picture_has_a_legend_of_what_it_draws() -> None:
+def test_the_plan_s_picture_has_a_legend() -> None:
     answer = answer_of(prepare_job(load("quickstart"), trains=False))
     simulated = replace(answer, times=tuple(StageTime(0.5, 0.25, 0.25) for _ in answer.comparison.best.stages))
     drawn, with_times = (

@@ -1,4 +1,4 @@
-"""What groups runs in MLflow is named by where their recipes are."""
+"""Experiments in MLflow are named by the folders of recipes."""
 
 from pathlib import Path
 
@@ -23,8 +23,8 @@ def test_shipped_recipes_are_named_by_their_path(references: list[str], name: st
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> Path:
-    return tmp_path / "work" / "mine"
+def project(tmp_path: Path) -> Path:
+    return tmp_path / "work" / "project"
 
 
 def own(path: Path) -> LoadedRecipe:
@@ -33,27 +33,27 @@ def own(path: Path) -> LoadedRecipe:
     return load_file(path)
 
 
-def test_own_recipes_are_named_by_their_folder_below_the_working_directory(
-    mine: Path, monkeypatch: pytest.MonkeyPatch
+def test_users_recipes_are_named_by_their_folder_below_the_working_directory(
+    project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine.mkdir(parents=True)
-    monkeypatch.chdir(mine)
-    assert suite_name([own(mine / "try.yaml")]) == "try"
-    assert suite_name([own(mine / "gnmt8" / "a.yaml"), own(mine / "gnmt8" / "b.yaml")]) == "gnmt8"
-    assert suite_name([own(mine / "wide" / "gnmt8" / "a.yaml")]) == "wide/gnmt8"
+    project.mkdir(parents=True)
+    monkeypatch.chdir(project)
+    assert suite_name([own(project / "try.yaml")]) == "try"
+    assert suite_name([own(project / "gnmt8" / "a.yaml"), own(project / "gnmt8" / "b.yaml")]) == "gnmt8"
+    assert suite_name([own(project / "wide" / "gnmt8" / "a.yaml")]) == "wide/gnmt8"
     assert suite_name([own(Path("try.yaml"))]) == "try"
-    assert suite_name([own(mine / "try.yaml"), own(mine / "again.yaml")]) == "mine", "0.1.0 said `comparison`"
-    assert suite_name([own(mine / "try.yaml"), own(mine / "gnmt8" / "a.yaml")]) == "try, gnmt8"
+    assert suite_name([own(project / "try.yaml"), own(project / "again.yaml")]) == "project", "0.1.0 said `comparison`"
+    assert suite_name([own(project / "try.yaml"), own(project / "gnmt8" / "a.yaml")]) == "try, gnmt8"
 
 
-def test_recipes_elsewhere_are_named_by_the_end_of_their_path(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine.mkdir(parents=True)
-    elsewhere = own(mine.parent / "other" / "gnmt8" / "a.yaml")
-    monkeypatch.chdir(mine)
+def test_recipes_elsewhere_are_named_by_the_end_of_their_path(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project.mkdir(parents=True)
+    elsewhere = own(project.parent / "other" / "gnmt8" / "a.yaml")
+    monkeypatch.chdir(project)
     assert suite_name([elsewhere]) == "other/gnmt8"
 
 
-def test_a_recipe_that_a_run_has_kept_goes_by_its_own_name(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine.mkdir(parents=True)
-    monkeypatch.chdir(mine)
-    assert suite_name([own(mine / "mlartifacts" / "suite" / "1f0c9a7e" / "artifacts" / "recipe.yaml")]) == "own"
+def test_a_recipe_stored_by_a_run_is_named_by_its_name(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project.mkdir(parents=True)
+    monkeypatch.chdir(project)
+    assert suite_name([own(project / "mlartifacts" / "suite" / "1f0c9a7e" / "artifacts" / "recipe.yaml")]) == "own"

@@ -1,4 +1,4 @@
-"""How runs are called in MLflow."""
+"""Names of runs in MLflow."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,7 +18,7 @@ from pipebench.run.recorder import run_title
         ("plan=auto", "pipedream 2-2, plan=auto, seed 3"),
     ],
 )
-def test_a_title_says_mode_plan_and_seed_once(varied: str, title: str) -> None:
+def test_a_title_has_mode_plan_and_seed_once(varied: str, title: str) -> None:
     """A sweep over plans was called `pipedream 2-2, plan=2-2, seed 3`."""
     parallelism, train = SimpleNamespace(mode="pipedream"), SimpleNamespace(seed=3)
     job = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Schedules of others: torch's own are read, timed, trained and written; what is wrong with a file is one sentence."""
+"""Schedules in files: torch's are read, timed, trained and written; faults of a file are one sentence."""
 
 import csv
 import re
@@ -64,7 +64,7 @@ def ends(rows: list[list[tuple[int, str, int]]], seconds: dict[str, int]) -> dic
 
 
 @pytest.mark.parametrize("shape", SCHEDULES, ids=str)
-def test_torch_s_schedules_take_as_long_as_their_cells_say(shape: tuple[str, int, int, int], dumped: Dump) -> None:
+def test_torch_s_schedules_take_the_time_of_their_cells(shape: tuple[str, int, int, int], dumped: Dump) -> None:
     path, (_, ranks, chunks, microbatches) = dumped(*shape), shape
     schedule, n = read_csv(str(path)), ranks * chunks
     assert (len(schedule.rows), schedule.chunks, schedule.num_microbatches) == (ranks, chunks, microbatches)
@@ -91,7 +91,7 @@ def test_torch_s_schedules_take_as_long_as_their_cells_say(shape: tuple[str, int
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", [SkipNet, Mlp])
 @pytest.mark.parametrize("shape", SCHEDULES, ids=str)
-def test_torch_s_schedules_train_as_one_worker_does(
+def test_torch_s_schedules_train_like_one_worker(
     shape: tuple[str, int, int, int], model: type[SkipNet] | type[Mlp], dumped: Dump
 ) -> None:
     """Values that skip stages and meet the same worker again in a V; whole minibatches, a short last group."""
@@ -118,7 +118,7 @@ ANY_ORDER = """\
 
 
 @pytest.mark.parametrize("loader_processes", [0, 1])
-def test_microbatches_in_any_order_train_as_one_worker_does(loader_processes: int, tmp_path: Path) -> None:
+def test_microbatches_in_any_order_train_like_one_worker(loader_processes: int, tmp_path: Path) -> None:
     """Stages run them in orders of their own; the last minibatch has one sample, for four microbatches."""
     path, dataset, model = tmp_path / "any.csv", Blobs(num_train=25), Mlp()
     path.write_text(ANY_ORDER)
@@ -156,7 +156,7 @@ def test_rows_of_replicas_and_microbatches(dumped: Dump) -> None:
      ("interleaved", 6, 3, SPLIT), ("zero-bubble", 4, 1, SPLIT)],
 )  # fmt: skip
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_ours_are_written_read_back_and_taken_by_torch(
+def test_our_schedules_are_written_read_back_and_accepted_by_torch(
     order: str, n: int, chunks: int, backward: str, replicas: int, tmp_path: Path
 ) -> None:
     rows = n // chunks
@@ -173,7 +173,7 @@ def test_ours_are_written_read_back_and_taken_by_torch(
         assert dump(theirs, tmp_path / "theirs.csv").read_text().split() == path.read_text().split()
 
 
-def test_what_the_form_can_t_express_is_said() -> None:
+def test_schedules_that_the_form_can_t_express_are_refused() -> None:
     with pytest.raises(UserError, match="holds what is between two flushes, and this schedule has none"):
         as_csv(Pipeline((1, 1), chain(2), "1f1b", False, 2))
     with pytest.raises(UserError, match="replicated alike, and this plan is 2-1"):
@@ -203,10 +203,10 @@ FAULTS = {
 def test_a_fault_is_one_sentence_that_says_where(text: str, tmp_path: Path) -> None:
     path = tmp_path / "s.csv"
     path.write_text(text)
-    with pytest.raises(CsvError) as told:
+    with pytest.raises(CsvError) as raised:
         order_of(str(path))
-    assert str(told.value).startswith(f"{path}: ")
-    assert re.search(FAULTS[text], str(told.value))
+    assert str(raised.value).startswith(f"{path}: ")
+    assert re.search(FAULTS[text], str(raised.value))
 
 
 def test_a_file_that_has_changed_is_read_again(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def pipelines() -> list[Pipeline]:
 
 
 def enough(p: Pipeline) -> int:
-    """Minibatches with which every stage is as full as it gets, and rounds have begun again."""
+    """Return the minibatches after which every stage has reached its depth, and rounds repeat."""
     return 2 * max(d * r for d, r in zip(p.warmups, p.replicas, strict=True)) + 2 * max(p.replicas) + 1
 
 
@@ -48,7 +48,7 @@ def test_the_recurrence_on_every_small_plan_neither_deadlocks_nor_wastes() -> No
         assert played.versions == depths, (p.replicas, p.depth)
 
 
-def test_one_more_than_the_stages_before_can_send_is_a_deadlock() -> None:
+def test_a_depth_beyond_what_earlier_stages_send_is_a_deadlock() -> None:
     """The second bound is exact: wherever it holds a stage back, a d_s larger by one never gets its minibatches."""
     held_back = 0
     for p in pipelines():
@@ -63,7 +63,7 @@ def test_one_more_than_the_stages_before_can_send_is_a_deadlock() -> None:
 
 
 @pytest.mark.parametrize("replicas", PLANS[:: len(PLANS) // 30])
-def test_the_schedule_s_lists_are_those(replicas: tuple[int, ...]) -> None:
+def test_the_schedule_s_lists_equal_the_recurrence_s(replicas: tuple[int, ...]) -> None:
     for more in BEYOND:
         if noam(replicas) + more < 1:
             continue
@@ -80,7 +80,7 @@ def test_the_schedule_s_lists_are_those(replicas: tuple[int, ...]) -> None:
         assert [*most_in_flight(p)] == staleness.depths(replicas, p.depth)
 
 
-def test_every_stage_of_a_straight_pipeline_but_the_last_admits_more() -> None:
+def test_every_stage_of_a_straight_pipeline_but_the_last_has_more_in_flight() -> None:
     def depths(depth: int) -> tuple[int, ...]:
         return Pipeline((1, 1, 1, 1), chain(4), "1f1b", False, depth).warmups
 

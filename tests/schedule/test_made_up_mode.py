@@ -1,4 +1,4 @@
-"""A mode nobody has tried, made up in this file: a row and an order of work are all it takes."""
+"""A new mode that this file defines: it needs only a row and an order of work."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -39,7 +39,7 @@ def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(modes.MODES, "pairs", row)
 
 
-def test_it_is_drawn_simulated_and_trained_on_the_virtual_engine() -> None:
+def test_the_new_mode_is_drawn_simulated_and_trained_on_the_virtual_engine() -> None:
     model, dataset = Mlp(), Blobs(num_train=32)
     setup = make_setup(
         model, ([2, 4], [1, 1, 1]), order="in-pairs", weights="one", microbatches=4, dataset=dataset,
@@ -81,7 +81,7 @@ def first_unit_twice(p: Pipeline, worker: int, units: Sequence[int]) -> Iterator
 
 @pytest.mark.parametrize("flush", [True, False])
 @pytest.mark.parametrize(
-    ("order", "said"),
+    ("order", "message"),
     [
         (last_left_out, "leaves out 1 of its units"),
         (no_last_backward, "runs 3 forward, and not backward"),
@@ -91,16 +91,16 @@ def first_unit_twice(p: Pipeline, worker: int, units: Sequence[int]) -> Iterator
 )
 def test_an_order_that_leaves_out_a_pass_or_repeats_one_is_refused(
     order: Callable[[Pipeline, int, Sequence[int]], Iterator[Pass]],
-    said: str,
+    message: str,
     flush: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A microbatch without its backward was simulated, faster, and trained on, without its gradient."""
+    """Once a microbatch without its backward was simulated, and trained on without its gradient."""
     monkeypatch.setitem(orders.ORDERS, "in-pairs", Order("wrong", order, needs_flush=flush))
     weights = "one" if flush else "stash"
     setup = make_setup(
         Mlp(), ([2, 4], [1, 1, 1]), order="in-pairs", weights=weights, accumulate=4 if flush else 1,
         dataset=Blobs(num_train=32), make_optimizer=momentum,
     )  # fmt: skip
-    with pytest.raises(ScheduleError, match=f"order in-pairs: stage . replica 0 {said}"):
+    with pytest.raises(ScheduleError, match=f"order in-pairs: stage . replica 0 {message}"):
         [[*each] for each in programs(setup.pipeline, 4)]

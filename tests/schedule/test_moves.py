@@ -1,4 +1,4 @@
-"""How far passes move their weights, as the printed schedule has it, without a model: the papers' numbers."""
+"""The updates by which passes predict or correct weights in the printed schedule: the papers' numbers."""
 
 import re
 from collections import defaultdict
@@ -74,7 +74,7 @@ def test_pipemare_takes_a_backward_s_weights_back_to_those_of_its_forward(replic
 
 @pytest.mark.parametrize("microbatches", [2, 3, 4])
 @pytest.mark.parametrize("replicas", STRAIGHT, ids=len)
-def test_the_delay_is_the_mean_of_what_is_printed(replicas: tuple[int, ...], microbatches: int) -> None:
+def test_the_delay_is_the_mean_of_the_printed_ones(replicas: tuple[int, ...], microbatches: int) -> None:
     """Where the newest version is read, minibatches that are cut wait for a fraction of their updates."""
     pipeline = Pipeline(replicas, chain(len(replicas)), "1f1b", False, len(replicas), microbatches, weights="none")
     found = printed(pipeline, 40)
@@ -85,7 +85,9 @@ def test_the_delay_is_the_mean_of_what_is_printed(replicas: tuple[int, ...], mic
 
 @pytest.mark.parametrize("mode", ["spectrain", "xpipe", "pipemare"])
 @pytest.mark.parametrize("replicas", PLANS, ids=str)
-def test_a_stage_that_never_moves_its_weights_says_so(replicas: tuple[int, ...], mode: str) -> None:
+def test_a_stage_that_never_predicts_weights_has_no_prediction_in_its_text(
+    replicas: tuple[int, ...], mode: str
+) -> None:
     pipeline = pipeline_of(mode, replicas)
     moved = {stage for (_, stage), rows in printed(pipeline, 24).items() if any(ahead for _, _, ahead in rows)}
     policy = WEIGHT_POLICIES[pipeline.weights]
@@ -93,7 +95,7 @@ def test_a_stage_that_never_moves_its_weights_says_so(replicas: tuple[int, ...],
 
 
 @pytest.mark.parametrize("mode", ["spectrain", "xpipe", "pipemare"])
-def test_the_text_says_it_all(mode: str) -> None:
+def test_the_text_form_has_all_updates_ahead(mode: str) -> None:
     moved = 0
     for program in programs(pipeline_of(mode, (1, 1, 1, 1)), 9):
         instructions = list(program)
@@ -103,7 +105,7 @@ def test_the_text_says_it_all(mode: str) -> None:
     assert moved > 0
 
 
-def test_an_update_says_that_its_bellwether_s_version_is_still_asked_for() -> None:
+def test_an_update_marks_that_its_bellwether_s_version_is_still_needed() -> None:
     """Two stages, two microbatches: F2 reads version 0 before the first update, F3 the same after it."""
     first, _ = programs(pipeline_of("xpipe", (1, 1), 2), 3)
     shown = [text for text in render(first).split() if text[1] in "FBU"]

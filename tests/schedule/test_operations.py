@@ -5,12 +5,12 @@ import string
 from pipebench.schedule.operations import COMPUTE, COPY, MOVE, OPERATIONS, RECEIVE, ROUND, SEND, UNIT, WAIT, Op
 
 
-def test_every_operation_has_a_row_and_letters_of_its_own() -> None:
+def test_every_operation_has_a_row_and_unique_letters() -> None:
     assert [*OPERATIONS] == [*Op]
     assert len({row.letters for row in OPERATIONS.values()}) == len(Op)
 
 
-def test_what_can_be_drawn_or_labelled_says_how() -> None:
+def test_operations_that_are_drawn_or_labelled_have_colour_and_label() -> None:
     for op, row in OPERATIONS.items():
         if row.role == COMPUTE:
             assert row.kind, op
@@ -20,7 +20,7 @@ def test_what_can_be_drawn_or_labelled_says_how() -> None:
             assert row.label, op
 
 
-def test_words_name_only_what_there_is_to_name() -> None:
+def test_descriptions_name_only_existing_fields() -> None:
     known = {UNIT: {"unit", "peer"}, MOVE: {"unit", "peer"}, ROUND: {"round", "others"}}
     for op, row in OPERATIONS.items():
         named = {name for _, name, _, _ in string.Formatter().parse(row.words) if name}

@@ -109,7 +109,9 @@ def test_every_send_meets_one_receive(pipeline: Pipeline, num_minibatches: int) 
 
 
 @pytest.mark.parametrize("removed", [Op.SEND_ACTIVATION, Op.SEND_GRADIENT, Op.BACKWARD])
-def test_a_missing_instruction_is_a_deadlock_that_says_who_waits(removed: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_instruction_is_a_deadlock_that_names_the_waiting_workers(
+    removed: Op, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from pipebench.simulate import drawing
 
     def without(pipeline: Pipeline, n: int, _: object) -> list[object]:

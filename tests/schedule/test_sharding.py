@@ -59,7 +59,7 @@ def test_copies_to_the_host_and_back_gather_no_weights(shard: str, reshards: boo
 
 @pytest.mark.parametrize("shard", LISTS)
 @pytest.mark.parametrize("reshards", [True, False])
-def test_all_replicas_start_the_same_in_the_same_order(shard: str, reshards: bool) -> None:
+def test_all_replicas_start_the_same_collectives_in_the_same_order(shard: str, reshards: bool) -> None:
     """Whatever the number of minibatches; lists of fewer periods are the beginnings of longer ones."""
     for replicas in (2, 3):
         p = pipeline(shard, replicas, reshards=reshards, accumulate=2)

@@ -1,4 +1,4 @@
-"""Where copies to the host and back stand in a worker's list."""
+"""Positions of copies to the host and back in a worker's list."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from tests.schedule.test_rules import pipelines
 PASSES = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 BEGIN_BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT)
 
-# What the workers of two and three stages do: passes, and copies of all stages.
+# Lists of the workers of two and three stages: passes, and copies of all stages.
 PICTURES = {
     "1f1b": (
         Pipeline((1, 1, 1), chain(3), "1f1b", False, 3, swaps=(0, 1, 2)),
@@ -59,7 +59,7 @@ def test_pictures(pipeline: Pipeline, count: int, pictures: tuple[str, ...]) -> 
         assert render(shown) == picture
 
 
-def test_a_copy_out_comes_after_what_the_network_gets() -> None:
+def test_a_copy_out_comes_after_the_sends() -> None:
     pipeline = Pipeline((1, 1), chain(2), "1f1b", False, 2, swaps=(0, 1))
     assert render(programs(pipeline, 1)[0]) == "0L0 0F0@0 0SA0>1 0SO0 0SI0 0RG0<1 0B0@0 0U0@1"
 

@@ -85,7 +85,7 @@ def test_noam_is_the_paper_s() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 100, 1000])
-def test_a_long_pipeline_s_lines_go_on_below_until_every_worker_runs_backward(width: int) -> None:
+def test_a_long_pipeline_s_picture_is_continued_until_every_worker_runs_backward(width: int) -> None:
     """Sixteen stages on a terminal had seven rows of dots."""
     pipeline = Pipeline((1,) * 16, chain(16), "1f1b", False, 16)
     cells = draw_cells(pipeline, 20, [1] * 16, [2] * 16)

@@ -219,7 +219,7 @@ def cuts(p: int) -> list[tuple[Starts, Starts]]:
 
 
 @pytest.mark.parametrize("p", [2, 3, 4])
-def test_whatever_moves_no_list_changes_and_nobody_waits_for_ever(p: int) -> None:
+def test_lists_with_any_moves_have_all_passes_and_no_deadlock(p: int) -> None:
     for before, after in cuts(p):
         for at in range(2 * p, 2 * p + 3):
             state = play(before, [Repartition(at, after), Repartition(at + 2 * p, before)], at + 3 * p)
@@ -237,7 +237,7 @@ def test_a_segment_may_end_anywhere(p: int) -> None:
 
 
 @pytest.mark.parametrize("p", [2, 3, 4])
-def test_passes_and_updates_stay_in_turn(p: int) -> None:
+def test_passes_and_updates_keep_their_order(p: int) -> None:
     """Without transfers of layers, a list is that of a pipeline whose layers don't move."""
     stayed = programs(Pipeline((1,) * p, chain(p), "1f1b", False, p), 20)
     extra = (Op.RECUT, Op.GIVE_UNIT, Op.GIVE, Op.TAKE_UNIT, Op.FORWARD_AGAIN, Op.TAKE)
@@ -261,7 +261,7 @@ def test_edges_follow_the_owners_unit_by_unit() -> None:
     assert [it.number for it in found[2] if it.op is Op.SEND_GRADIENT and it.peer == 0] == back
 
 
-def test_a_stage_that_takes_nothing_is_cut_anew_before_the_first_forward_with_other_policies() -> None:
+def test_a_stage_that_takes_no_layer_is_recut_before_the_first_forward_with_other_policies() -> None:
     """Stage 0 gives a layer, and recomputes others from then on; stage 1 takes it; stage 2 stays as it was."""
     memory = ("recompute",) * 4 + (KEEP,) * 16
     _, found = lists((6, 12), [Repartition(6, (5, 12), memory), Repartition(12, (5, 12), memory[::-1])], 16)
@@ -271,7 +271,7 @@ def test_a_stage_that_takes_nothing_is_cut_anew_before_the_first_forward_with_ot
     ]  # fmt: skip
 
 
-def test_what_swaps_is_copied_unit_by_unit() -> None:
+def test_swapped_layers_are_copied_unit_by_unit() -> None:
     """From the move's minibatch on; units before it keep their policies."""
     p = 3
     shape = Pipeline((1,) * p, chain(p), "1f1b", False, p)

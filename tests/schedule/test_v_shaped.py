@@ -39,7 +39,7 @@ def ours(pipeline: Pipeline, worker: int) -> Iterator[_Cell]:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("order", TORCH)
 @pytest.mark.parametrize("positions", range(1, 9))
-def test_the_order_is_torch_s(order: str, positions: int) -> None:
+def test_the_order_equals_torch_s(order: str, positions: int) -> None:
     """At every number of microbatches that torch takes, fewer than stages included where it takes them."""
     compared = 0
     for microbatches in range(1, 4 * positions + 3):

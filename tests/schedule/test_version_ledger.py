@@ -1,4 +1,4 @@
-"""A ledger of versions against the rule that it keeps, written down anew after every step of random histories."""
+"""A ledger of versions against its rule, which is evaluated anew after every step of random histories."""
 
 import random
 
@@ -9,7 +9,7 @@ from pipebench.schedule.version_ledger import VersionLedger
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_alive_are_the_newest_those_in_use_and_those_that_may_be_requested(seed: int, in_place: bool) -> None:
+def test_the_newest_used_and_requestable_versions_are_alive(seed: int, in_place: bool) -> None:
     rng, ledger = random.Random(seed), VersionLedger(in_place=in_place)
     alive, in_flight, held, newest, keep_from, most = [0], [], None, 0, 0, 1
     for _ in range(300):

@@ -42,14 +42,14 @@ def pipeline_of(mode: str, replicas: tuple[int, ...], weights: str | None = None
 
 
 def printed(pipeline: Pipeline, count: int) -> Iterator[list[Step]]:
-    """Yield what every worker's printed list says of versions."""
+    """Yield the versions in every worker's printed list."""
     for program in programs(pipeline, count):
         found = re.findall(r"(?<!\S)(\d+)(F|BI?|BW|U)(\d+)(?:\+\d+)?@(\d+)", render(program))
         yield [(what, int(stage), int(number), int(version)) for stage, what, number, version in found]
 
 
 def expected_of_unstashed(pipeline: Pipeline, stage: int, minibatch: int, what: str) -> int:
-    """A backward reads the newest version; a forward does, or what the first of its update's units has read."""
+    """A backward reads the newest version; so does a forward, unless its update's first unit has read an older one."""
     r, units = pipeline.replicas[stage], pipeline.microbatches
     if what == "B":
         return minibatch // r
@@ -156,7 +156,7 @@ STASHED = [(mode, replicas) for mode, replicas in CASES if MODES[mode].weights n
 
 
 @in_turn(*STASHED)
-def test_how_many_versions_have_to_be_kept(mode: str, replicas: tuple[int, ...]) -> None:
+def test_the_number_of_versions_that_must_be_kept(mode: str, replicas: tuple[int, ...]) -> None:
     """At most d_s with stashing, 2 with two buffers, 1 with a flush."""
     pipeline = pipeline_of(mode, replicas)
     for steps in printed(pipeline, 31):
@@ -166,7 +166,7 @@ def test_how_many_versions_have_to_be_kept(mode: str, replicas: tuple[int, ...])
 
 
 def test_two_buffers_are_needed() -> None:
-    """The bound is met: with one buffer this mode could not be."""
+    """The bound is tight: one buffer would be too few."""
     pipeline = pipeline_of("pipedream-2bw", (1, 1, 1, 1))
     assert [most_alive(steps, stage) for stage, steps in enumerate(printed(pipeline, 31))] == [2] * 4
 

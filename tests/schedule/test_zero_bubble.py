@@ -31,7 +31,7 @@ def bubble(pipeline: Pipeline, forward: int, inputs: int, weights: int) -> int:
     return len(rows[0]) - pipeline.microbatches * (forward + inputs + weights)
 
 
-def test_the_papers_picture() -> None:
+def test_the_picture_equals_the_paper_s() -> None:
     rows = draw_cells(pipeline_of(4, 8), 1, [1] * 4, [2] * 4)
     assert [[cell or "." for cell in row] for row in rows] == [line.split() for line in PICTURE.splitlines()]
 
@@ -39,7 +39,7 @@ def test_the_papers_picture() -> None:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("num_stages", range(1, 8))
 @pytest.mark.parametrize("more", [0, 1, 2, 5, 9])
-def test_the_bubble_is_the_papers(num_stages: int, more: int) -> None:
+def test_the_bubble_equals_the_paper_s(num_stages: int, more: int) -> None:
     """Section 2.3, table 1: (p - 1) (T_F + T_B - T_W), in 1F1B (p - 1) (T_F + T_B + T_W), for m >= p."""
     for forward, inputs, weights in itertools.product(range(1, 5), repeat=3):
         if weights > min(forward, inputs):
@@ -73,7 +73,7 @@ def test_no_stage_has_more_in_flight_than_the_first_has_in_1f1b(num_stages: int,
 
 @pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 1), (2, 2), (1, 3), (3, 1, 1, 1)])
 @pytest.mark.parametrize("num_minibatches", [1, 2, 3, 5, 7, 13])
-def test_forwards_and_input_parts_stand_as_in_1f1b(replicas: tuple[int, ...], num_minibatches: int) -> None:
+def test_forwards_and_input_parts_are_in_1f1b_s_order(replicas: tuple[int, ...], num_minibatches: int) -> None:
     """Short groups, replicas, several minibatches per update: only weight parts move, and none past its update."""
     n = len(replicas)
     zero, usual = (

@@ -23,7 +23,7 @@ from pipebench.simulate.costs import stage_costs
 from tests.model.test_cells import Stack
 from tests.support import Blobs, flat_cluster
 
-# Its launches take longer than most kernels of the model, so that times tell whose they are.
+# Its launches take longer than most kernels of the model, so that times identify the device.
 SLOW_HOST = replace(flat_cluster(1), device="V100", launch_s=1e-3, pause_s=1e-4)
 ADAM = OptimizerRecipe("adam", 0.1)
 
@@ -68,7 +68,7 @@ def test_costs_are_those_of_the_model_built_without_the_cells(left_out: str) -> 
     assert whole[0].stages == whole[1].stages
 
 
-def test_measured_times_are_kept_and_bytes_are_computed() -> None:
+def test_measured_times_are_reused_and_bytes_are_computed() -> None:
     _, known = computed()
     times = {
         size: tuple(replace(row, forward_s=1.0 + i, backward_s=2.0 + i, weight_s=0.5) for i, row in enumerate(rows))
@@ -83,7 +83,7 @@ def test_measured_times_are_kept_and_bytes_are_computed() -> None:
         assert row == replace(bare, forward_s=forward_s, backward_s=backward_s, weight_s=weight_s)
 
 
-def test_layers_come_and_go_by_whole_cells_of_a_stage() -> None:
+def test_layers_are_activated_by_whole_cells_of_a_stage() -> None:
     there = architectures()
     plan = make_plan(computed()[0], [there.cells[2].layers[0]], [1, 1])
     events = [
@@ -121,7 +121,7 @@ def test_a_trace_that_the_model_can_not_follow_is_refused(event: ArchitectureCha
         steps_of([event], there, there.all, plan, "t.json")
 
 
-def test_tensors_of_the_whole_model_stay_where_they_are() -> None:
+def test_tensors_of_the_whole_model_are_not_copied() -> None:
     there = architectures()
     graph, _ = there.form(frozenset({0}))
     assert isinstance(graph.model, nn.Module)

@@ -33,7 +33,7 @@ def searched(
 @pytest.mark.parametrize("removes", [OLDEST, WORST])
 @pytest.mark.parametrize(("population", "tournament"), [(1, 1), (4, 2), (5, 3), (3, 8)])
 @pytest.mark.parametrize(("mutations", "smallest", "hurdles"), [(1, 0, 0), (2, 3, 1), (4, 1, 3), (9, 6, 2)])
-def test_a_search_is_the_one_that_the_papers_describe(
+def test_a_search_equals_the_papers_algorithm(
     removes: str, population: int, tournament: int, mutations: int, smallest: int, hurdles: int
 ) -> None:
     for seed, first in itertools.product((0, 3), (frozenset(range(6)), frozenset({1, 2, 5, 0, 3, 4}))):
@@ -58,7 +58,7 @@ def test_the_same_seed_searches_alike_and_another_one_does_not() -> None:
     assert [each.cells for each in a] != [each.cells for each in other]
 
 
-def test_smaller_scores_can_be_the_better_ones() -> None:
+def test_smaller_scores_can_be_better() -> None:
     larger = searched(RULES, 40)
     smaller = searched(RULES, 40, sign=-1.0)
     assert [each.cells for each in larger.individuals] == [each.cells for each in smaller.individuals]
@@ -81,7 +81,7 @@ def test_children_differ_from_their_parents_by_as_many_cells_as_mutate() -> None
         assert len(each.changed) == 2
 
 
-def test_who_gets_over_a_hurdle_is_trained_on() -> None:
+def test_individuals_that_clear_a_hurdle_are_trained_further() -> None:
     found = searched(dataclasses.replace(RULES, hurdles=2), 200)
     assert len(found.hurdles) == 2
     assert {len(each.scores) for each in found.individuals[RULES.population : -1]} == {1, 2, 3}

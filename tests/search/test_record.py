@@ -1,4 +1,4 @@
-"""What a run records of its search."""
+"""The record of a run's search."""
 
 from pathlib import Path
 from unittest.mock import Mock

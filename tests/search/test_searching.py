@@ -48,17 +48,17 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-def asked(**train: Any) -> Recipe:
+def recipe_of(**train: Any) -> Recipe:
     train = {"target": None, "max_epochs": 4, "evaluate_every": PeriodRecipe(minibatches=6)} | train
     return recipe(**train)
 
 
-SAVING = asked(checkpoint_every=PeriodRecipe(minibatches=3))
+SAVING = recipe_of(checkpoint_every=PeriodRecipe(minibatches=3))
 
 
 def job(setup: Setup, given: Recipe | None = None, steps: tuple[Step, ...] | None = None, seed: int = 0) -> Job:
     """Return a search of a setup's cells; 12 minibatches per epoch, two individuals."""
-    given = given or asked()
+    given = given or recipe_of()
     architectures = Architectures(
         setup.graph, setup.profile, setup.dataset, given.train.optimizer, flat_cluster(4), RULES.cells
     )
@@ -67,7 +67,7 @@ def job(setup: Setup, given: Recipe | None = None, steps: tuple[Step, ...] | Non
     return Job(given, flat_cluster(4), dataclasses.replace(setup, pipeline=pipeline), extensions={NAME: search})
 
 
-def kept(make: MakeEngine, engines: list[VirtualEngine]) -> MakeEngine:
+def storing(make: MakeEngine, engines: list[VirtualEngine]) -> MakeEngine:
     """Return a function that makes an engine and stores it in a list."""
 
     def keep(on_loss: OnLoss, on_unit: OnUnit) -> TrainingEngine:
@@ -84,7 +84,7 @@ def run(
 ) -> Any:
     """Return the result and the engine of a search."""
     engines: list[VirtualEngine] = []
-    made = kept(on_virtual_clock(given, stop), engines)
+    made = storing(on_virtual_clock(given, stop), engines)
     loop = TrainingLoop(given, made, progress or Silent(), lambda point: None, policy or CheckpointPolicy())
     return loop.run()[0], engines[0]
 
@@ -94,7 +94,7 @@ def history(result: RunResult) -> SearchFile:
     return result.search
 
 
-def test_a_search_is_what_evolution_makes_of_its_evaluations() -> None:
+def test_a_search_equals_evolution_on_its_evaluations() -> None:
     result, _ = run(job(whole(weights="one", cuts=())))
     found, scores = history(result), [point.metrics["eval_loss"] for point in result.points]
     expected = evolve(
@@ -119,7 +119,7 @@ def test_the_same_seed_searches_alike_and_another_one_does_not() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_pipeline_that_flushes_searches_as_one_worker_does(plan: str) -> None:
+def test_a_pipeline_that_flushes_searches_like_one_worker(plan: str) -> None:
     (alone, engine), (piped, other) = (
         run(job(whole(weights="one", plain=True, sizes=(1, 2, 4), **given))) for given in ({"cuts": ()}, PLANS[plan])
     )
@@ -155,7 +155,7 @@ def undisturbed(weights: str) -> tuple[RunResult, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("weights", "after"), [("one", 33), *(("stash", after) for after in (1, 6, 20))])
-def test_a_search_that_was_stopped_and_goes_on_ends_as_if_nothing_had_happened(
+def test_a_search_that_was_stopped_and_resumed_ends_as_an_undisturbed_one(
     weights: str, after: int, tmp_path: Path
 ) -> None:
     expected, expected_bits = undisturbed(weights)
@@ -182,12 +182,12 @@ def test_a_trace_is_followed_at_the_evaluation_after_each_change() -> None:
     assert [len(each.scores) for each in rows] == [1, 2, 5]
 
 
-def test_a_trace_that_goes_on_with_another_period_keeps_what_was_trained(tmp_path: Path) -> None:
+def test_a_trace_resumed_with_another_period_keeps_its_trained_scores(tmp_path: Path) -> None:
     """The time of each score was computed from the period of the resumed recipe."""
     steps = (Step(0, None, frozenset({0, 1})), Step(12, None, frozenset({3})), Step(18, None, frozenset({0, 1, 2})))
     place = Checkpoints(tmp_path, keep=9)
-    run(job(whole(), asked(checkpoint_every=PeriodRecipe(minibatches=6)), steps), CheckpointPolicy(place))
-    again = job(whole(), asked(evaluate_every=PeriodRecipe(minibatches=3)), steps)
+    run(job(whole(), recipe_of(checkpoint_every=PeriodRecipe(minibatches=6)), steps), CheckpointPolicy(place))
+    again = job(whole(), recipe_of(evaluate_every=PeriodRecipe(minibatches=3)), steps)
     result, _ = run(again, CheckpointPolicy(None, resume_point(place.at(24), again)))
     rows = history(result).individuals
     assert [(each.minibatch, [name[-1] for name in each.cells]) for each in rows] == [
@@ -206,7 +206,7 @@ def test_a_recorded_search_trains_the_same_individuals_again() -> None:
     assert again.points == first.points
 
 
-def test_cuts_stay_whatever_is_left_out() -> None:
+def test_cuts_stay_for_all_architectures() -> None:
     plans: list[Plan] = []
     engines: list[VirtualEngine] = []
 
@@ -215,7 +215,7 @@ def test_cuts_stay_whatever_is_left_out() -> None:
             plans.append(engines[0].setup.plan)
 
     given = job(whole())
-    TrainingLoop(given, kept(on_virtual_clock(given), engines), Watching(), lambda point: None).run()
+    TrainingLoop(given, storing(on_virtual_clock(given), engines), Watching(), lambda point: None).run()
     assert {tuple((stage.start, stage.stop) for stage in plan.stages) for plan in plans} == {
         tuple((stage.start, stage.stop) for stage in given.setup.plan.stages)
     }
@@ -224,8 +224,8 @@ def test_cuts_stay_whatever_is_left_out() -> None:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("live", [True, False])
-def test_layers_that_move_meanwhile_change_nothing_of_a_search_whose_pipeline_flushes(live: bool) -> None:
-    """As vPipe says of searches (TPDS'21, section 6.3): all scores and weights are the same bits."""
+def test_moves_of_layers_do_not_change_a_search_with_a_flush(live: bool) -> None:
+    """As vPipe claims for searches (TPDS'21, section 6.3): all scores and weights have the same bits."""
     setup = whole(weights="one", plain=True, sizes=(1, 2, 4), microbatches=2, cuts=("cells_a_up", "cells_b_up"))
     moving = moving_setup(setup, balances=True, live=live)
     (stays, engine), (moves, other) = (run(job(given)) for given in (setup, moving))

@@ -1,4 +1,4 @@
-"""Which runs are compared with each other, and the values of a row of one run or several seeds."""
+"""The choice of runs that are compared, and the values of a row of one run or several seeds."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -106,18 +106,18 @@ def test_a_comparison_varies_one_thing(change: Mapping[str, str]) -> None:
         {"parallelism.plan": "2-1"},
     ],
 )
-def test_what_a_mode_may_bring_along(change: Mapping[str, str]) -> None:
+def test_keys_that_may_differ_with_the_mode(change: Mapping[str, str]) -> None:
     results = [dp(), pipedream(changes=change)]
     assert column(results, "vs dp")["pipedream"] == "3.00x"
     assert [group.title for group in groups(results)] == [""]
 
 
-def test_patience_is_no_difference_where_the_rate_does_not_end_with_it() -> None:
+def test_the_number_of_epochs_does_not_count_if_the_rate_does_not_depend_on_it() -> None:
     constant = {"train.schedule.name": "constant"}
     assert len(groups([dp(changes=constant), pipedream(changes={**constant, "train.max_epochs": "20"})])) == 1
 
 
-def test_a_schedule_of_one_s_own_ends_with_training() -> None:
+def test_a_user_s_schedule_depends_on_the_number_of_epochs() -> None:
     """It maps the fraction that is done; 0.2.0 compared runs of other lengths, whose rates differ throughout."""
     own = {"train.schedule.name": "null", "train.schedule.target": "mine:falling"}
     assert len(groups([dp(changes=own), pipedream(changes={**own, "train.max_epochs": "20"})])) == 2
@@ -129,8 +129,8 @@ def test_runs_of_other_seeds_are_no_baseline() -> None:
     assert column([dp(seed=0), dp(seed=1), pipedream(seed=0)], "vs dp")["pipedream"] == "-"
 
 
-def test_other_seeds_are_told_below_the_table() -> None:
-    """Below a table whose speed-up was unknown for that reason a sentence had it, and no word of seeds."""
+def test_other_seeds_are_reported_below_the_table() -> None:
+    """Once the table had no speed-up for that reason, a sentence below it had one, and neither named the seeds."""
     (group,) = groups([dp(seed=0), dp(seed=1), pipedream(seed=0)])
     assert verdict(group)[1] == "Rows have other seeds, which change how many epochs it takes to a target."
     (group,) = groups([dp(seed=0), dp(seed=1), pipedream(seed=0), pipedream(seed=1)])
@@ -210,7 +210,7 @@ def test_markdown_is_a_table_and_a_sentence_each() -> None:
     assert lines[7] == "- quickstart-dp: reached top1 0.95 (top1 0.957) after 3 epochs"
 
 
-def test_markdown_has_a_table_per_group_and_tells_seeds_apart() -> None:
+def test_markdown_has_a_table_per_group_and_distinguishes_seeds() -> None:
     text = comparison_markdown([dp(seed=0), dp(seed=1), dp(changes={"cluster.servers": "2"})])
     assert text.count("| run | plan | reached |") == 2
     assert "**cluster.servers=2**\n\n| run" in text
@@ -218,7 +218,7 @@ def test_markdown_has_a_table_per_group_and_tells_seeds_apart() -> None:
 
 
 @pytest.mark.parametrize("folder", ["quickstart", "gnmt8", "vgg16", "small/gnmt8"])
-def test_shipped_recipes_differ_from_their_dp_in_nothing_that_would_keep_them_apart(folder: str) -> None:
+def test_shipped_recipes_are_comparable_with_their_dp(folder: str) -> None:
     loaded = [load_file(path) for path in find_recipes(str(recipes_folder() / folder))]
     results = [
         replace(DP, name=each.recipe.name, mode=each.recipe.parallelism.mode, recipe=each.flat) for each in loaded
@@ -236,7 +236,7 @@ def swept(servers: int, workers: int, epoch_s: float, mode: str = "dp", **others
     return replace(base, name=name, metrics=metrics, varied=varied, recipe={**base.recipe, "name": mode, **varied})
 
 
-def test_runs_of_a_sweep_stand_together_whatever_varies() -> None:
+def test_runs_of_a_sweep_are_one_group() -> None:
     results = [swept(1, 4, 8.0), swept(2, 8, 5.0), swept(1, 4, 4.0, "pipedream"), swept(2, 8, 2.0, "pipedream")]
     assert [(group.title, len(group.entries)) for group in groups(results)] == [("", 4)]
     untrained = [replace(each, outcome=COMPLETED) for each in results]
@@ -244,7 +244,7 @@ def test_runs_of_a_sweep_stand_together_whatever_varies() -> None:
     assert faster == ["1.00x", "1.00x", "2.00x", "2.50x"], "against dp on as many servers"
 
 
-def test_a_sweep_over_workers_says_how_it_scales() -> None:
+def test_a_sweep_over_workers_shows_scaling() -> None:
     results = [swept(1, 4, 8.0), swept(2, 8, 5.0), swept(4, 16, 4.0), swept(1, 4, 4.0, "pipedream")]
     assert headings(results)[-3:] == ("devices", "speed-up", "efficiency")
     assert [row[-3:] for row in rows(results, groups(results)[0])] == [
@@ -277,7 +277,7 @@ def test_slices_that_were_chosen_count_as_devices() -> None:
     assert [row[-3] for row in rows(results, groups(results)[0])] == ["8", "16"]
 
 
-def test_of_several_things_that_vary_a_row_is_measured_against_the_one_that_agrees_most() -> None:
+def test_the_baseline_of_a_row_is_the_most_similar_run() -> None:
     depth = "parallelism.depth"
     results = [swept(s, 4 * s, time_s / s, **{depth: d}) for s in (1, 2) for d, time_s in (("1", 8.0), ("4", 6.0))]
     assert [row[-2] for row in rows(results, groups(results)[0])] == ["1.00x", "1.00x", "2.00x", "2.00x"]
@@ -290,15 +290,15 @@ def test_a_sweep_over_something_else_has_no_such_columns() -> None:
     assert [row[0] for group in groups(plans) for row in rows(plans, group)] == ["plan=2-1-1", "plan=2-1-2"]
 
 
-def test_how_much_faster_than_dp_a_run_was_is_told_by_its_own_seed() -> None:
+def test_a_run_s_speed_up_is_over_the_dp_run_of_its_seed() -> None:
     def run(mode: str, seed: int, tta_s: float, epoch_s: float, outcome: str = REACHED) -> RunResult:
         metrics = {"time_to_accuracy_s": tta_s, "epoch_time_s": epoch_s}
         recipe = {"parallelism.mode": mode}
         return replace(DP, name=mode, mode=mode, seed=seed, outcome=outcome, metrics=metrics, recipe=recipe)
 
     results = [run("dp", 0, 8.0, 2.0), run("dp", 1, 6.0, 2.0), run("gpipe", 0, 2.0, 1.0), run("gpipe", 1, 1.0, 4.0)]
-    told = {key: tuple(values.values()) for key, values in speed_ups(results).items()}
-    assert told == {
+    reported = {key: tuple(values.values()) for key, values in speed_ups(results).items()}
+    assert reported == {
         ("dp", None): (1.0, 1.0), ("dp", 0): (1.0, 1.0), ("dp", 1): (1.0, 1.0),
         ("gpipe", None): (7.0 / 1.5, 2.0 / 2.5), ("gpipe", 0): (4.0, 2.0), ("gpipe", 1): (6.0, 0.5),
     }  # fmt: skip
@@ -323,7 +323,7 @@ def stage(compute_s: float, replicas: int = 1, samples: int = 32) -> dict[str, f
     return {**times, "replicas": replicas, "samples_per_update": samples}
 
 
-def test_rows_are_sorted_by_what_was_asked_for() -> None:
+def test_rows_are_sorted_by_the_target() -> None:
     asked = [timed("dp", 3.0), replace(timed("gpipe", 1.0), outcome=MISSED), timed("pipedream", 2.0)]
     assert [row.name for row in groups(asked)[0].rows] == ["pipedream", "dp", "gpipe"]
     rates = [timed(mode, None, throughput_samples_per_s=rate) for mode, rate in (("dp", 5.0), ("gpipe", 7.0))]
@@ -353,20 +353,20 @@ def test_rows_of_one_throughput_are_first_together() -> None:
     found = [timed(mode, None, throughput_samples_per_s=rate) for mode, rate in rates.items()]
     assert verdict(groups(found)[0])[0] == "None is faster than another: 2,001 samples/s."
     found += [timed("model", None, throughput_samples_per_s=1000.0)]
-    told = "pipedream, dp, gpipe have the highest throughput: 2,001 samples/s."
-    assert verdict(groups(found)[0])[0] == told
+    reported = "pipedream, dp, gpipe have the highest throughput: 2,001 samples/s."
+    assert verdict(groups(found)[0])[0] == reported
 
 
 def test_rows_of_one_time_are_first_together() -> None:
-    """The third was left out, and what one of them took, in epochs of its own, was said of both."""
+    """The third was left out, and the epochs of one of them were reported for both."""
     found = [timed("dp", 1.0), timed("gpipe", 1.004, epoch_time_s=0.5), timed("pipedream", 1.0)]
-    told = (
+    reported = (
         "dp, pipedream, gpipe are first to top1 0.95, all in 1.00 s (2 epochs of 1.00 s, against 2 epochs of 500 ms)."
     )
-    assert verdict(groups(found)[0])[0] == told
+    assert verdict(groups(found)[0])[0] == reported
     found = [timed("dp", 0.996), timed("pipedream", 1.004), timed("gpipe", 2.0)]
-    told = "dp and pipedream are first to top1 0.95, both in 996 ms to 1.00 s (2 epochs of 1.00 s)."
-    assert verdict(groups(found)[0])[0] == told
+    reported = "dp and pipedream are first to top1 0.95, both in 996 ms to 1.00 s (2 epochs of 1.00 s)."
+    assert verdict(groups(found)[0])[0] == reported
 
 
 def test_a_plan_that_is_data_parallelism_says_so_in_its_row() -> None:
@@ -377,7 +377,7 @@ def test_a_plan_that_is_data_parallelism_says_so_in_its_row() -> None:
     assert verdict(groups(results)[0])[0].startswith("dp and pipedream are first to top1 0.95, both in 2")
 
 
-def test_what_limits_each_is_told_in_milliseconds() -> None:
+def test_the_limit_of_each_run_is_in_milliseconds() -> None:
     """1,000 samples/s in minibatches of 32 are 32 ms each."""
     piped = replace(timed("pipedream", 2.0, comm_stall_fraction=0.05), stages=(stage(0.020), stage(0.028)) * 2)
     limit = limit_of(replace(piped, stages=piped.stages[:2], metrics={**piped.metrics, "num_workers": 2}))
@@ -396,7 +396,7 @@ def test_what_limits_each_is_told_in_milliseconds() -> None:
     assert limit_of(replace(piped, metrics={**piped.metrics, "throughput_samples_per_s": 9000.0})) is None
 
 
-def test_what_limits_a_measured_run_is_its_busiest_worker() -> None:
+def test_the_limit_of_a_measured_run_is_its_busiest_worker() -> None:
     parts = {"waiting_s": 1.0, "sending_s": 0.0, "other_s": 0.0}
     rows_of = ({"stage": 0, "compute_s": 1.0, **parts}, {"stage": 1, "compute_s": 3.0, **parts})
     limit = limit_of(replace(timed("gpipe", 2.0), workers=rows_of))
@@ -404,7 +404,7 @@ def test_what_limits_a_measured_run_is_its_busiest_worker() -> None:
     assert (limit.stage, limit.compute_s) == (1, 0.024)
 
 
-def test_short_names_leave_modes_whole() -> None:
+def test_short_names_keep_complete_modes() -> None:
     assert [*short_names(["a-b-gpipe", "a-b-dp"]).values()] == ["gpipe", "dp"]
     assert [*short_names(["small-pipedream-flush", "small-pipedream-2bw"]).values()] == [
         "pipedream-flush",

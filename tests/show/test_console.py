@@ -32,7 +32,7 @@ def written(to: Console) -> str:
     return to.file.getvalue()
 
 
-def test_the_summary_tells_everything_a_run_came_to() -> None:
+def test_the_summary_has_all_results_of_a_run() -> None:
     to = plain()
     console.print_summary(DP, "stage 0  F0 B0", "pipebench ui", to)
     lines = written(to).splitlines()
@@ -55,7 +55,7 @@ def test_the_summary_tells_everything_a_run_came_to() -> None:
 
 
 @pytest.mark.parametrize("picture", ["stage 0  F0 B0", "stage 0  F0 B0 E0"])
-def test_the_legend_explains_evaluations_where_there_are_any(picture: str) -> None:
+def test_the_legend_explains_evaluations_if_there_are_any(picture: str) -> None:
     to = plain()
     console.print_summary(DP, picture, "pipebench ui", to)
     assert ("E: forward of an evaluation" in " ".join(written(to).split())) == ("E0" in picture)
@@ -68,14 +68,14 @@ def test_the_legend_explains_evaluations_where_there_are_any(picture: str) -> No
         ("stage 0  F0.1 . U0", "F3.1: forward of minibatch 3's microbatch 1; U: update; . : waiting"),
     ],
 )
-def test_the_legend_explains_what_the_picture_has(picture: str, expected: str) -> None:
-    """It told of updates where none was drawn, and called `F0.1` minibatch or microbatch."""
+def test_the_legend_explains_only_what_the_picture_shows(picture: str, expected: str) -> None:
+    """It explained updates that weren't drawn, and called `F0.1` minibatch or microbatch."""
     to = plain()
     console.print_summary(DP, picture, "", to)
     assert f"  {expected}; time goes to the right\n" in written(to)
 
 
-def test_the_summary_tells_what_copies_have_cost() -> None:
+def test_the_summary_has_the_time_of_copies() -> None:
     to = plain()
     console.print_summary(replace(DP, metrics={**DP.metrics, "swap_stall_fraction": 0.031}), "", "", to)
     assert "12.0% waiting for communication, 3.1% waiting for what was swapped\n" in written(to)
@@ -94,7 +94,7 @@ def test_the_summary_has_a_row_per_worker_and_the_prediction() -> None:
     assert ["prediction", "epoch", "1.50", "s", "predicted,", "1.80", "s", "measured", "(+20.0%)"] in lines
 
 
-def test_copies_have_a_column_where_a_worker_makes_them() -> None:
+def test_copies_have_a_column_if_a_worker_makes_them() -> None:
     row = {"worker": 0, "stage": 1, "compute_s": 5.0, "sending_s": 0.5, "swapping_s": 0.25, "other_s": 1.5}
     to = plain()
     console.print_summary(replace(DP, workers=(row,)), "", "", to)
@@ -103,7 +103,7 @@ def test_copies_have_a_column_where_a_worker_makes_them() -> None:
     assert ["0", "1", "5.00", "s", "500", "ms", "250", "ms", "1.50", "s"] in lines
 
 
-def test_a_note_stands_beside_its_number() -> None:
+def test_a_note_is_beside_its_number() -> None:
     notes = {PREDICTION: "4 processes x 1 thread share 2 usable cores", WORKERS_IDLE: "times aren't known"}
     crowded = replace(DP, metrics={**DP.metrics, "predicted_epoch_time_s": 1.5}, notes=notes)
     to = plain(160)
@@ -135,7 +135,7 @@ def test_a_run_without_a_time_says_why(outcome: str) -> None:
     assert "time to accuracy" not in written(to), "which is of a target"
 
 
-def test_nothing_is_needed_but_the_sentence() -> None:
+def test_a_summary_needs_only_the_sentence() -> None:
     to = plain()
     console.print_summary(BARE, "", "", to)
     console.print_comparison([BARE], "", to)
@@ -193,7 +193,7 @@ def test_seeds_that_differ_by_rounding_have_no_spread() -> None:
     assert "ns" not in written(to)
 
 
-def test_groups_of_a_comparison_stand_below_each_other_under_what_they_differ_in() -> None:
+def test_groups_of_a_comparison_are_headed_by_their_differences() -> None:
     to = plain()
     results = [
         replace(result, name=f"{result.mode}-{servers}", recipe={"cluster.servers": str(servers)})
@@ -238,7 +238,7 @@ def test_without_a_terminal_lines_between_evaluations_come_ever_more_rarely(monk
     assert "dp  epoch 0.0 of at most 100  loss 2.00  virtual time 10.0 ms  wall 10.0 s" in written(to)
 
 
-def test_which_run_of_how_many_begins() -> None:
+def test_the_number_of_a_beginning_run_is_printed() -> None:
     to = plain()
     console.print_position(2, 4, "quickstart-gpipe", to)
     assert written(to).split("\n") == ["", "2 of 4  quickstart-gpipe", ""]
@@ -279,8 +279,8 @@ def test_preparing_writes_nothing_without_a_terminal() -> None:
     assert written(to) == ""
 
 
-def test_preparing_a_run_says_so_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first line at once; after two seconds one that says what it is at, and then one in ten seconds."""
+def test_preparing_a_run_is_reported_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first line at once; after two seconds one with the current step, and then one in ten seconds."""
     now_s, timers = 0.0, list[threading.Timer]()
 
     class Noted(threading.Timer):
@@ -300,7 +300,7 @@ def test_preparing_a_run_says_so_without_a_terminal(monkeypatch: pytest.MonkeyPa
     assert written(to).splitlines() == ["dp  preparing", *lines]
 
 
-def test_preparing_on_a_terminal_takes_its_line_away() -> None:
+def test_preparing_on_a_terminal_removes_its_line() -> None:
     to = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
     with preparing("dp", to) as on_progress:
         on_progress("measuring layer 1 of 2 at 8 samples")
@@ -313,12 +313,12 @@ def test_standard_output_of_a_test_is_no_terminal(capsys: pytest.CaptureFixture[
     assert "MLflow  pipebench ui" in capsys.readouterr().out
 
 
-def test_what_rounding_leaves_is_no_part_of_a_time() -> None:
+def test_rounding_differences_are_not_shown_as_a_part_of_the_time() -> None:
     metrics = {"time_to_accuracy_s": 0.04, "evaluation_time_s": 0.004, "time_to_accuracy_checkpoint_s": 7e-18}
     assert [*console.parts_of_time(metrics, to_target=True)] == ["training", "evaluation"]
 
 
-def test_evaluations_after_the_target_are_no_part_of_the_time_to_it() -> None:
+def test_evaluations_after_the_target_do_not_count_in_the_time_to_it() -> None:
     """A run that goes on with an easier target has reached it some evaluations ago: 0.2.0 took all of them off."""
     metrics = {"time_to_accuracy_s": 4.0, "time_to_accuracy_without_evaluation_s": 3.5, "evaluation_time_s": 2.0}
     assert console.parts_of_time(metrics, to_target=True) == {"training": 3.5, "evaluation": 0.5}

@@ -1,4 +1,4 @@
-"""Lines about work that takes long; timers are replaced by ones that fire at once or never."""
+"""Messages on work that takes long; timers are replaced by ones that fire at once or never."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +36,7 @@ class Pending(Elapsed):
         super().__init__(seconds, lambda: None)
 
 
-def test_what_lasts_is_said_once_on_the_standard_error(
+def test_long_work_is_reported_once_on_standard_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made: list[Elapsed] = []
@@ -58,9 +58,9 @@ def test_what_lasts_is_said_once_on_the_standard_error(
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(("rank", "said"), [("0", "small  waiting for all workers to join\n"), ("1", "")])
-def test_a_run_that_waits_for_workers_says_so_once(
-    rank: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("rank", "message"), [("0", "small  waiting for all workers to join\n"), ("1", "")])
+def test_a_run_that_waits_for_workers_reports_it_once(
+    rank: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def alone(*_: Any, **__: Any) -> None:
         raise PeerLostError("nobody came")
@@ -72,19 +72,19 @@ def test_a_run_that_waits_for_workers_says_so_once(
     (loaded,) = load_mapping({**given, "cluster": {"name": "local", "count": 2}, "engine": {"kind": "distributed"}})
     with pytest.raises(PeerLostError, match="nobody came"):
         processes.work(loaded, Suite("tiny"))
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == message
 
 
 @pytest.mark.parametrize(
-    ("brief", "said"), [(False, "small  simulating\nsmall  drawing pictures and recording the run\n"), (True, "")]
+    ("brief", "message"), [(False, "small  simulating\nsmall  drawing pictures and recording the run\n"), (True, "")]
 )
-def test_a_simulated_run_says_when_it_is_recorded(
-    brief: bool, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_a_simulated_run_reports_that_it_is_recorded(
+    brief: bool, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A run said nothing for up to ten seconds before its result."""
+    """A run printed nothing for up to ten seconds before its result."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(progress, "Timer", Elapsed)
     given = yaml.safe_load(uniform_recipe(2, 16, 8, 8, "mode: dp"))
     (loaded,) = load_mapping({**given, "engine": {"kind": "simulated"}, "train": {**given["train"], "target": None}})
     run_all([loaded], Suite("tiny", brief=brief), seeds=None)
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == message

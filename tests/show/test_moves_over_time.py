@@ -18,7 +18,7 @@ def point(samples: int, clock_s: float, moved: float) -> Point:
     return Point(samples, clock_s, {RATE: 8.0, SENT: 3e6, MOVED: moved})
 
 
-def test_it_ends_soon_after_what_moves_has_arrived(tmp_path: Path) -> None:
+def test_the_picture_ends_soon_after_moved_layers_have_arrived(tmp_path: Path) -> None:
     points = [point(8, 1.0, 0.0), point(16, 3.0, 2e6), point(24, 6.0, 4e6), point(9_000, 900.0, 0.0)]
     assert until_settled_s(points, MOVES) == pytest.approx(9.0)
     assert until_settled_s(points[:3], MOVES) == pytest.approx(6.0), "no longer than the run"

@@ -1,4 +1,4 @@
-"""Pictures of memory and occupancy over time: what is drawn where, for few workers and for many."""
+"""Pictures of memory and occupancy over time, for few workers and for many."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -48,12 +48,12 @@ def texts(figure: Figure) -> str:
     return "\n".join(every)
 
 
-def test_every_kind_has_a_colour_of_its_own() -> None:
+def test_every_kind_has_a_unique_colour() -> None:
     assert tuple(COLOURS) == KINDS
     assert len({*COLOURS.values()}) == len(KINDS)
 
 
-def test_a_row_per_worker_with_what_it_keeps_when() -> None:
+def test_a_row_per_worker_has_its_memory_over_time() -> None:
     figure = memory_figure(memory(3))
     assert len(figure.axes) == 3
     said = texts(figure)
@@ -71,7 +71,7 @@ def test_a_row_per_worker_with_what_it_keeps_when() -> None:
     assert above[:, 0].max() == pytest.approx(3.0, abs=0.03)
 
 
-def test_what_is_on_the_host_is_a_dotted_line() -> None:
+def test_memory_on_the_host_is_a_dotted_line() -> None:
     """3 MB of worker 1's for the second second of ten, and nothing of the others."""
     found = memory(3)
     curves = [*found.curves]
@@ -86,7 +86,7 @@ def test_what_is_on_the_host_is_a_dotted_line() -> None:
 
 
 @pytest.mark.parametrize(("limit_bytes", "is_drawn"), [(4_500_000, True), (12_000_000, True), (16_000_000_000, False)])
-def test_what_a_device_has_is_a_line_where_that_leaves_something_to_see(limit_bytes: int, is_drawn: bool) -> None:
+def test_a_device_s_limit_is_a_line_unless_it_is_far_above(limit_bytes: int, is_drawn: bool) -> None:
     figure = memory_figure(memory(3, limit_bytes))
     lines = [line for axes in figure.axes for line in axes.lines]
     assert len(lines) == 3 * is_drawn
@@ -94,7 +94,7 @@ def test_what_a_device_has_is_a_line_where_that_leaves_something_to_see(limit_by
     assert ("dashed" in texts(figure)) == is_drawn
 
 
-def test_out_of_memory_is_marked_where_and_when_it_is() -> None:
+def test_out_of_memory_is_marked_with_worker_and_time() -> None:
     figure = memory_figure(memory(3, 4_500_000, overflow=True))
     marks = [[line for line in axes.lines if line.get_marker() == "X"] for axes in figure.axes]
     assert [len(each) for each in marks] == [0, 0, 1]
@@ -115,7 +115,7 @@ def test_many_workers_are_a_map_below_the_fullest() -> None:
         assert full.max() == pytest.approx(worker % 9 + 1, abs=0.03)
 
 
-def test_what_a_run_holds_at_most_before_while_and_after_layers_move(tmp_path: Path) -> None:
+def test_peaks_before_during_and_after_moves_are_drawn(tmp_path: Path) -> None:
     first, last = memory(3, 6_000_000), memory(3)
     more = [replace(peak, by_kind={**peak.by_kind, RECEIVED: 500_000}) for peak in first.peaks]
     parts = {"first cuts": first.peaks, "while layers move": more, "last cuts": last.peaks}
@@ -142,7 +142,7 @@ def test_occupancy_of_few_and_of_many() -> None:
     assert "mean of 36" in texts(many)
 
 
-def test_the_files_say_what_they_are(tmp_path: Path) -> None:
+def test_the_files_have_titles_in_their_metadata(tmp_path: Path) -> None:
     memory_figure(memory(2)).write(tmp_path / "memory.png")
     occupancy_figure(occupancy(2)).write(tmp_path / "occupancy.png")
     for picture, name in ((memory_picture, "memory"), (occupancy_picture, "occupancy")):

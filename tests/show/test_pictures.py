@@ -85,7 +85,7 @@ def test_rows_go_down_and_strips_lie_below_their_boxes() -> None:
     assert [label.get_text() for label in axes.get_yticklabels()] == ["stage 0", "stage 1"]
 
 
-def test_boxes_carry_minibatch_numbers_and_the_axis_its_unit() -> None:
+def test_boxes_have_minibatch_numbers_and_the_axis_its_unit() -> None:
     axes = timeline_figure(parse(TWO_STAGES)).axes[0]
     assert sorted(text.get_text() for text in axes.texts) == sorted(["0", "1", "2"] * 4)
     assert "[ms]" in axes.get_xlabel()
@@ -127,7 +127,7 @@ def test_the_timeline_file_is_a_png_of_a_readable_size_that_is_drawn_once(
 
 
 @pytest.mark.parametrize("spans", [(), (Span(0, "update", "U0", 0.0, 0.0, -1),)])
-def test_nothing_to_draw_is_still_a_picture(spans: tuple[Span, ...], tmp_path: Path) -> None:
+def test_an_empty_timeline_is_drawn(spans: tuple[Span, ...], tmp_path: Path) -> None:
     timeline = Timeline(("stage 0",), spans, (), truncated=False)
     timeline_figure(timeline).write(tmp_path / "timeline.png")
     metric_figure([], "top1").write(tmp_path / "curves.png")
@@ -144,18 +144,18 @@ def test_curves_are_against_the_clock_with_a_star_where_the_target_was_reached()
     assert curve.get_color() != other.get_color()
 
 
-def test_curves_of_a_metric_nobody_has(tmp_path: Path) -> None:
+def test_curves_of_a_missing_metric(tmp_path: Path) -> None:
     metric_figure([RESULT], "bleu").write(tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 0
 
 
-def test_the_text_picture_is_the_drawn_schedule() -> None:
+def test_the_text_picture_equals_the_drawn_schedule() -> None:
     picture = text_picture(parse(TWO_STAGES), unit_s=1e-3, width=80)
     assert [line.split()[2:] for line in picture.splitlines()] == [row.split() for row in TWO_STAGES.values()]
     assert picture.splitlines()[0].startswith("stage 0  F0 F1 .  .  B0 B0")
 
 
-def test_forwards_of_an_evaluation_have_a_letter_of_their_own() -> None:
+def test_forwards_of_an_evaluation_have_another_letter() -> None:
     drawn = parse({"stage 0": "F0 B0 F0 F1 F0 B0", "stage 1": ". . F0 F1 . ."})
     spans = [replace(span, kind=EVALUATE) if 2e-3 <= span.start_s < 4e-3 else span for span in drawn.spans]
     picture = text_picture(replace(drawn, spans=tuple(spans)), unit_s=1e-3, width=80)

@@ -45,10 +45,10 @@ def test_a_sweep_has_a_line_per_mode_in_order_of_the_quantity() -> None:
     assert sweep.lines["pipedream"] == [SweepPoint(x, text, rate) for text, (x, rate) in rates.items()]
 
 
-def test_the_crossover_of_modes_is_told() -> None:
+def test_the_crossover_of_modes_is_reported() -> None:
     sentences = verdict(groups(RESULTS)[0])
-    told = "pipedream from 1 Gbit/s to 10Gbit/s, dp at 100 Gbit/s"
-    assert sentences[0] == f"Along cluster.bandwidth, highest in throughput: {told}."
+    reported = "pipedream from 1 Gbit/s to 10Gbit/s, dp at 100 Gbit/s"
+    assert sentences[0] == f"Along cluster.bandwidth, highest in throughput: {reported}."
     assert "efficiency" not in headings(RESULTS), "a plan that leaves workers idle is no sweep over their number"
 
 
@@ -62,15 +62,15 @@ def test_a_tie_changes_nothing_and_one_line_is_no_crossover() -> None:
 
 def test_equal_lines_are_first_together() -> None:
     """A plan of pipedream was dp itself, and dp alone was first at every place."""
-    told = []
+    reported = []
     for rates in ({"dp": 5.0, "pipedream": 5.0 * (1 + 1e-12)}, {"dp": 5.0, "pipedream": 5.001}):
         results = [
             replace(each, outcome=COMPLETED, metrics={"throughput_samples_per_s": rates[each.mode], "num_workers": 4})
             for each in RESULTS
         ]
-        told.append(verdict(groups(results)[0])[0])
-    assert told[0].startswith("dp and pipedream are highest in throughput at every ")
-    assert told[1].startswith("pipedream is highest in throughput at every ")
+        reported.append(verdict(groups(results)[0])[0])
+    assert reported[0].startswith("dp and pipedream are highest in throughput at every ")
+    assert reported[1].startswith("pipedream is highest in throughput at every ")
 
 
 def of_numbers(size: str, servers: str) -> RunResult:
@@ -81,10 +81,12 @@ def of_numbers(size: str, servers: str) -> RunResult:
     return replace(DP, name=name, outcome=COMPLETED, metrics=metrics, varied=varied, recipe=recipe)
 
 
-def test_lists_of_numbers_name_what_they_vary_and_zipped_ones_leave_no_choice() -> None:
+def test_lists_of_numbers_are_the_quantity_and_zipped_ones_are_one() -> None:
     zipped = [of_numbers("24", "2"), of_numbers("12", "3")]
-    told = "minibatch_size=24,servers=2 has the highest throughput: 48.0 samples/s, 1.33x as fast as minibatch_size=12,"
-    assert verdict(groups(zipped)[0])[0].startswith(told)
+    reported = (
+        "minibatch_size=24,servers=2 has the highest throughput: 48.0 samples/s, 1.33x as fast as minibatch_size=12,"
+    )
+    assert verdict(groups(zipped)[0])[0].startswith(reported)
     crossed = [of_numbers(size, servers) for size in ("24", "12") for servers in ("2", "4")]
     assert (
         verdict(groups(crossed)[0])[0]
@@ -92,7 +94,7 @@ def test_lists_of_numbers_name_what_they_vary_and_zipped_ones_leave_no_choice() 
     )
 
 
-def test_a_place_that_half_of_the_seeds_missed_is_not_the_first() -> None:
+def test_a_value_that_half_of_the_seeds_missed_is_not_first() -> None:
     lines = {"dp": [SweepPoint(1.0, "1", None, is_partial=True)], "gpipe": [SweepPoint(1.0, "1", 7.0)]}
     assert [*Sweep("k", "time_to_accuracy_s", lines).first_places()] == [("gpipe", "1", "1")]
     timed = {**DP.metrics, "time_to_accuracy_s": 5.0}
@@ -128,12 +130,12 @@ RATES_TRIED = [
 ]  # fmt: skip
 
 
-def test_where_nobody_reached_the_target_nobody_is_first() -> None:
-    """Such a place was left out, and what was first on either side was called first there, too."""
+def test_no_line_is_first_if_none_reached_the_target() -> None:
+    """Such a value was left out, and the first line on both sides was called first there, too."""
     (group,) = groups(RATES_TRIED)
     along, first = verdict(group)[:2]
-    told = "pipedream at 0.01, none at 0.1, dp at 1"
-    assert along == f"Along train.optimizer.lr, first to the target with most seeds: {told}."
+    reported = "pipedream at 0.01, none at 0.1, dp at 1"
+    assert along == f"Along train.optimizer.lr, first to the target with most seeds: {reported}."
     assert first.startswith("lr=1,dp is first to top1 0.9 with most seeds: in 2.25 s, 1.89x as fast as"), (
         "a rate is chosen, so the first of all counts"
     )
@@ -152,7 +154,7 @@ def test_a_row_of_a_sweep_is_measured_against_the_dp_run_of_its_own_learning_rat
     assert speed_ups(RATES_TRIED)["q-lr=1,pipedream", 0]["speedup_over_dp"] == 2.0
 
 
-def test_rows_with_targets_of_their_own_are_first_to_their_own() -> None:
+def test_rows_with_different_targets_are_compared_by_their_own() -> None:
     runs = [
         replace(
             run, recipe={**run.recipe, "train.target.value": value}, varied={"train.target.value": value}, name=value
@@ -162,14 +164,14 @@ def test_rows_with_targets_of_their_own_are_first_to_their_own() -> None:
     assert verdict(groups(runs)[0])[0].startswith("0.8 is first to its own target: in 1.00 s")
 
 
-def test_a_sweep_over_names_is_none() -> None:
+def test_a_sweep_over_names_has_no_quantity() -> None:
     named = [replace(each, varied={"parallelism.mode": each.mode}) for each in RESULTS[:2]]
     (group,) = groups(named)
     assert sweep_of(group) is None
 
 
 @pytest.mark.parametrize("text", ["2-1-1", "dp", "", "10 parsecs"])
-def test_what_is_no_quantity(text: str) -> None:
+def test_texts_that_are_not_quantities(text: str) -> None:
     assert quantity(text) is None
 
 
@@ -183,7 +185,7 @@ def test_the_picture_has_a_line_per_mode_and_the_values_as_written(tmp_path: Pat
     assert (tmp_path / "sweep.png").stat().st_size > 1000
 
 
-def test_names_of_many_lines_stand_above_them() -> None:
+def test_names_of_many_lines_are_above_them() -> None:
     """Ten names in the midst of the lines covered half of them."""
     few = found_sweep()
     lines = {f"parallelism.mode=dp, train.seed={seed}": next(iter(few.lines.values())) for seed in range(10)}
@@ -209,7 +211,7 @@ def test_a_picture_of_seeds_shows_spreads_misses_and_gaps() -> None:
     assert axes.get_xlabel() == "train.optimizer.lr (hollow: some seeds missed the target)"
 
 
-def test_the_picture_has_room_for_every_place_from_zero_on() -> None:
+def test_the_picture_has_room_for_every_value_from_zero_on() -> None:
     """A marker at the largest value was cut in half, and the last place, which none reached, stood at the edge."""
     (sweep,) = sweeps_of([run for run in RATES_TRIED if run.varied["train.optimizer.lr"] != "1"])
     (axes,) = sweep_figure(sweep).axes

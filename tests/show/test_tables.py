@@ -34,14 +34,14 @@ def test_headings_wrap_before_columns_go_below() -> None:
     assert [line.split() for line in lines if "dp" in line] == [["dp", "6.00", "s", "1.80", "s"]]
 
 
-def test_columns_that_find_no_room_go_below_beside_the_names_again() -> None:
+def test_columns_that_do_not_fit_go_below_with_the_names_repeated() -> None:
     lines = printed(["run", "throughput", "memory"], [["gpipe", "2,222 samples/s", "1 GB"]], 24)
     assert [line.split()[0] for line in lines if "gpipe" in line] == ["gpipe", "gpipe"]
     assert "2,222 samples/s" in "\n".join(lines)
     assert max(map(len, lines)) <= 24
 
 
-def test_names_that_leave_no_room_are_whole_and_those_that_fit_stand_beside_the_rest() -> None:
+def test_long_names_are_complete_and_beside_the_other_columns_if_they_fit() -> None:
     """`pipebench runs` cut ids, dates and outcomes on a terminal of 80 columns, or had no column of ids at all."""
     row = ["289a32ff", "2026-11-29 07:02", "pipedream straight, seed 0", "a-recipe-of-a-long-name", "completed"]
     lines = printed(["id", "began", "run", "recipe", "outcome"], [row], 60, left=3)

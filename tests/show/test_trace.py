@@ -116,7 +116,7 @@ def test_arrows_go_from_a_send_to_the_work_that_needed_it(events: list[dict[str,
     assert ids == [event["id"] for event in events if event["ph"] == "f"]
 
 
-def test_copies_have_threads_of_their_own_and_lead_to_their_backwards(tmp_path: Path) -> None:
+def test_copies_have_separate_threads_and_arrows_to_their_backwards(tmp_path: Path) -> None:
     spans = (Span(0, "forward", "F0", 0.0, 0.001, 0), Span(0, "backward", "B0", 0.004, 0.005, 0))
     transfers = (
         Transfer(SWAP_OUT, "0", (0,), (0,), "pcie", 4096, 0.001, 0.002),

@@ -52,7 +52,7 @@ def _varied(stage: StageCosts, index: int, shapes: Sequence[UnitShape]) -> Stage
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
-def test_a_straight_pipeline_takes_what_its_rules_say(num_stages: int) -> None:
+def test_the_time_of_a_straight_pipeline_follows_its_rules(num_stages: int) -> None:
     starts = [2, 4, 6][: num_stages - 1]
     setup = varying_setup((starts, [1] * num_stages), 60, short=1)
     samples = [4] * 59 + [1]
@@ -74,9 +74,7 @@ def test_data_parallelism_waits_for_the_longest_of_every_round() -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("columns", COLUMNS, ids=str)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_what_is_estimated_is_what_would_be_simulated(
-    plan: tuple[list[int], list[int]], columns: dict[str, Any]
-) -> None:
+def test_estimates_agree_with_simulations(plan: tuple[list[int], list[int]], columns: dict[str, Any]) -> None:
     cluster = Cluster("flat", "unit", None, (Level("server", 4, 1e3, 1e-3),))
     setup = varying_setup(plan, 3001, short=3, cluster=cluster, **columns)
     meters = [Meter(setup.pipeline), Meter(setup.pipeline)]
@@ -91,7 +89,7 @@ def test_what_is_estimated_is_what_would_be_simulated(
         assert part.num_bytes[key] == pytest.approx(num_bytes, rel=0.025)
 
 
-def test_the_standard_error_is_what_estimates_are_off_by() -> None:
+def test_errors_of_estimates_agree_with_the_standard_error() -> None:
     """Of many seeds: never by much more; by less where what one block loses the next one wins."""
     off = []
     for seed in range(12):
@@ -117,7 +115,7 @@ def test_one_length_repeats_itself() -> None:
     assert part.end_s == pytest.approx(simulate_all(setup, 2000).end_s, rel=1e-9)
 
 
-def test_a_mean_is_known_better_where_that_of_something_related_is() -> None:
+def test_a_correlated_known_mean_improves_an_estimate() -> None:
     draws = random.Random(1)
     known = [draws.gauss(5.0, 1.0) for _ in range(32)]
     values = [3 + 2 * each + draws.gauss(0.0, 0.01) for each in known]

@@ -25,7 +25,7 @@ def test_the_first_bucket_waits_for_the_loss_s_own_backward(policy: str) -> None
 
 
 @pytest.mark.parametrize("sizes", [(4,), (1, 4), (4, 1)])
-def test_a_short_minibatch_beside_others_moves_no_bucket(sizes: tuple[int, ...]) -> None:
+def test_a_short_minibatch_does_not_change_when_buckets_are_ready(sizes: tuple[int, ...]) -> None:
     """The planner knows whole minibatches only, a run also the short one of an epoch: both give one plan one speed."""
     rows = {
         size: (

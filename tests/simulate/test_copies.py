@@ -42,9 +42,9 @@ def costs_of(pipeline: Pipeline, stages: Sequence[StageCosts], num_bytes: int = 
 
 
 def simulated(
-    pipeline: Pipeline, count: int, costs: Costs, cluster: Cluster, told: list[Transfer] | None = None
+    pipeline: Pipeline, count: int, costs: Costs, cluster: Cluster, in_words: list[Transfer] | None = None
 ) -> list[TimelineEvent]:
-    network = Network(cluster, observe=None if told is None else told.append, copies=bool(pipeline.swaps))
+    network = Network(cluster, observe=None if in_words is None else in_words.append, copies=bool(pipeline.swaps))
     return list(Simulation(pipeline, programs(pipeline, count), costs, network, lambda unit: 1))
 
 
@@ -63,7 +63,7 @@ def times_of(events: Sequence[TimelineEvent]) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize(("swapped", "added_s"), [(0, 0.0), (20, 0.0), (35, 0.0), (36, 0.2), (60, 5.0)])
-def test_equation_2_where_one_unit_is_in_the_pipeline(swapped: int, added_s: float) -> None:
+def test_equation_2_with_one_unit_in_the_pipeline(swapped: int, added_s: float) -> None:
     """Between the first stage's passes lie 7 s of the second's; two copies of `swapped` bytes at 10 bytes/s."""
     pipeline = Pipeline((1, 1), chain(2), "1f1b", True, 1, weights="one", swaps=(0,))
     costs = costs_of(pipeline, [stage(1.0, 2.0, swapped), stage(3.0, 4.0)])
@@ -75,7 +75,7 @@ def test_equation_2_where_one_unit_is_in_the_pipeline(swapped: int, added_s: flo
 
 @pytest.mark.parametrize("swapped", [0, 10, 29, 30, 31, 45, 90])
 @pytest.mark.parametrize("depth", [3, 4, 6])
-def test_in_the_steady_state_each_direction_has_a_whole_turn(depth: int, swapped: int) -> None:
+def test_in_the_steady_state_copies_of_both_directions_overlap(depth: int, swapped: int) -> None:
     """Both directions at once, and units overlap: a unit adds what one copy takes beyond a forward and a backward."""
     pipeline = Pipeline((1,) * depth, chain(depth), "1f1b", False, depth, swaps=(0,))
     costs = costs_of(pipeline, [stage(1.0, 2.0, swapped)] + [stage(1.0, 2.0)] * (depth - 1))
@@ -113,7 +113,7 @@ def swapping_pipelines(draw: st.DrawFn) -> Pipeline:
 
 @settings(deadline=None, max_examples=40)
 @given(swapping_pipelines(), st.integers(1, 7), st.integers(0, 10**6))
-def test_times_are_those_of_recurrences(pipeline: Pipeline, count: int, seed: int) -> None:
+def test_times_equal_the_recurrences(pipeline: Pipeline, count: int, seed: int) -> None:
     chosen = random.Random(seed)
     stages = [
         stage(chosen.randint(1, 3), 4 * chosen.randint(1, 2), LANE * chosen.randint(0, 6))  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ def test_times_are_those_of_recurrences(pipeline: Pipeline, count: int, seed: in
 
 @settings(deadline=None, max_examples=30)
 @given(swapping_pipelines(), st.integers(1, 6))
-def test_events_come_in_an_order_in_which_they_can_be_carried_out(pipeline: Pipeline, count: int) -> None:
+def test_events_come_in_an_executable_order(pipeline: Pipeline, count: int) -> None:
     stages = [stage(1.0, 2.0, 25)] * pipeline.num_stages
     events = simulated(pipeline, count, costs_of(pipeline, stages, 3), cluster_of(pipeline.num_workers, 7.0))
     place = {(e.instruction.op, e.instruction.stage, e.instruction.number): at for at, e in enumerate(events)}
@@ -194,7 +194,7 @@ def _copy(network: Network, num_bytes: int, done: Any, out: bool, now_s: float) 
     network.copy(0, num_bytes, now_s, done, out=out)
 
 
-def test_a_copy_gets_what_messages_leave() -> None:
+def test_a_copy_gets_the_bandwidth_that_messages_leave() -> None:
     """100 bytes out: 5 s beside a message of 4 bytes/s at 6, the other 70 at 10. Back there is no message: 10 s."""
     network = Network(cluster_of(2, 4.0), copies=True)
     message = network.send(network.connection("activation", 0, 1), 20, 0.0)
@@ -214,7 +214,7 @@ def test_a_message_that_fills_the_lane_lets_a_copy_wait() -> None:
     assert ends == [8.0]
 
 
-def test_what_crosses_nvlink_leaves_the_lane_alone() -> None:
+def test_messages_over_nvlink_do_not_use_the_lane() -> None:
     network = Network(cluster_of(2, 4.0, over_pcie=False), copies=True)
     network.send(network.connection("activation", 0, 1), 20, 0.0)
     ends = copy_beside(network, [(0.0, 100, True)])
@@ -281,7 +281,7 @@ def test_no_message_is_later_for_any_copy_and_no_copy_idles(seed: int) -> None:
         assert moved == pytest.approx(num_bytes, rel=1e-9)
 
 
-# Long segments, and what is told of them.
+# Long segments, and their reported fractions.
 
 
 def workload_of(plan: tuple[list[int], list[int]], swaps: tuple[int, ...], swapped: int, **columns: Any) -> Any:
@@ -326,7 +326,7 @@ def test_extrapolation_is_exact_beside_copies(plan: Any, columns: dict[str, Any]
     assert swapped == 300 or whole.swap_stall_s > 0
 
 
-def test_what_becomes_of_the_workers_time_adds_up() -> None:
+def test_parts_of_the_workers_time_add_up() -> None:
     workload = workload_of(([2, 4, 6], [1] * 4), (0, 1), 3000, weights="stash", recompute=[4, 5])
     meter = Meter(workload.pipeline)
     totals = simulate_all(workload, 24, meter)
@@ -340,7 +340,7 @@ def test_what_becomes_of_the_workers_time_adds_up() -> None:
     assert 0 < shares["swap_stall_fraction"] < shares["bubble_fraction"]
 
 
-def test_how_much_of_pcie_is_used() -> None:
+def test_the_used_fraction_of_pcie() -> None:
     """Of 4 devices, 10 bytes/s each way, in 100 s: messages over PCIe count both ways, each copy one."""
     levels = (Level("server", 2, 1.0, 0.0, over_pcie=False), Level("cluster", 2, 1.0, 0.0))
     cluster = Cluster("two", "unit", None, levels, pcie_bytes_per_s=LANE)
@@ -352,13 +352,13 @@ def test_how_much_of_pcie_is_used() -> None:
     assert pcie_fractions(replace(cluster, pcie_bytes_per_s=None), num_bytes, 4, 100.0) == {}
 
 
-def test_a_timeline_has_copies_among_what_is_on_its_way_and_no_span_of_the_worker() -> None:
+def test_a_timeline_has_copies_as_transfers_and_not_as_spans() -> None:
     pipeline = Pipeline((1, 1), chain(2), "1f1b", False, 2, swaps=(0,))
-    told: list[Transfer] = []
-    events = simulated(pipeline, 2, costs_of(pipeline, [stage(1.0, 2.0, 5), stage(1.0, 2.0)]), cluster_of(2), told)
+    in_words: list[Transfer] = []
+    events = simulated(pipeline, 2, costs_of(pipeline, [stage(1.0, 2.0, 5), stage(1.0, 2.0)]), cluster_of(2), in_words)
     copies = [
         (each.kind, each.label, each.senders, each.level, each.start_s, each.end_s)
-        for each in told
+        for each in in_words
         if each.level == "pcie"
     ]
     assert copies[:2] == [("swap-out", "0", (0,), "pcie", 1.0, 1.5), ("swap-out", "1", (0,), "pcie", 2.0, 2.5)]

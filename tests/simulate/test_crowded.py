@@ -63,7 +63,7 @@ def times(events: Sequence[TimelineEvent]) -> dict[int, list[tuple[Any, float, f
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_with_a_core_for_everybody_nothing_changes(shape: str) -> None:
+def test_with_a_core_per_worker_nothing_changes(shape: str) -> None:
     pipeline = pipeline_of(shape)
     expected = times(played(Simulation, pipeline, costs_of(pipeline, HOST), SLOW))
     crowded = times(played(Crowded, pipeline, costs_of(pipeline, replace(HOST, shared=SharedProcessors(4.0))), SLOW))
@@ -72,7 +72,7 @@ def test_with_a_core_for_everybody_nothing_changes(shape: str) -> None:
         assert [end for *_, end in own] == pytest.approx([end for *_, end in crowded[worker]])
 
 
-def test_a_send_that_was_held_up_takes_its_time_with_a_core_for_everybody() -> None:
+def test_a_delayed_send_takes_its_time_with_a_core_per_worker() -> None:
     """Stage 0 gets no gradients, and is faster than stage 1."""
     edges = (Edge(0, 1, has_gradient=False),)
     pipeline = Pipeline((1, 1), edges, "1f1b", False, 2, weights="stash")
@@ -96,7 +96,7 @@ def test_three_equal_workers_share_cores_evenly(num_cores: float, times_as_long:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_one_core_does_all_the_work_there_is_one_after_the_other(shape: str) -> None:
+def test_one_core_does_all_work_in_sequence(shape: str) -> None:
     """Links take no time: somebody can always go on, so the core never idles."""
     pipeline = pipeline_of(shape)
     alone = played(Simulation, pipeline, costs_of(pipeline, HOST), FAST)
@@ -125,7 +125,7 @@ def test_one_core_does_all_the_work_there_is_one_after_the_other(shape: str) -> 
     assert crowded.end_s == last.end_s == pytest.approx(total_s)
 
 
-def test_who_waits_leaves_the_core_to_others() -> None:
+def test_a_waiting_worker_uses_no_core() -> None:
     """One minibatch at a time through three stages: never two of them compute, so one core is enough."""
     pipeline = Pipeline((1, 1, 1), chain(3), "1f1b", True, 1, weights="one")
     costs = costs_of(pipeline, HostCosts())
@@ -137,7 +137,7 @@ def test_who_waits_leaves_the_core_to_others() -> None:
     assert ends[0] == pytest.approx(ends[1])
 
 
-def test_two_threads_of_each_worker_want_two_cores() -> None:
+def test_two_threads_per_worker_need_two_cores() -> None:
     pipeline = pipeline_of("dp")
     ends = [
         max(event.end_s for event in played(Crowded, pipeline, costs_of(pipeline, HostCosts(shared=shared)), FAST))
@@ -158,7 +158,7 @@ def test_replicas_on_one_gpu_take_turns_and_those_on_another_wait_for_them(proce
     assert [own[worker][-1][2] for worker in range(4)] == pytest.approx(expected)
 
 
-def test_a_circle_is_told() -> None:
+def test_a_deadlock_is_reported() -> None:
     pipeline = Pipeline((1, 1), chain(2), "1f1b", True, 1, weights="one")
     lists = [iter([each for each in own if "SEND" not in each.op.name]) for own in programs(pipeline, 1)]
     costs, network = (

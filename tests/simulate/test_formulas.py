@@ -34,7 +34,7 @@ def peak(recipe: str, n: int = 4, m: int = 0, **parallelism: object) -> float:
     return float(simulated(recipe, n, m, **parallelism).metrics["peak_memory_bytes_max"])
 
 
-def test_the_profile_is_what_its_recipes_say() -> None:
+def test_the_profile_has_the_bytes_of_its_recipes() -> None:
     profile = load_profile(str(Path(recipes_folder()) / "uniform" / "uniform.profile.json"), 8)
     *layers, loss = profile.layers[8]
     assert {(row.forward_s, row.backward_s, row.weight_s) for row in layers} == {(1e-3, 2e-3, 1e-3)}
@@ -74,7 +74,7 @@ def test_bubble_without_a_flush_and_without_a_pipeline(n: int) -> None:
     assert bubble("pipedream", n, mode="model") == pytest.approx(1 - 1 / n)
 
 
-def test_memory_of_what_is_in_flight() -> None:
+def test_memory_of_activations_in_flight() -> None:
     assert peak("gpipe", m=8) - peak("gpipe", m=4) == 4 * KEPT
     assert peak("gpipe", m=8, recompute="true") - peak("gpipe", m=4, recompute="true") == 4 * READ
     assert peak("gpipe", m=12) - peak("pipedream-flush", m=12) == (12 - 4) * KEPT

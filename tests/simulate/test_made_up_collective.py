@@ -1,4 +1,4 @@
-"""A way to sum made up here: the first member of a group adds up all buffers and sends the sum back.
+"""A way to sum that this test defines: the first member of a group adds up all buffers and sends the sum back.
 
 It takes a name (`schedule/syncs.py`), what is sent and when (`simulate/sums.py`), the sum itself (`engine/ring.py`),
 and nothing else. What planners' searches expect of a sum is `planner/cost_models.py`; it agrees with the simulator's.
@@ -58,7 +58,7 @@ def _made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SUMS, STAR, star_sum)
 
 
-def test_its_seconds_are_those_of_the_port_that_all_of_it_crosses() -> None:
+def test_a_sum_takes_the_time_of_its_busiest_port() -> None:
     ends: list[float] = []
     network = Network(Cluster("flat", "unit", None, (Level("server", 4, 2.0, 0.5),)))
     network.sum_up(network.group(STAR, STAR, range(4)), "r", 12, 0.0, ends.append)
@@ -67,7 +67,7 @@ def test_its_seconds_are_those_of_the_port_that_all_of_it_crosses() -> None:
     assert dict(network.num_bytes) == {(STAR, "server"): 2 * 3 * 12}
 
 
-def test_an_engine_sums_by_it_and_sends_what_the_simulator_counts() -> None:
+def test_an_engine_sums_by_the_new_way_and_sends_the_simulated_bytes() -> None:
     """With two members there is one order of additions, so the weights equal those of any other way."""
     setup, ring = (make_setup(Mlp(), ([4], [2, 1]), sync=sync, cluster=flat_cluster(3)) for sync in (STAR, ALL_REDUCE))
     engine, other = make_engine(setup), make_engine(ring)
@@ -82,7 +82,7 @@ def test_an_engine_sums_by_it_and_sends_what_the_simulator_counts() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_planner_and_simulator_say_the_same_of_a_ring(size: int) -> None:
+def test_planner_and_simulator_agree_on_a_ring_s_time(size: int) -> None:
     """The formula is in both: this shows a change of only one."""
     level, ends = Level("server", size, 3.0, 0.25, efficiency=0.5, ring_bytes_per_s=1.25), list[float]()
     network = Network(Cluster("flat", "unit", None, (level,)))

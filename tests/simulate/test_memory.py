@@ -1,4 +1,4 @@
-"""Memory over time: against a hand's replay of the printed schedule, and against live tensors of the virtual engine."""
+"""Memory over time: against an oracle's replay of printed schedules, and against the virtual engine's live tensors."""
 
 import copy
 import itertools
@@ -213,7 +213,7 @@ def test_every_mode_is_a_case() -> None:
 @pytest.mark.sampled(18)
 @pytest.mark.parametrize(("plan", "columns"), PLANS)
 @pytest.mark.parametrize("model", [Mlp, ConvNet, FineTuned])
-def test_after_every_instruction_it_is_what_live_tensors_come_to(
+def test_memory_after_every_instruction_equals_live_tensors(
     model: type[nn.Module], plan: Plan, columns: Mapping[str, Any]
 ) -> None:
     """By kind, on every worker, over two segments between drains, with a short last minibatch; to the byte."""
@@ -259,7 +259,7 @@ class Even(nn.Module):
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
-def test_sharded_replicas_hold_all_that_is_not_trained(shard: str) -> None:
+def test_sharded_replicas_hold_all_untrained_tensors(shard: str) -> None:
     """To the byte, too, where shards are equal."""
     setup = setup_of(Even(), ([], [2]), {"weights": "one", "depth": 1, "sums": "ordered", "shard": shard})
     compared_until_it_ends(setup)
@@ -269,7 +269,7 @@ def test_sharded_replicas_hold_all_that_is_not_trained(shard: str) -> None:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("plan", "columns"), PLANS)
-def test_it_is_what_a_replay_of_the_printed_schedule_comes_to(plan: Plan, columns: Mapping[str, Any]) -> None:
+def test_memory_equals_a_replay_of_the_printed_schedule(plan: Plan, columns: Mapping[str, Any]) -> None:
     setup = setup_of(FineTuned(), plan, columns)
     pipeline, memories = setup.pipeline, memories_of(setup)
     if pipeline.sync == "asynchronous":
@@ -306,7 +306,7 @@ def metered(setup: Setup, limit_bytes: int | None = None, *, whole: bool = False
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(("plan", "columns"), PLANS)
-def test_what_is_on_its_way_is_there_while_it_is_and_nothing_is_left(plan: Plan, columns: Mapping[str, Any]) -> None:
+def test_messages_count_while_they_are_in_flight_and_none_remains(plan: Plan, columns: Mapping[str, Any]) -> None:
     """Weights and the optimizer's state are all that a drain leaves; in between no kind is ever less than nothing."""
     setup = setup_of(Mlp(), plan, {**columns, "cluster": slow_links(sum(plan[1]))})
     found = metered(setup, whole=True)
@@ -372,7 +372,7 @@ def test_a_long_run_keeps_its_first_part_and_all_of_its_peaks(monkeypatch: pytes
 
 @pytest.mark.parametrize("plan", [FOUR, ([], [4])], ids=["one by one", "all at once"])
 @pytest.mark.parametrize("share", [0.999, 0.5])
-def test_the_first_moment_of_too_much_is_found(share: float, plan: Plan) -> None:
+def test_the_first_time_beyond_the_limit_is_found(share: float, plan: Plan) -> None:
     setup = setup_of(Mlp(), plan, {"weights": "stash", "cluster": slow_links(4)})
     free = metered(setup)
     assert free.overflow is None
@@ -405,7 +405,7 @@ FORMULA = [
 
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize(("model", "plan", "columns"), FORMULA)
-def test_no_worker_ever_holds_more_than_the_planners_formula_has_room_for(
+def test_no_worker_exceeds_the_planner_s_formula(
     model: type[nn.Module], plan: Plan, columns: Mapping[str, Any]
 ) -> None:
     """Buffers for messages apart: the formula has room for two each way, and more may wait where a stage is slow."""
@@ -441,7 +441,7 @@ def test_no_worker_ever_holds_more_than_the_planners_formula_has_room_for(
             assert LEAST * room <= most <= (MOST_IF_SPLIT if pipeline.backward == SPLIT else MOST) * room, worker
 
 
-def test_kinds_are_told_apart_and_complete() -> None:
+def test_kinds_of_memory_are_distinct_and_complete() -> None:
     assert len({*KINDS}) == len(KINDS)
     assert {*HELD} | {AGAIN, WORKSPACES, SENT, RECEIVED} == {*KINDS}
     assert all(a != b for a, b in itertools.pairwise(KINDS))

@@ -78,7 +78,7 @@ def test_a_ring_goes_at_the_pace_of_its_slowest_link() -> None:
     assert network.num_bytes == {("all-reduce", "server"): 48, ("all-reduce", "cluster"): 48}
 
 
-def test_devices_behind_a_switch_share_its_port_to_others_of_their_server_alone() -> None:
+def test_devices_of_a_switch_share_only_its_port() -> None:
     """Two servers of two switches of two: everything crosses one level, and shares its ports with nothing else."""
     levels = (Level("switch", 2, 10.0, 0.0), Level("server", 2, 4.0, 0.0), Level("cluster", 2, 1.0, 0.0))
     network = Network(Cluster("switches", "unit", None, levels))
@@ -98,16 +98,16 @@ def test_servers_share_their_ports_connection_by_connection() -> None:
     assert ends == [8.0 + 3 * 8 + 3 * 10]
 
 
-def test_who_observes_is_told_when_transfers_really_began_and_ended() -> None:
-    told: list[Transfer] = []
-    network = Network(Cluster("flat", "unit", None, (Level("server", 3, 1.0, 0.5),)), observe=told.append)
+def test_observers_get_the_actual_times_of_transfers() -> None:
+    observed: list[Transfer] = []
+    network = Network(Cluster("flat", "unit", None, (Level("server", 3, 1.0, 0.5),)), observe=observed.append)
     first, second = send(network, 0, 1, 4), send(network, 0, 1, 2)
     group = network.group(ALL_REDUCE, "all-reduce", range(1, 3))
     network.agenda.push(20.0, lambda now_s: network.sum_up(group, "R0", 6, now_s, lambda _: None))
     network.agenda.play()
     network.arrived(first)
     network.arrived(second)
-    assert told == [
+    assert observed == [
         Transfer("all-reduce", "R0", (1, 2), (1, 2), "server", 12, 20.0, 27.0),
         Transfer("activation", "", (0,), (1,), "server", 4, 0.0, 4.5),
         Transfer("activation", "", (0,), (1,), "server", 2, 4.0, 6.5),
@@ -129,7 +129,7 @@ def limited(num_workers: int, **limits: Any) -> Network:
         ({"flow_bytes_per_s": 4.0, "ring_bytes_per_s": 2.0, "p2p_bytes_per_s": 6.0}, 15.0, 40.0, 40.0),
     ],
 )
-def test_what_is_alone_goes_at_the_smallest_of_its_limits_and_its_port(
+def test_a_single_transfer_has_the_smallest_of_its_limits_and_its_port(
     limits: dict[str, float], message_s: float, ring_s: float, servers_s: float
 ) -> None:
     network = limited(3, **limits)
@@ -147,9 +147,7 @@ def test_what_is_alone_goes_at_the_smallest_of_its_limits_and_its_port(
     ("connections", "values", "seconds"),
     [("per-pair", 3.0, 30.0), ("per-value", 1.0, 30.0), ("per-value", 3.0, 10.0), ("per-value", 8.0, 6.0)],
 )
-def test_values_with_connections_of_their_own_have_a_limit_each(
-    connections: str, values: float, seconds: float
-) -> None:
+def test_values_with_separate_connections_have_a_limit_each(connections: str, values: float, seconds: float) -> None:
     """60 bytes at 2 per second and connection; eight connections have the port's 10 between them."""
     network = limited(2, p2p_bytes_per_s=2.0, connections=connections)
     message = network.send(network.connection("activation", 0, 1), 60, 0.0, values=values)
@@ -166,7 +164,7 @@ def test_two_messages_share_a_port_and_get_no_more_than_their_limit() -> None:
         assert [message.arrival_s for message in messages] == [pytest.approx(seconds + 0.5)] * count
 
 
-def test_a_message_has_what_a_limited_ring_leaves_of_its_port() -> None:
+def test_a_message_gets_the_bandwidth_that_a_limited_ring_leaves() -> None:
     network, ends = limited(3, ring_bytes_per_s=2.0), list[float]()
     reduce(network, range(3), 12, 0.0, ends)
     message = send(network, 0, 1, 16)

@@ -1,4 +1,4 @@
-"""Occupancy over time, for made-up events and against the fractions of a whole run."""
+"""Occupancy over time, for given events and against the fractions of a whole run."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from tests.instruction_text import parse
 from tests.support import Mlp, make_setup
 
 
-def test_shares_of_made_up_events() -> None:
+def test_shares_of_given_events() -> None:
     """Worker 0 computes from 1 to 3 and from 4 to 6, and waits from 6 to 8 for what sets out at 7; worker 1 sends."""
     meter = OccupancyMeter(Pipeline((1, 1), chain(2), "1f1b", True, 1))
     meter.event(TimelineEvent(0.0, 1.0, 0, parse("0L0")))

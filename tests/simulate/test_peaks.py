@@ -106,7 +106,7 @@ def test_the_predicted_peak_is_that_of_the_live_tensors(seed: int) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
-def test_a_server_holds_what_its_pushes_make_while_its_own_replica_computes(num_workers: int) -> None:
+def test_a_server_holds_pushed_weights_while_its_replica_computes(num_workers: int) -> None:
     """In runs of one minibatch, too; pushes arrive in a forward of 7 s, in a backward of 14 s, or between."""
     for num_minibatches in (1, 2, 6):
         for push_s in (0.001, 4.0, 10.0, 19.0, 30.0):
@@ -122,7 +122,7 @@ def test_a_server_holds_what_its_pushes_make_while_its_own_replica_computes(num_
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(40))
-def test_no_stage_keeps_more_than_the_closed_form_says(seed: int) -> None:
+def test_no_stage_exceeds_the_closed_form(seed: int) -> None:
     """Stages are balanced by it (vPipe eq. 1): to the byte where everything is kept, else never too little."""
     draw = random.Random(seed)
     model = draw.choice((Mlp, SkipNet, ConvNet))()
@@ -135,14 +135,14 @@ def test_no_stage_keeps_more_than_the_closed_form_says(seed: int) -> None:
     setup = setup_of(model, (starts, [1] * num_stages), {**columns, **chosen})
     setup = replace(setup, costs=stage_costs(profile_of(setup), setup.plan))
     size, depths = setup.costs.most_samples, most_in_flight(setup.pipeline)
-    told = [
+    predicted = [
         memory.most_bytes(size, depth, 1 if columns else depth)
         for memory, depth in zip(memories_of(setup), depths, strict=True)
     ]
     simulated = predicted_peaks(setup)
-    assert all(a >= b for a, b in zip(told, simulated, strict=True))
+    assert all(a >= b for a, b in zip(predicted, simulated, strict=True))
     if some == ("keep",) and not columns:
-        assert told == simulated
+        assert predicted == simulated
 
 
 class Encoder(nn.Module):
@@ -173,7 +173,7 @@ def encoder_setup(memory: Sequence[str] | str, weights: str = "one", microbatche
 
 @pytest.mark.parametrize("memory", ["keep", "recompute"])
 @pytest.mark.parametrize(("weights", "microbatches"), [("one", 2), ("one", 1), ("stash", 1)])
-def test_engine_simulator_and_planner_mean_the_same_peak(memory: str, weights: str, microbatches: int) -> None:
+def test_engine_simulator_and_planner_agree_on_the_peak(memory: str, weights: str, microbatches: int) -> None:
     """What a backward computes again counts while it is there: it is most of what a stage that recomputes needs."""
     setup = encoder_setup(memory, weights, microbatches)
     engine = make_engine(setup)
@@ -200,7 +200,7 @@ def test_engine_simulator_and_planner_mean_the_same_peak(memory: str, weights: s
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(12))
-def test_the_peak_that_an_engine_reports_is_the_simulated_one(seed: int) -> None:
+def test_the_peak_that_an_engine_reports_equals_the_simulated_one(seed: int) -> None:
     """Whatever layers of any plan run again or are kept; copies overlap with passes on the simulator's clock alone."""
     draw = random.Random(f"reported {seed}")
     setup = random_setup(seed)

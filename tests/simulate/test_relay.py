@@ -66,7 +66,7 @@ def test_values_and_gradients_cross_every_cut_on_their_way(plan: Any, columns: d
     assert {**sent, **expected} == {**before, **expected}, "nothing else travels otherwise"
 
 
-def test_chunks_of_one_worker_hand_values_over_and_relay_the_others() -> None:
+def test_chunks_of_one_worker_pass_values_locally_and_relay_the_others() -> None:
     plan = ([2, 4, 6], [1, 1, 1, 1])
     columns: dict[str, Any] = {"weights": "one", "order": "interleaved", "chunks": 2, "microbatches": 2}
     setup = make_setup(SkipNet(), plan, dataset=Blobs(num_train=48), relay=True, **columns)
@@ -118,7 +118,7 @@ def test_copies_to_hosts_are_made_at_every_hop() -> None:
     assert found.minibatch_s == pytest.approx(12 + (110 + 100) / 10 + 2 * (110 + 100) / 5)
 
 
-def test_what_is_relayed_is_held_until_it_is_sent_on() -> None:
+def test_relayed_values_are_held_until_they_are_sent_on() -> None:
     plan = make_plan(SkipReader(), [1, 2, 3], [1, 1, 1, 1], relay=True)
     assert plan.crossings == {(0, 1): (0,), (1, 2): (0, 1), (2, 3): (0, 2)}
     direct = make_plan(SkipReader(), [1, 2, 3], [1, 1, 1, 1])
@@ -157,7 +157,7 @@ def with_skips(asked: Request) -> Request:
 
 
 @pytest.mark.parametrize(("kind", "seed"), [("random", 3), ("CNN-like", 7), ("RNN-like", 7)])
-def test_floors_and_bottlenecks_know_of_relayed_values(kind: str, seed: int) -> None:
+def test_floors_and_bottlenecks_count_relayed_values(kind: str, seed: int) -> None:
     made = Planner(with_skips(instance(kind, seed).request), MODE)
     floors = Floors(made)
     every = list(every_plan(made))

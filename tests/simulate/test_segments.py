@@ -17,7 +17,7 @@ from tests.support import Blobs, Mlp, make_setup
 
 @pytest.mark.parametrize("order", ["1f1b", "all-forwards"])
 @pytest.mark.parametrize(("begin", "length"), [(0, 300), (3, 300), (120, 300), (62, 182)])  # the first, last but two
-def test_a_short_minibatch_saves_what_it_saves_at_its_place_in_an_update(begin: int, length: int, order: str) -> None:
+def test_a_short_minibatch_saves_the_time_of_its_position_in_an_update(begin: int, length: int, order: str) -> None:
     """The stages aren't equally fast, so that a short first minibatch shortens the fill, too, and others don't."""
     columns: dict[str, Any] = {"weights": "one", "accumulate": 5, "order": order}
     setup = make_setup(Mlp(), ([6], [1, 1]), dataset=Blobs(4 * 121 - 3, 4), **columns)
@@ -34,7 +34,7 @@ def test_a_short_minibatch_saves_what_it_saves_at_its_place_in_an_update(begin: 
 
 
 @pytest.mark.parametrize(("begin", "length"), [(0, 200), (0, 242), (0, 300), (2, 420), (5, 1100)])
-def test_a_short_minibatch_saves_what_it_saves_at_its_place_in_the_steady_state(begin: int, length: int) -> None:
+def test_a_short_minibatch_saves_the_time_of_its_position_in_the_steady_state(begin: int, length: int) -> None:
     """Two minibatches take turns, since messages take longer than stages; the later one's turn decides the end.
 
     So what a second short minibatch saves depends on the first; 0.2.0 added what each of them saves alone.
@@ -61,7 +61,7 @@ def test_the_error_of_an_estimate_stays_where_a_short_minibatch_is_in_its_middle
     assert found.error_s == simulate_segment(setup, 400).error_s > 0
 
 
-def test_of_minibatches_that_vary_none_is_taken_for_another() -> None:
+def test_minibatches_of_varying_length_are_not_exchanged() -> None:
     """What a short one is shorter by isn't that between two draws."""
     setup = varying_setup(([2, 4, 6], [1] * 4), 100, short=3)
     assert Segments(setup).totals(0, 300) == simulate_segment(setup, 300)

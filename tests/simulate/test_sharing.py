@@ -70,7 +70,7 @@ def test_threads_get_equal_parts_of_the_cores() -> None:
     assert [flow.end_s for flow in played([2.0], [on_port(0.0, 3.0, 1.0, 1.0)] * 4)] == [6.0] * 4
 
 
-def test_a_flow_that_was_over_before_is_not_met() -> None:
+def test_a_flow_does_not_share_with_an_ended_one() -> None:
     flows = played([1.0], [on_port(0.0, 2.0), on_port(2.0, 3.0), on_port(9.0, 1.0)])
     assert [flow.end_s for flow in flows] == [2.0, 5.0, 10.0]
 
@@ -79,32 +79,32 @@ def test_flows_of_one_connection_follow_each_other() -> None:
     agenda = Agenda()
     sharing, port = Sharing(agenda), Resource(1.0)
     first, second, third = (Flow(work, ((port, 1.0),), 0.25) for work in (2.0, 3.0, 0.0))
-    told: list[tuple[str, float]] = []
+    notified: list[tuple[str, float]] = []
     sharing.start(first, 0.0)
     assert not agenda.heap, "nobody is met, nobody asks: no entry"
     sharing.then(first, second, 0.0)
     sharing.then(second, third, 0.0)
-    sharing.notify(second, lambda now_s: told.append(("second", now_s)), 0.0)
-    sharing.notify(third, lambda now_s: told.append(("third", now_s)), 0.0)
-    sharing.notify(first, lambda now_s: told.append(("first", now_s)), 0.0)
+    sharing.notify(second, lambda now_s: notified.append(("second", now_s)), 0.0)
+    sharing.notify(third, lambda now_s: notified.append(("third", now_s)), 0.0)
+    sharing.notify(first, lambda now_s: notified.append(("first", now_s)), 0.0)
     agenda.play()
-    assert told == [("first", 2.25), ("second", 5.25), ("third", 5.25)]
-    sharing.notify(first, lambda now_s: told.append(("late", now_s)), 7.0)
+    assert notified == [("first", 2.25), ("second", 5.25), ("third", 5.25)]
+    sharing.notify(first, lambda now_s: notified.append(("late", now_s)), 7.0)
     agenda.play()
-    assert told[-1] == ("late", 7.0)
+    assert notified[-1] == ("late", 7.0)
 
 
-def test_who_waits_is_told_of_the_end_that_came_true() -> None:
+def test_waiters_get_the_actual_end() -> None:
     """Its end is scheduled at 4; from 2 on another flow takes half of the rate, so it ends at 6."""
     agenda = Agenda()
     sharing, port = Sharing(agenda), Resource(1.0)
-    told: list[float] = []
+    notified: list[float] = []
     flow = Flow(4.0, ((port, 1.0),))
     sharing.start(flow, 0.0)
-    sharing.notify(flow, told.append, 0.0)
+    sharing.notify(flow, notified.append, 0.0)
     agenda.push(2.0, lambda now_s: sharing.start(Flow(3.0, ((port, 1.0),)), now_s))
     agenda.play()
-    assert told == [6.0]
+    assert notified == [6.0]
 
 
 def drawn(seed: int) -> tuple[list[float], list[Given]]:
@@ -129,7 +129,7 @@ def test_ends_are_those_of_tiny_steps(seed: int) -> None:
 
 
 @in_turn(*zip(range(200), strict=True))
-def test_rates_are_fair_and_nothing_is_left_lying(seed: int) -> None:
+def test_rates_are_fair_and_use_all_capacity(seed: int) -> None:
     """Max-min: each flow is at its cap, or uses a full resource on which no flow is faster."""
     capacities, given = drawn(seed)
     resources = [Resource(capacity) for capacity in capacities]

@@ -115,7 +115,7 @@ def test_all_reduce_overlaps_the_backward() -> None:
         ("parameter-server-after", 11.0, "parameter-server"),
     ],
 )
-def test_gradients_that_are_summed_after_the_backward_are_not_hidden_by_it(sync: str, ends_s: float, kind: str) -> None:
+def test_sums_after_the_backward_are_not_overlapped(sync: str, ends_s: float, kind: str) -> None:
     """As above; late, the first bucket takes 5..9 and the second 9..11. Servers of two take what a ring of two does."""
     cluster = Cluster("flat", "unit", None, (Level("server", 2, 10.0, 0.0),))
     pipeline = Pipeline((2,), (), "1f1b", True, 1, sync=sync)
@@ -174,7 +174,7 @@ def test_ring_bytes_add_up(size: int, elements: int) -> None:
     assert sum(ring_bytes(4 * elements, size)) == 2 * (size - 1) * 4 * elements
 
 
-def test_messages_take_their_ends_own_time_where_they_do() -> None:
+def test_messages_take_processor_time_of_their_ends_if_given() -> None:
     """An end of a message of 20 bytes takes 0.1 + 20 x 0.01 s, on top of the link: sender and receiver each."""
     pipeline = Pipeline((1, 1), chain(2), "1f1b", True, 1)
     sizes: Crossing = {(0, 1): {1: 20}}
@@ -195,7 +195,7 @@ def test_messages_take_their_ends_own_time_where_they_do() -> None:
     assert last.end_s == pytest.approx(arrives + end_s + 3 + 0.7 + end_s)
 
 
-def test_inputs_take_a_worker_s_own_time_where_nobody_fetches_ahead() -> None:
+def test_inputs_take_a_worker_s_time_if_they_are_not_fetched_ahead() -> None:
     """3 minibatches of load 0.5, forward 1, backward 2; fetched ahead, only the first load is waited for."""
     pipeline = Pipeline((1,), (), "1f1b", True, 1)
     cluster = Cluster("one", "unit", None, (Level("server", 1, 100.0, 0.5),))
@@ -209,7 +209,7 @@ def test_inputs_take_a_worker_s_own_time_where_nobody_fetches_ahead() -> None:
 
 
 @pytest.mark.parametrize("early", [0.0, 5.0])
-def test_an_all_reduce_takes_its_members_own_time_where_it_does(early: float) -> None:
+def test_an_all_reduce_takes_processor_time_of_its_members_if_given(early: float) -> None:
     """8 bytes over 2 replicas: each sends 8 at 0.5 s per byte of its own, whoever comes first."""
     pipeline = Pipeline((2,), (), "1f1b", True, 1)
     cluster = Cluster("one", "unit", None, (Level("server", 2, 100.0, 0.5),))
@@ -221,7 +221,7 @@ def test_an_all_reduce_takes_its_members_own_time_where_it_does(early: float) ->
     assert waits == [pytest.approx(3 + link_s + 4)] * 2
 
 
-def test_a_scatter_takes_half_of_a_sums_own_time_and_messages_to_and_from_all_others() -> None:
+def test_a_scatter_takes_half_of_a_sum_s_processor_time_and_a_message_per_member() -> None:
     """8 bytes over 4 replicas: each sends 6 at 0.5 s per byte, three messages and takes three, 0.1 s each."""
     pipeline = Pipeline((4,), (), "sequential", True, 1, weights="one", sums="ordered", shard="gradients")
     cluster = Cluster("one", "unit", None, (Level("server", 4, 100.0, 0.0),))

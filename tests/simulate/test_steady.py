@@ -46,9 +46,7 @@ def test_extrapolation_is_exact(plan: tuple[list[int], list[int]], columns: dict
 
 
 @pytest.mark.parametrize("plan", [PLANS[2], PLANS[4]], ids=str)
-def test_a_longer_segment_is_known_bit_by_bit_from_one_of_the_same_steady_state(
-    plan: tuple[list[int], list[int]],
-) -> None:
+def test_a_longer_segment_equals_an_extrapolated_one_to_the_bit(plan: tuple[list[int], list[int]]) -> None:
     setup = make_setup(Mlp(), plan, dataset=Blobs(num_train=40 * 12 + 3, num_eval=4), weights="stash")
     known = {count: longer for count in range(1, 60) if (longer := simulate_segment(setup, count).longer(count))}
     assert known
@@ -58,7 +56,7 @@ def test_a_longer_segment_is_known_bit_by_bit_from_one_of_the_same_steady_state(
 
 
 @pytest.mark.parametrize("first", [-1, 0], ids=["alike", "drawn"])
-def test_microbatches_of_different_sizes_take_each_its_own_time(first: int) -> None:
+def test_microbatches_of_different_sizes_take_different_times(first: int) -> None:
     setup = make_setup(Mlp(), ([], [1]), dataset=Blobs(num_train=40, num_eval=4), weights="one", microbatches=3)
     sizes = setup.sampler.sizes(0, 3)
     assert sorted(sizes) == [1, 1, 2]
@@ -69,8 +67,8 @@ def test_microbatches_of_different_sizes_take_each_its_own_time(first: int) -> N
     assert simulate_all(setup, 10, first=first).busy_s == pytest.approx(10 * (3.0 + 3.0 + 4.0 + 0.25))
 
 
-@pytest.mark.usefixtures("little_to_search")
-def test_what_is_over_is_freed_without_a_search_for_cycles() -> None:
+@pytest.mark.usefixtures("few_objects_to_collect")
+def test_ended_events_are_freed_without_the_garbage_collector() -> None:
     """A message and what was to happen when it arrived held each other; searching took half the time of 4,096 workers.
 
     Nothing searches while a segment is simulated; what is left of one is as much however long it was.
@@ -89,7 +87,7 @@ def test_what_is_over_is_freed_without_a_search_for_cycles() -> None:
 
 @pytest.mark.parametrize("patience", [48, 51])  # 17 blocks of three have no whole halves
 @pytest.mark.parametrize("plan", [([2, 4, 6], [1] * 4), ([4], [3, 1])], ids=str)
-def test_where_no_state_repeats_itself_the_later_half_stands_for_the_rest(
+def test_without_a_repeated_state_the_later_half_is_extrapolated(
     plan: tuple[list[int], list[int]], patience: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No period is tried here, as if none were there."""
@@ -148,7 +146,7 @@ def test_a_segment_too_short_to_be_steady_is_simulated_whole() -> None:
     assert simulate_segment(setup, 5) == simulate_all(setup, 5)
 
 
-def test_stages_at_rates_of_their_own_are_not_steady_yet() -> None:
+def test_stages_at_different_rates_are_not_steady() -> None:
     """Beyond NOAM a faster stage works off its queue, each backward as long as the one before, and then waits."""
     setup = make_setup(Mlp(), ([2, 4], [1, 1, 1]), dataset=Blobs(num_train=200 * 4, num_eval=4), depth=7)
     stages = [_times(forward_s, costs) for forward_s, costs in zip((3.0, 2.9, 2.9), setup.costs.stages, strict=True)]
@@ -157,7 +155,7 @@ def test_stages_at_rates_of_their_own_are_not_steady_yet() -> None:
     assert short.end_s == pytest.approx(whole.end_s, rel=1e-9)
 
 
-def test_workers_at_rates_of_their_own_are_simulated_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_at_different_rates_are_simulated_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without waiting for each other, the worker that hosts the server is ahead of those across a slow link."""
     monkeypatch.setattr(steady, "_PATIENCE", 48)
     cluster = Cluster("slow", "unit", None, (Level("server", 2, 400.0, 1e-3), Level("cluster", 2, 20.0, 1e-2)))

@@ -64,7 +64,7 @@ ROWS = [
         ("ksssr", 10 + 3),  # layer 4 reads what layer 3 puts out, and not the 10
     ],
 )
-def test_what_leaves_is_what_nobody_else_of_the_stage_keeps(policies: str, swapped: int) -> None:
+def test_swapped_tensors_are_those_that_no_other_layer_of_the_stage_keeps(policies: str, swapped: int) -> None:
     words = {"k": KEEP, "s": SWAP, "r": RECOMPUTE}
     memory = tuple(words[letter] for letter in policies)
     stage = StagePlan(0, 5, 1, (0,), memory)
@@ -73,7 +73,7 @@ def test_what_leaves_is_what_nobody_else_of_the_stage_keeps(policies: str, swapp
     assert kept_bytes(ROWS, stage, {}) == kept_bytes(ROWS, keeping, {})
 
 
-def test_a_cut_gives_both_sides_a_copy_of_their_own_to_swap() -> None:
+def test_both_sides_of_a_cut_swap_their_copy() -> None:
     """The first saves 8 and 10, the second 3, the 10 that was the first's, and what follows."""
     assert swapped_bytes(ROWS, StagePlan(0, 2, 1, (0,), (KEEP, SWAP))) == 10
     assert swapped_bytes(ROWS, StagePlan(2, 5, 1, (1,), (SWAP, SWAP, SWAP))) == 3 + 10 + 5 + 2
@@ -115,7 +115,7 @@ CASES = [
 @pytest.mark.parametrize("pcie", [150.0, 1e5])
 @pytest.mark.parametrize("memory", ["s", "ssk"])
 @pytest.mark.parametrize(("plan", "columns"), CASES)
-def test_all_that_leaves_comes_back_and_nothing_is_left(
+def test_all_swapped_bytes_come_back_and_none_remain(
     plan: Plan, columns: dict[str, object], memory: str, pcie: float
 ) -> None:
     setup = swapping(plan, memory, pcie, **columns)
@@ -185,7 +185,7 @@ class Labels:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_foretold_of_any_choice_is_what_a_replica_holds_and_copies(name: str) -> None:
+def test_predicted_bytes_of_any_policies_equal_a_replica_s(name: str) -> None:
     """To the byte, in one stage and in two, whatever is kept, swapped and recomputed, copies of buffers included."""
     make, data = MODELS[name]
     ((x, label),), draw = data(1), random.Random(name)

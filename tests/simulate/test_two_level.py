@@ -27,7 +27,7 @@ def summed(cluster: Cluster, devices: tuple[int, ...], num_bytes: int) -> tuple[
 
 @pytest.mark.parametrize("num_elements", [1, 7, 100])
 @pytest.mark.parametrize("devices", [(0, 1, 4, 5), (0, 1, 2, 4), (0, 4, 8), (1, 2, 3), (0, 1, 2, 3, 4, 8, 9), (7, 0)])
-def test_bytes_are_the_oracle_s(devices: tuple[int, ...], num_elements: int) -> None:
+def test_bytes_equal_the_oracle_s(devices: tuple[int, ...], num_elements: int) -> None:
     _, network = summed(NESTED, devices, 4 * num_elements)
     expected = sent_bytes([device // 4 for device in devices], num_elements)
     found = {kind_and_level[1] == "cluster": sent for kind_and_level, sent in (+network.num_bytes).items()}
@@ -35,7 +35,7 @@ def test_bytes_are_the_oracle_s(devices: tuple[int, ...], num_elements: int) -> 
     assert sum(found.values()) == 2 * (len(devices) - 1) * 4 * num_elements, "as many as a ring sends"
 
 
-def test_time_is_that_of_its_three_phases() -> None:
+def test_the_time_is_the_sum_of_three_phases() -> None:
     """3 servers of 4, 1200 bytes: 3 steps of 300 inside, 2 x 2 steps of a third between servers, 3 steps inside."""
     inside_s, between_s = 3 * (300 / 100 + 0.125), 4 * (400 / 10 + 0.5)
     found, _ = summed(NESTED, tuple(range(12)), 1200)
@@ -82,7 +82,7 @@ def test_an_engine_sums_in_two_levels(replicas: list[int]) -> None:
         torch.testing.assert_close(parameter, parameters_of(ring)[name], rtol=1e-12, atol=1e-13)
 
 
-def test_messages_through_hosts_keep_both_ends() -> None:
+def test_messages_through_hosts_occupy_both_ends() -> None:
     """20 bytes: 2 s from the device to its host, 0.2 + 0.5 s on the link, 2 s to the other device, and back alike."""
     level = Level("server", 2, 100.0, 0.5, host_copy_bytes_per_s=10.0)
     cluster = Cluster("staged", "unit", None, (level,))

@@ -44,7 +44,7 @@ def test_a_stage_without_gradients_waits_for_its_reader() -> None:
     assert [event.end_s for event in events if event.instruction.op is Op.RECEIVE_ACTIVATION] == [1, 4, 7, 10, 13, 16]
 
 
-def test_a_send_that_was_held_up_occupies_its_worker_from_then() -> None:
+def test_a_delayed_send_occupies_its_worker_from_its_start() -> None:
     """Depth 1, and both ends of a message take 0.5 s: the third, ready at 4.0 s, waits until 4.5 s for the second."""
     pipeline = Pipeline((1, 1), (Edge(0, 1, has_gradient=False),), "1f1b", False, 1)
     events = play(pipeline, 3, (1.0, 1.0), (0.0, 2.0), HostCosts(0.5, 0.0))
@@ -72,7 +72,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda p: f"{p.order}-{'-'.join(map(str, p.replicas))}-{p.depth}")
 @pytest.mark.parametrize("fast", [True, False], ids=["fast sender", "fast reader"])
-def test_nobody_gets_further_ahead_than_gradients_would_allow(shape: Pipeline, fast: bool) -> None:
+def test_no_stage_gets_further_ahead_than_gradients_would_allow(shape: Pipeline, fast: bool) -> None:
     """Whichever edges lack gradients, all minibatches run, and at most a stage's units in flight are under way."""
     most, count = most_in_flight(shape), 4 * shape.period
     seconds = [1.0 + (stage if fast else shape.num_stages - stage) for stage in range(shape.num_stages)]

@@ -1,4 +1,4 @@
-"""Whether a page of a study says what today's code makes: of the few of its rows that are made again in a test."""
+"""Checks that a study's page has the rows that the current code makes; tests make few rows again."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 REPORTS = Path(__file__).parents[2] / "reports"
 
 
-def stands(rows: Iterable[str], page: str, command: str = "") -> None:
+def check_rows(rows: Iterable[str], page: str, command: str = "") -> None:
     """Fail where a row isn't on a page of `reports/`, and say which command makes that again."""
     lines = {*(REPORTS / page).read_text().splitlines()}
     missing = [row for row in rows if row not in lines]

@@ -1,4 +1,4 @@
-"""The campaign's pure parts, what it draws, judges and prints, and its points in a run that nobody disturbs."""
+"""The campaign's draws, judgements and page, and its points in an undisturbed run."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def test_a_campaign_covers_every_mode_in_both_engines_with_two_and_three_process
     assert {fault.kind for trial in drawn for fault in trial.faults} == {*KINDS, *ENDINGS}
 
 
-def test_what_is_drawn_can_come(drawn: list[Trial]) -> None:
+def test_drawn_disturbances_can_occur(drawn: list[Trial]) -> None:
     assert len({trial.name for trial in drawn}) == len(drawn)
     for trial in drawn:
         steps = [fault.moment.step for fault in trial.faults if fault.moment.step]
@@ -59,7 +59,7 @@ def test_a_seed_draws_the_same_again_and_another_one_something_else(drawn: list[
     assert draw(0, 280) == drawn != draw(1, 280)
 
 
-def test_only_what_is_asked_for_is_drawn() -> None:
+def test_only_requested_cases_are_drawn() -> None:
     found = draw(7, 20, "dp 2")
     assert sum(num_kills([trial]) for trial in found if trial.name.startswith("kill")) == 20
     assert all("dp 2" in trial.title for trial in found)
@@ -88,8 +88,8 @@ def test_a_process_stops_at_its_moment_and_at_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_runs_come_to_the_points(tmp_path: Path) -> None:
-    """In a process of its own, whose functions are wrapped; nobody disturbs it, and so it has the undisturbed bits."""
+def test_runs_reach_the_points(tmp_path: Path) -> None:
+    """In a new process, whose functions are wrapped; without a disturbance, it has the undisturbed bits."""
     live, drained = (next(case for case in CASES if case.special == name) for name in ("live moves", "repartitions"))
     points = ["model", "segment", "instruction", "hand over", "part", "part written", "manifest", "committed", "pruned"]
     points += ["evaluation", "evaluated", "result", "recut"]
@@ -148,7 +148,7 @@ def test_bits_are_compared(tmp_path: Path) -> None:
     assert [*other_bits(checkpoint(tmp_path / "c", 1.5), expected)] == [
         "other parameters, by up to 5.0e-01", "other optimizer",
     ]  # fmt: skip
-    # Rounding of what replicas average is none of a fault's doing; anything more is.
+    # Replicas' averages may differ by rounding without a fault; larger differences are faults.
     assert [*other_bits(checkpoint(tmp_path / "f", 1.0, count=1.0 + 1e-7), expected)] == []
     assert [*other_bits(checkpoint(tmp_path / "g", 1.0, count=1.01), expected)] == ["other buffers, by up to 1.0e-02"]
     assert [*other_bits(checkpoint(tmp_path / "d", 1.0, step=7), expected)] == [
@@ -172,9 +172,7 @@ def test_records_are_judged() -> None:
 
 
 @pytest.mark.parametrize("number", range(len(DAMAGE)))
-def test_damage_leaves_no_newest_checkpoint_that_is_whole(
-    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damage_leaves_no_valid_newest_checkpoint(tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     way = sorted(DAMAGE)[number]
     folder = checkpoint(tmp_path / "checkpoints", 1.0)
     chance = Random(number)
@@ -190,7 +188,7 @@ def outcome(**changes: object) -> Outcome:
     return replace(Outcome("kill-0", "dp 2 distributed", "dp", DISTRIBUTED, [kill]), **changes)  # type: ignore[arg-type] # by name
 
 
-def test_the_page_says_what_was_done_and_lost(tmp_path: Path) -> None:
+def test_the_page_has_the_disturbances_and_losses(tmp_path: Path) -> None:
     stopped = outcome(name="stop-0", done=[Done("SIGINT", "segment", 18, 5.0, 0)], signal_s=[("SIGINT", 0.5)])
     rows = [asdict(Spoilt(way, "dp 2 virtual", "refused")) for way in WAYS]
     found = Findings(
@@ -220,7 +218,7 @@ def test_the_page_says_what_was_done_and_lost(tmp_path: Path) -> None:
     assert (tmp_path / "page.png").stat().st_size > 1000
 
 
-def test_the_page_that_is_kept_shows_its_picture() -> None:
+def test_the_stored_page_shows_its_picture() -> None:
     """It showed that of 200 kills, long after a campaign had 280."""
     picture = "![seconds until training goes on](campaign.png)"
     assert picture in page(Findings(WHOLE, [outcome()], {}, 90))

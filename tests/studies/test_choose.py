@@ -1,4 +1,4 @@
-"""The page that says which mode to choose has the rows that were made, today's among them, and says what is missing."""
+"""The page on choosing a mode has the stored rows, which the current code reproduces, and names what is missing."""
 
 import json
 import re
@@ -15,7 +15,7 @@ AGAIN = f"is old: remove {ROWS.name}, and `python -m reports.studies.choose` mak
 DRAW = f"are old: remove {CURVES.name}, and `python -m reports.studies.choose_curves` makes and draws them again"
 
 
-def test_the_page_s_table_is_of_the_rows_that_were_made() -> None:
+def test_the_page_s_table_has_the_stored_rows() -> None:
     lines = PAGE.read_text().splitlines()
     first = next(index for index, line in enumerate(lines) if line.startswith("| model |"))
     made = table(stored()).splitlines()
@@ -24,14 +24,14 @@ def test_the_page_s_table_is_of_the_rows_that_were_made() -> None:
     assert f"{len(made) - 2} of {every} rows" in PAGE.read_text()
 
 
-def test_every_row_has_all_modes_and_what_is_fastest_fits() -> None:
+def test_every_row_has_all_modes_and_the_fastest_fits() -> None:
     for row in json.loads(ROWS.read_text()).values():
         found = [Found(**each) for each in row["modes"]]
         assert [each.mode for each in found] == [*MODES]
         assert all((each.samples_per_s > 0) is each.fits for each in found)
 
 
-def test_a_quick_row_comes_out_again() -> None:
+def test_a_quick_row_is_reproduced() -> None:
     """VGG-16 on two servers; rows were up to 30 % old, as no test made one."""
     was = [Found(**each) for each in stored()["VGG-16 | cluster-a | 8"]["modes"]]
     (case,) = (case for case in CASES if case.title == "VGG-16")
@@ -51,7 +51,7 @@ def test_curves_go_through_the_rows() -> None:
             assert rate == pytest.approx(found["samples_per_s"], rel=1e-4), f"curves {DRAW}"
 
 
-def test_the_page_says_how_long_the_curves_took_and_where_they_end() -> None:
+def test_the_page_states_the_curves_time_and_end() -> None:
     curves, text = json.loads(CURVES.read_text()), " ".join(PAGE.read_text().split())
     took = {mode: max(each["seconds"] for key, each in curves.items() if key.startswith(f"{mode} |")) for mode in DRAWN}
     assert f"at most {max(took.values()):.0f} s" in text

@@ -1,4 +1,4 @@
-"""Kept trainings' times are today's simulator's: their clocks play again without arithmetic."""
+"""Times of stored trainings equal the current simulator's: their clocks are simulated again without arithmetic."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,22 +17,22 @@ REPORTS = Path(__file__).parents[2] / "reports"
 LITTLE = ("dataset.num_train=96", "train.minibatch_size=8", "train.max_epochs=2", "model.width=0.0625")
 
 
-def kept_by_recipe() -> dict[str, KeptResult]:
-    """Return the quickest kept result of every recipe."""
+def stored_by_recipe() -> dict[str, KeptResult]:
+    """Return the quickest stored result of every recipe."""
     found: dict[str, KeptResult] = {}
     for kept in sorted(kept_results(REPORTS).values(), key=lambda each: each.result.metrics["wall_time_s"]):
         found.setdefault(" ".join(kept.words[:2]), kept)
     return found
 
 
-KEPT = kept_by_recipe()
+STORED = stored_by_recipe()
 
 
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize("name", KEPT)
-def test_kept_results_have_the_times_of_todays_simulator(name: str) -> None:
+@pytest.mark.parametrize("name", STORED)
+def test_stored_results_have_the_current_simulator_s_times(name: str) -> None:
     """If they haven't, `nox -s kept -- clocks` gives them these."""
-    kept = KEPT[name]
+    kept = STORED[name]
     assert played_again(load_file(find(kept.words[0], recipe_names), kept.words[1:]), kept.result) is None
 
 
@@ -43,7 +43,7 @@ def _few_are_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_few_are_evaluated")
 @pytest.mark.parametrize("mode", ["dp-asp", "pipedream"])
-def test_a_clock_played_again_is_that_of_training(mode: str) -> None:
+def test_a_clock_simulated_again_equals_training_s(mode: str) -> None:
     overrides = [*LITTLE, f"parallelism.mode={mode}", "parallelism.plan=auto", "train.target=null"]
     loaded = load("quickstart", overrides)
     result, _, _ = kept_runs.trained(loaded)
@@ -64,7 +64,7 @@ def test_a_clock_played_again_is_that_of_training(mode: str) -> None:
 
 
 @pytest.mark.usefixtures("_few_are_evaluated")
-def test_another_order_of_pushes_is_another_training() -> None:
+def test_another_order_of_pushes_needs_training_again() -> None:
     """It depends on the clock, and the weights on it."""
     words = [*LITTLE, "parallelism.mode=dp-asp", "parallelism.plan=auto", "train.target=null", "cluster.servers=2"]
     result, _, _ = kept_runs.trained(load("quickstart", words))

@@ -35,7 +35,7 @@ def test_exchanges_never_lose_and_keep_the_balance(seed: int) -> None:
     assert crossing(given, exchanged(given, found, balance).left) <= crossing(given, found.left)
 
 
-def test_exchanges_are_mostly_as_good_as_the_best_halves_there_are() -> None:
+def test_exchanges_are_mostly_as_good_as_the_best_halves() -> None:
     found, best = 0, 0
     for seed in SEEDS:
         given = graph(seed, 10)
@@ -49,7 +49,7 @@ def test_exchanges_are_mostly_as_good_as_the_best_halves_there_are() -> None:
 
 
 def test_exchanges_separate_two_groups_that_were_mixed() -> None:
-    """Each exchange alone gains, and none that is kept loses: the first example of Kernighan and Lin's kind."""
+    """Each exchange alone gains, and no chosen one loses: the first example of Kernighan and Lin's kind."""
     pairs = [*itertools.combinations((0, 2, 4, 6), 2), *itertools.combinations((1, 3, 5, 7), 2)]
     given = TimedGraph((1.0,) * 8, (*((a, b, 10) for a, b in pairs), (6, 7, 1)))
     halves = exchanged(given, Halves((0, 1, 2, 3), (4, 5, 6, 7)), Balance(4.0, 0.0, (1, 1)))
@@ -85,7 +85,7 @@ def test_parts_hold_every_layer_once_and_are_balanced(ways: object, seed: int) -
     assert ways(given, num_parts) == found
 
 
-def test_algorithm_3_cuts_what_plain_exchanges_cut_in_less_work() -> None:
+def test_algorithm_3_cuts_as_little_as_plain_exchanges_with_less_work() -> None:
     """Residual blocks of equal time: between them one value crosses, inside a block two."""
     edges, seconds = [], [1.0]
     for _ in range(64):

@@ -4,7 +4,7 @@ WHOLE = "# Title\n\n## Every recipe at every bandwidth\n\nwhole\n\n## Bytes\n\nm
 OTHER = "# Title\n\n## Every recipe at every bandwidth\n\n| replicated |\n\nbelow\n\n## Bytes\n\nfew\n"
 
 
-def test_the_second_lab_s_runs_stand_below_the_whole_page_of_the_first() -> None:
+def test_the_second_lab_s_runs_are_below_the_page_of_the_first() -> None:
     text = page(WHOLE, OTHER)
     assert text.startswith(WHOLE.rstrip())
     assert (
@@ -15,6 +15,6 @@ def test_the_second_lab_s_runs_stand_below_the_whole_page_of_the_first() -> None
     assert text.endswith("studies/lab_runs.json`.\n")
 
 
-def test_without_the_second_lab_the_page_is_whole() -> None:
+def test_without_the_second_lab_the_page_is_complete() -> None:
     assert "replicated" not in page(WHOLE)
     assert section(page(WHOLE), "Bytes") == "many"

@@ -9,7 +9,7 @@ from pipebench.extensions.moves.engine import moving
 from pipebench.extensions.moves.repartition_plan import CutLayout, Repartition, layout_problems
 from pipebench.schedule.modes import KEEP
 from reports.studies.live_moves import BEGINNINGS, HEAD, balanced, begun, steps, subject
-from tests.studies.again import stands
+from tests.studies.again import check_rows
 from tests.support import Mlp, make_setup
 
 
@@ -37,7 +37,7 @@ def test_every_step_moves_layers_by_one_stage() -> None:
 
 
 @pytest.mark.slow
-def test_the_first_beginning_comes_out_again() -> None:
+def test_the_first_row_is_reproduced() -> None:
     """Of the page; BERT-large's profile and four courses take some 7 s."""
-    _, told = begun(moving(subject()), next(iter(BEGINNINGS)))
-    stands([*HEAD.splitlines(), *told.splitlines()], "live_moves.md", "nox -s studies")
+    _, text = begun(moving(subject()), next(iter(BEGINNINGS)))
+    check_rows([*HEAD.splitlines(), *text.splitlines()], "live_moves.md", "nox -s studies")

@@ -1,4 +1,4 @@
-"""Megatron-LM's tables: the quickest rows are today's planner's, published values and ratios those of the file."""
+"""Megatron-LM's tables: the quickest rows equal the current planner's, published values and ratios the file's."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +20,7 @@ from reports.studies.megatron import (
     planned,
     scaled,
 )
-from tests.studies.again import stands
+from tests.studies.again import check_rows
 
 REPORTS = Path(__file__).parents[2] / "reports"
 PUBLISHED = yaml.safe_load((REPORTS / "published" / "sharding.yaml").read_text())["megatron"]
@@ -33,10 +33,10 @@ def rows(first: str) -> Iterator[list[str]]:
         yield [cell.strip() for cell in line.strip().removeprefix("|").removesuffix("|").split("|")]
 
 
-def is_ratio(told: str, computed: str, published: str) -> bool:
+def is_ratio(ratio: str, computed: str, published: str) -> bool:
     """Return whether a ratio is that of two rates, all of them rounded."""
     rate = float(published)
-    return abs(float(told) - float(computed) / rate) <= 0.5 / rate + 0.0051
+    return abs(float(ratio) - float(computed) / rate) <= 0.5 / rate + 0.0051
 
 
 def test_every_row_of_weak_scaling_has_its_published_rate() -> None:
@@ -44,10 +44,10 @@ def test_every_row_of_weak_scaling_has_its_published_rate() -> None:
     assert len(published) == 10
     found = list(rows("billions of parameters"))
     assert {row[0] for row in found} == {*published}
-    for billions, _, _, _, computed, rate, told in found:
+    for billions, _, _, _, computed, rate, ratio in found:
         assert int(rate) == published[billions]
-        assert is_ratio(told, computed, rate)
-        assert abs(float(told) - 1) <= 0.2, "the page says that the goal is met on all rows"
+        assert is_ratio(ratio, computed, rate)
+        assert abs(float(ratio) - 1) <= 0.2, "the page says that the goal is met on all rows"
 
 
 def test_every_cell_of_zero_3_and_slices_has_its_published_rate() -> None:
@@ -66,8 +66,8 @@ def test_every_cell_of_zero_3_and_slices_has_its_published_rate() -> None:
                     assert abs(float(row[9]) - 1) <= 0.145, "as the page says"
 
 
-def test_what_zero_3_exchanges_at_the_measured_rate_lasts_less_than_its_published_updates() -> None:
-    """Else computing would have no time at all, or less than none."""
+def test_zero_3_s_exchanges_at_the_measured_rate_take_less_than_its_published_updates() -> None:
+    """Otherwise no time would be left for computing."""
     for shape, name in ((LARGE, "against_zero3"), (LARGER, "against_zero3_larger")):
         exchange_s = SENT_BYTES * parameters(shape) / GATHERED_BYTES_PER_S
         for row in PUBLISHED[name]["zero3"]:
@@ -78,18 +78,20 @@ def test_what_zero_3_exchanges_at_the_measured_rate_lasts_less_than_its_publishe
             assert 0.4 * update_s < exchange_s < update_s
 
 
-def test_a_quick_row_of_weak_scaling_comes_out_again() -> None:
+def test_a_quick_row_of_weak_scaling_is_reproduced() -> None:
     """Of the smallest model, with the fewest passes per update."""
-    stands([markdown.row(scaled(PUBLISHED["weak_scaling"][0], 4))], "megatron.md", "python -m reports.studies.megatron")
+    check_rows(
+        [markdown.row(scaled(PUBLISHED["weak_scaling"][0], 4))], "megatron.md", "python -m reports.studies.megatron"
+    )
 
 
 @pytest.mark.slow
-def test_a_row_of_zero_3_and_a_cell_of_slices_and_stages_come_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_of_zero_3_and_a_cell_of_slices_and_stages_are_reproduced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Profiles of models as large take longer than their plans; as the script does, 384 workers are simulated."""
     for module in (estimates, planner):
         monkeypatch.setattr(module, "MOST_SIMULATED", MOST_WORKERS)
-    told = markdown.row(next(compared(LARGE, PUBLISHED["against_zero3"])))
-    stands([told], "megatron.md", "python -m reports.studies.megatron zero3")
+    row = markdown.row(next(compared(LARGE, PUBLISHED["against_zero3"])))
+    check_rows([row], "megatron.md", "python -m reports.studies.megatron zero3")
     published = {key: PUBLISHED["split"][key] for key in ("heads", "hidden", "layers", "gpus")}
     rate, _ = planned({**published, "batch": 32, "tensor": 4, "pipeline": 16}, 1)
     (cells,) = (cells for cells in rows("tensor, pipeline") if cells[0] == "4, 16")

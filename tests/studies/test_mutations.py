@@ -1,4 +1,4 @@
-"""Changes of single operators and numbers: where they are, what they make, and that probes change nothing."""
+"""Mutations of single operators and numbers: their places and results, and that probes change nothing."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_every_operator_and_number_of_a_function_is_changed_once() -> None:
     ]
 
 
-def test_probes_tell_what_runs_and_change_no_result() -> None:
+def test_probes_report_executed_lines_and_change_no_result() -> None:
     hits: list[int] = []
     names: dict[str, object] = {"hit": hits.append}
     exec(probed(SOURCE, enumerate(mutations(SOURCE)), "hit"), names)

@@ -1,4 +1,4 @@
-"""Kneser-Ney trigrams against a plain restatement of the formulas, and against numbers worked out by hand."""
+"""Kneser-Ney trigrams against a plain implementation of the formulas, and against numbers computed by hand."""
 
 import math
 from collections import Counter
@@ -48,7 +48,7 @@ class Oracle:
 
 @pytest.mark.parametrize("length", [3, 4, 12, 300])
 @pytest.mark.parametrize("vocabulary", [5, 9])
-def test_equals_the_plain_restatement(length: int, vocabulary: int) -> None:
+def test_probabilities_equal_the_plain_implementation_s(length: int, vocabulary: int) -> None:
     """Seen and unseen contexts; words that the text lacks; texts too small to estimate discounts."""
     text = TEXT[:length]
     model, oracle = Trigram(text, vocabulary), Oracle(text.tolist(), vocabulary)
@@ -94,7 +94,7 @@ def test_perplexity() -> None:
     assert model.perplexity(TEXT[:50]) < 5  # better than guessing
 
 
-def test_text_and_vocabulary_it_takes() -> None:
+def test_accepted_texts_and_vocabularies() -> None:
     with pytest.raises(ValueError, match=r"^Trigram: the text has 2 tokens, allowed is 3 or more$"):
         Trigram(torch.tensor([0, 1]), 2)
     with pytest.raises(ValueError, match=r"^Trigram: vocabulary is 3000000, allowed is 1 to 2000000$"):

@@ -19,7 +19,7 @@ from reports.studies.coverage import DERIVED, NAME, NONE, STATED, TEST, Pages, P
 from reports.studies.study_claims import StudyClaim
 
 ENTRIES = entries()
-TOLD = [(each, answer) for each in ENTRIES for answer in each.answers if isinstance(answer, str)]
+ANSWERED = [(each, answer) for each in ENTRIES for answer in each.answers if isinstance(answer, str)]
 PAIRS = [(each, answer) for each in ENTRIES for answer in each.answers if isinstance(answer, dict)]
 OF_STUDIES = [(each, answer) for each in ENTRIES for answer in each.answers if isinstance(answer, StudyClaim)]
 PAGES = Pages()
@@ -31,7 +31,7 @@ TABLES = {
     "effective": "alu_effective", "total": "alu_total", "memory": "memory", "with_constant": "memory", "pcie": "pcie",
     "forward": "fwd", "backward": "bwd", "batch": "batch",
 }  # fmt: skip
-# Numbers of stated entries that say what something was done with, not what came out.
+# Numbers of stated entries that are settings, not results.
 SETTINGS = (
     "t1-*.accuracy_threshold.*", "t1-*.servers", "t1-*.gpus_*", "t1-*.stage_replicas", "t3-*.v100s", "t3-*.batch",
     "s52-lm.lstm_layers", "s52-lm.parameters_gb", "s52-lars.fastest_*", "s52-lars.minibatches_*", "*.machines",
@@ -52,8 +52,8 @@ def test_every_number_and_statement_is_answered_or_left_out_with_a_reason() -> N
         assert {*answers} <= {each["id"] for each in read_mapping(FOLDER / f"{source}.yaml")["entries"]}
 
 
-@pytest.mark.parametrize("answer", sorted({answer for _, answer in TOLD}))
-def test_an_answer_is_there(answer: str) -> None:
+@pytest.mark.parametrize("answer", sorted({answer for _, answer in ANSWERED}))
+def test_an_answer_exists(answer: str) -> None:
     kind, _, rest = answer.partition(" ")
     if kind == TEST:
         path, _, name = rest.partition("::")
@@ -63,7 +63,7 @@ def test_an_answer_is_there(answer: str) -> None:
 
 
 @pytest.mark.parametrize(("entry", "answer"), PAIRS, ids=lambda value: getattr(value, "name", None))
-def test_numbers_of_a_study_s_cell_stand_beside_what_is_printed(
+def test_numbers_of_a_study_s_cell_are_beside_the_published_ones(
     entry: PublishedEntry, answer: Mapping[str, str]
 ) -> None:
     found = [*PAGES.answers(answer)]
@@ -109,7 +109,7 @@ def test_every_number_of_an_entry_has_a_row_or_a_reason() -> None:
     assert left_out == []
 
 
-def test_each_speed_up_of_table_1_has_a_cell_of_its_own_or_a_reason() -> None:
+def test_each_speed_up_of_table_1_has_a_separate_cell_or_a_reason() -> None:
     """The 1x of an epoch isn't that of the time to accuracy."""
     for entry in (each for each in ENTRIES if each.name.startswith("t1-")):
         cells = {measure.name for answer in entry.answers for *_, measure in PAGES.cells(str(answer))}
@@ -119,7 +119,7 @@ def test_each_speed_up_of_table_1_has_a_cell_of_its_own_or_a_reason() -> None:
             assert answered == (entry.values[TABLES[measure]] is not None), (entry.name, measure)
 
 
-def test_what_an_item_does_not_print_is_derived_and_does_not_count() -> None:
+def test_values_that_an_item_does_not_print_are_derived_and_do_not_count() -> None:
     (found, *_) = PAGES.answers("derived vpipe_figure9 bert-gpipe-vpipe.improvement")
     assert (found.published, found.place) == ("derived: 1.31x", ())
 
@@ -144,12 +144,12 @@ def _answered(entry: PublishedEntry) -> Iterator[float]:
             texts = [answer] if kind == NONE else [claim.text for claim in claims]
             for report, row, measure in () if kind in (NONE, TEST) or kind.endswith(":") else PAGES.cells(answer):
                 value = report.row(row).published[measure.published_name].value
-                yield from [value] if isinstance(value, int | float) else _told(str(value))
+                yield from [value] if isinstance(value, int | float) else _stated(str(value))
         yield from (claim.number.published for claim in claims if claim.number is not None)
-        yield from (number for text in texts for number in _told(text))
+        yield from (number for text in texts for number in _stated(text))
 
 
-def _told(text: str) -> Iterator[float]:
+def _stated(text: str) -> Iterator[float]:
     yield from (float(each.replace(",", "")) for each in re.findall(r"\d[\d,]*(?:\.\d+)?", text))
 
 
@@ -161,7 +161,7 @@ def _numbers(values: Any, key: str = "") -> Iterator[tuple[str, float]]:
         yield key, float(values)
 
 
-def test_every_exact_published_cell_is_some_entry_s() -> None:
+def test_every_exact_published_cell_belongs_to_an_entry() -> None:
     named = {(report.name, row, measure.name) for _, report, row, measure in _quoted(derived=True)}
     for report in PAGES.reports.values():
         for row in report.rows:
@@ -170,15 +170,15 @@ def test_every_exact_published_cell_is_some_entry_s() -> None:
                     assert (report.name, row.name, measure) in named
 
 
-def test_cells_quote_what_their_entry_has() -> None:
+def test_cells_quote_their_entry() -> None:
     for entry, report, row, measure in _quoted():
         published = report.row(row).published[measure.published_name]
         same = published.bound == "about" or _is_among(published, entry.values)
         assert same, f"{entry.name}: {report.name} {row} {measure.name}, {published}"
 
 
-def test_cells_of_the_tables_quote_the_column_that_they_are_compared_with() -> None:
-    """A row of Tables 1 and 3 has several numbers, which `test_cells_quote_what_their_entry_has` doesn't tell apart."""
+def test_cells_of_the_tables_quote_their_column() -> None:
+    """A row of Tables 1 and 3 has several numbers, which `test_cells_quote_their_entry` doesn't tell apart."""
     found = [
         (entry.name, report.row(row).published[measure.published_name], entry.values[TABLES[measure.name]])
         for entry, report, row, measure in _quoted()
@@ -188,8 +188,8 @@ def test_cells_of_the_tables_quote_the_column_that_they_are_compared_with() -> N
     assert [each for each in found if not _is_among(each[1], [each[2]])] == []
 
 
-def test_numbers_of_claims_are_their_entry_s() -> None:
-    for entry, answer in TOLD:
+def test_numbers_of_claims_equal_their_entry_s() -> None:
+    for entry, answer in ANSWERED:
         for _, claim in PAGES.claims(answer) if answer.partition(" ")[0].endswith(":") else ():
             if claim.number is not None:
                 assert _is_among(Published(claim.number.published), entry.values), f"{entry.name}: {claim.text}"
@@ -203,7 +203,7 @@ def test_the_page_has_a_row_per_answer_and_scores(tmp_path: Path) -> None:
 
 
 def _quoted(*, derived: bool = False) -> Iterator[tuple[Any, Any, str, Any]]:
-    for entry, answer in TOLD:
+    for entry, answer in ANSWERED:
         kind = answer.partition(" ")[0]
         if kind not in (NONE, TEST) and (derived or kind != DERIVED) and not kind.endswith(":"):
             yield from ((entry, *cell) for cell in PAGES.cells(answer))
@@ -235,8 +235,8 @@ def _leaves(values: Any) -> Iterator[Any]:
             yield from _leaves(each)
 
 
-@pytest.mark.parametrize(("value", "bound", "told"), [(2.0, "at_least", "kept"), (2.0, "at_most", "kept"),
+@pytest.mark.parametrize(("value", "bound", "text"), [(2.0, "at_least", "kept"), (2.0, "at_most", "kept"),
     (1.9, "at_least", "not kept"), (2.1, "at_most", "not kept"), (1.9, "at_most", "kept")])  # fmt: skip
-def test_a_bound_that_is_met_exactly_is_kept(value: float, bound: str, told: str) -> None:
+def test_a_bound_that_is_reached_exactly_is_met(value: float, bound: str, text: str) -> None:
     """One from above wasn't, though the report's own page said so."""
-    assert coverage._verdict(CellValue("row", "measure", "column", value, published=2.0, bound=bound)) == told
+    assert coverage._verdict(CellValue("row", "measure", "column", value, published=2.0, bound=bound)) == text

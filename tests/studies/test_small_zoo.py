@@ -1,4 +1,4 @@
-"""The study of the small recipes: which runs it is made of, when one counts as done, and what its page says of them."""
+"""The study of the small recipes: its runs, when one counts as done, and its page."""
 
 import json
 import statistics
@@ -21,7 +21,7 @@ PAGE = Path(small_zoo.__file__).parents[1] / "small_zoo.md"
 
 
 def forget() -> None:
-    """Read results again: those that are kept are others."""
+    """Read results again: stored ones may have changed."""
     small_zoo._epoch.cache_clear()
     outcome_of.cache_clear()
 
@@ -46,7 +46,7 @@ def test_every_small_recipe_is_in_the_study_or_takes_singles_updates() -> None:
     recipes = {name for name in recipe_names() if name.startswith("small/")}
     # Modes that the study doesn't have.
     modes = ("interleaved", "pipedream-2bw", "hybrid", "dp-asp", "zero-bubble", "spectrain", "xpipe", "pipemare")
-    # And models: what their recipes say was reached is all there is.
+    # And models: only their recipes state what was reached.
     models = ("small/transformer/", "small/bert/", "small/gpt2/", "small/amoebanet/")
     later = {name for name in recipes if name.endswith(modes) or name.startswith(models)}
     assert recipes - later == {f"small/{model}/{mode}" for model in MODELS for mode in MODES}
@@ -66,7 +66,7 @@ def test_modes_of_a_small_model_share_everything_but_the_parallelism() -> None:
             assert {key.split(".")[0] for key in differing} <= {"name", "parallelism"}, model
 
 
-def test_a_run_is_done_once_a_result_of_this_very_recipe_is_there(results: Path) -> None:
+def test_a_run_is_done_once_a_result_of_its_recipe_exists(results: Path) -> None:
     run = Run("vgg16", "dp", 0)
     assert not run.is_done()
     keep(run, result([0.5, 0.99], REACHED), {"torch": "2.15"}, 12.0)
@@ -113,20 +113,20 @@ def test_gpipe_is_trained_on_every_model_with_batch_norm() -> None:
         assert small_zoo.is_trained(model, "gpipe") == (normed or (model, "gpipe") in small_zoo.CHECKS)
 
 
-class TestWhatIsKept:
-    """The runs in the repository: all of the study, by the recipes as they are, and the pages that are made of them."""
+class TestStoredRuns:
+    """The runs in the repository: all of the study, of the current recipes, and the pages made of them."""
 
-    def test_every_run_is_there(self) -> None:
+    def test_every_run_is_stored(self) -> None:
         assert [run for run in study() if not run.is_done()] == []
         assert {path.name for path in small_zoo.RESULTS.iterdir()} == {run.path.name for run in study()}
 
     @pytest.mark.slow
-    def test_the_report_says_what_the_results_say(self) -> None:
+    def test_the_report_agrees_with_the_results(self) -> None:
         forget()
         assert PAGE.read_text() == small_zoo.page().rstrip() + "\n"
 
-    def test_rows_are_those_of_the_results(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of what was trained all; the others need simulations, and the last column of targets whole data sets."""
+    def test_rows_equal_the_results(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """All trained columns; the others need simulations, and the last column of targets complete data sets."""
         forget()
         monkeypatch.setattr(small_zoo, "baseline", lambda options: "")
         trained = [(model, mode) for model in MODELS for mode in MODES if small_zoo.is_trained(model, mode)]

@@ -1,4 +1,4 @@
-"""The study of statistical efficiency: what it compares, by which rule rates are chosen, and what its page says."""
+"""The study of statistical efficiency: its comparisons, the rule for rates, and its page."""
 
 import re
 from dataclasses import replace
@@ -62,7 +62,7 @@ def outcome(epochs: float | None) -> statistical_efficiency.Outcome:
     )
 
 
-def test_what_is_kept_of_a_run() -> None:
+def test_stored_facts_of_a_run() -> None:
     points = tuple(Point(2000 * k, 2.5 * k, {"top1": 0.4 * k, "train_loss": 1.0}) for k in (1, 2))
     metrics = {"epochs_to_target": 2.0, "time_to_accuracy_s": 5.0, "samples_per_update": 128}
     result = RunResult("x", "dp", "4", "virtual", "virtual", "", 0, REACHED, "", metrics, points)
@@ -87,24 +87,24 @@ def test_a_seed_that_missed_counts_as_infinite_and_with_most_missed_there_is_no_
     assert rows["pipedream"][2:7] == ["4 of 5", "missed", "-", "-", "-"]
 
 
-def test_the_page_is_that_of_the_results_kept() -> None:
+def test_the_page_equals_that_of_the_stored_results() -> None:
     """Every result is of the recipe as it is, so that nothing would be trained again."""
     assert statistical_efficiency.page().rstrip() == PAGE.read_text().rstrip()
     for name in re.findall(r"\]\((\S+\.png)\)", PAGE.read_text()):
         assert (PAGE.parent / name).is_file()
 
 
-def test_modes_are_what_other_pages_have_kept() -> None:
+def test_modes_equal_those_stored_for_other_pages() -> None:
     """With tree, versions and processor, as the last lines of the page list them; every run is on one of them."""
     found = [(run, run.kept) for run in study() if run.lr is None]
     runs = [run for run, kept in found if kept is not None and {"tree", "torch", "processor"} <= {*kept.made}]
-    told = PAGE.read_text().rpartition("runs of modes")[2]
+    reported = PAGE.read_text().rpartition("runs of modes")[2]
     assert f"{len(runs)} runs of modes" in PAGE.read_text()
-    assert sum(int(count) for count in re.findall(r"^- (\d+) by tree", told, re.MULTILINE)) == len(runs)
+    assert sum(int(count) for count in re.findall(r"^- (\d+) by tree", reported, re.MULTILINE)) == len(runs)
     for run in runs:
-        assert re.search(rf"[ ,]{run.model} {run.mode}(,|$)", told, re.MULTILINE), run.name
+        assert re.search(rf"[ ,]{run.model} {run.mode}(,|$)", reported, re.MULTILINE), run.name
     missing = len(found) - len(runs)
-    assert (f"- {missing} are not there yet" in told) is (missing > 0)
+    assert (f"- {missing} are not there yet" in reported) is (missing > 0)
 
 
 def test_two_trees_agree_on_the_other_processor_and_two_processors_do_not() -> None:
@@ -119,7 +119,7 @@ def test_two_trees_agree_on_the_other_processor_and_two_processors_do_not() -> N
 
 
 @pytest.mark.parametrize("model", METRICS)
-def test_a_run_with_the_rate_chosen_came_out_the_same_since(model: str) -> None:
+def test_a_run_with_the_chosen_rate_is_unchanged_since(model: str) -> None:
     """Of an earlier version, which the table of rates is of; on the same kind of processor."""
     kept = Run(model, "single", 0).outcome
     assert kept is not None
@@ -129,7 +129,7 @@ def test_a_run_with_the_rate_chosen_came_out_the_same_since(model: str) -> None:
 
 
 def forget() -> None:
-    """Read results again: those that are kept are others."""
+    """Read results again: stored ones may have changed."""
     statistical_efficiency._kept.cache_clear()
     statistical_efficiency._answer.cache_clear()
 
@@ -155,7 +155,7 @@ def test_pictures_have_a_panel_per_mode(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_the_papers_say_is_what_is_published() -> None:
+def test_quoted_values_equal_the_published_ones() -> None:
     said, text = entries(), SAID
     asp, lars = said["s52-asp"], said["s52-lars"]
     assert f"{asp['asp_time_ratio']} times PipeDream's time to {asp['accuracy_percent']}%" in text
@@ -166,8 +166,8 @@ def test_what_the_papers_say_is_what_is_published() -> None:
 
 
 @pytest.mark.parametrize("model", METRICS)
-def test_sentences_count_what_the_tables_count(model: str) -> None:
-    """They spoke of two and three seeds long after there were five, and of a target as missed that one met."""
+def test_sentences_agree_with_the_tables(model: str) -> None:
+    """They named two and three seeds after there were five, and called a target missed that one reached."""
     words, section = statistical_efficiency.summaries(model), PAGE.read_text().split(f"## {model}: ")[1]
     for mode in ("dp", "vertical-sync", "no-stashing"):
         cells = next(line for line in section.splitlines() if line.startswith(f"| {mode} |")).split(" | ")
@@ -182,6 +182,6 @@ def test_a_mode_that_no_seed_finishes_is_not_over_stashing(monkeypatch: pytest.M
     monkeypatch.setattr(
         Run, "outcome", property(lambda run: outcome({"pipedream": 4.0, "no-stashing": 5.0}.get(run.mode)))
     )
-    told = statistical_efficiency.summaries("gnmt8")
-    assert (told["no-stashing"].over_stashing, told["no-stashing"].missed) == ("1.25x", "0 of 5")
-    assert (told["dp"].over_stashing, told["dp"].missed) == ("-", "5 of 5")
+    reported = statistical_efficiency.summaries("gnmt8")
+    assert (reported["no-stashing"].over_stashing, reported["no-stashing"].missed) == ("1.25x", "0 of 5")
+    assert (reported["dp"].over_stashing, reported["dp"].missed) == ("-", "5 of 5")

@@ -1,4 +1,4 @@
-"""The reports' scripts run; on a part of what they are about, since the whole takes minutes."""
+"""Runs the reports' scripts on parts of their cases, since all take minutes."""
 
 import json
 from dataclasses import replace
@@ -25,7 +25,7 @@ from reports.studies.markdown import table
 from reports.studies.planned_models import TableRow, analytic, cluster, published_rows, recipe
 from tests.bench.planning import CASES, chain, seconds
 from tests.profile.judging import VGG_FILE, vgg
-from tests.studies.again import stands
+from tests.studies.again import check_rows
 
 LONELY = TableRow("t1-alexnet-1x4A", "alexnet", "cluster-a", 1, 4, (3, 1), "3-1", 1.0)
 
@@ -42,10 +42,10 @@ def test_planner_vs_simulator(capsys: pytest.CaptureFixture[str]) -> None:
         assert text in page
 
 
-def test_plans_of_a_model_stand_on_the_page_with_today_s_seconds() -> None:
+def test_plans_of_a_model_are_on_the_page_with_the_current_seconds() -> None:
     """The planner's and the simulator's, of AWD LM on cluster B."""
     rows = planner_vs_simulator.judge(analytic("awd lm"), cluster("cluster-b", 2), COST_MODELS["overlap"])
-    stands(planner_vs_simulator._plans(rows).splitlines(), "planner_vs_simulator.md", "nox -s studies")
+    check_rows(planner_vs_simulator._plans(rows).splitlines(), "planner_vs_simulator.md", "nox -s studies")
 
 
 @pytest.mark.parametrize("larger", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -61,7 +61,7 @@ def test_planner_regret(capsys: pytest.CaptureFixture[str], tmp_path: Path, larg
     assert len(json.loads((tmp_path / "small.json").read_text())) == 2 * len(planner_regret.KINDS)
 
 
-def test_the_page_of_regrets_is_of_this_script() -> None:
+def test_the_page_of_regrets_equals_the_script_s() -> None:
     page = (Path(planner_regret.__file__).parents[1] / "planner_regret.md").read_text()
     for text in (planner_regret.HEAD, planner_regret.READING):
         assert text.strip() in page
@@ -73,10 +73,10 @@ def test_the_page_of_regrets_is_of_this_script() -> None:
 
 
 @pytest.mark.parametrize(("kind", "seed"), [("RNN-like", 200124), ("random", 200178), ("CNN-like", 200042)])
-def test_a_large_regret_is_today_s(kind: str, seed: int) -> None:
+def test_a_large_regret_is_current(kind: str, seed: int) -> None:
     judged = planner_regret.judge(planner_regret.instance(kind, seed))
     row = f"| {kind} {seed} | {judged.chosen} | {judged.best} | {100 * judged.regret:.1f} % |"
-    stands([row], "planner_regret.md")
+    check_rows([row], "planner_regret.md")
 
 
 def test_table1_plans(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,15 +87,15 @@ def test_table1_plans(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["t1-gnmt-8-1x4A", "t1-s2vt-4x1C"])
-def test_quick_rows_of_table_1_are_planned_as_the_page_says(name: str) -> None:
-    """In how many seconds doesn't matter: the page of these has the same plans."""
+def test_quick_rows_of_table_1_are_planned_as_on_the_page(name: str) -> None:
+    """The seconds of planning aren't compared: the page of these has the same plans."""
     (row,) = (each for each in published_rows() if each.name == name)
     where, subject = cluster(row.cluster, row.servers, limited=True), analytic(row.model)
     made = []
     for model in COST_MODELS.values():
         case = table1_plans.Case(row, subject, where, model, table1_plans.choose(subject, where, model, row))
         made.append(table1_plans._line(case))
-    stands(table([], made).splitlines()[2:], "table1_plans.md", "nox -s studies")
+    check_rows(table([], made).splitlines()[2:], "table1_plans.md", "nox -s studies")
     text, _ = planner_seconds.lines([row], [*COST_MODELS.values()])
     first, *own = text.splitlines()[-1].split(" | ")
     page = (Path(planner_seconds.__file__).parents[1] / "planner_seconds.md").read_text()
@@ -113,7 +113,7 @@ def test_a_straight_plan_that_leaves_workers_idle_is_not_the_papers() -> None:
         assert (table1_plans._config(plan, straight), table1_plans._is(plan, straight)) == (text, is_theirs)
 
 
-def test_table_1s_page_is_of_this_script() -> None:
+def test_table_1_s_page_equals_the_script_s() -> None:
     page = (Path(table1_plans.__file__).parents[1] / "table1_plans.md").read_text()
     for text in (table1_plans.HEAD, table1_plans.DIFFERENCES, table1_plans.NOTES):
         assert text.strip() in page
@@ -140,7 +140,7 @@ def test_every_row_of_table_1_has_a_full_size_recipe_on_its_clusters_device() ->
         assert cluster(recipe(row.model).cluster.name, 1).device == where.device
 
 
-def test_an_analytic_profile_is_that_of_the_recipe_unless_another_size_is_asked_for() -> None:
+def test_an_analytic_profile_is_the_recipe_s_unless_another_size_is_given() -> None:
     own, other = analytic("gnmt-16"), analytic("gnmt-16", 32)
     assert (own.size, other.size) == (64, 32)
     weights = {name: size for row in own.profile.layers[64] for name, size in row.parameter_sizes.items()}
@@ -150,11 +150,11 @@ def test_an_analytic_profile_is_that_of_the_recipe_unless_another_size_is_asked_
     assert (own.profile.device, analytic("s2vt").profile.device) == ("V100", "Titan X")
 
 
-def test_the_planners_bench_measures() -> None:
+def test_the_planner_s_bench_measures() -> None:
     assert all(value > 0 for value in seconds(chain(20, 0), "overlap", CASES[0].levels))
 
 
-def test_the_page_of_effects_is_of_this_tree() -> None:
+def test_the_page_of_effects_is_current() -> None:
     """Every effect has its lines, and a quick row comes out as the page says."""
     page, row = (Path(effects.__file__).parents[1] / "effects.md").read_text(), "alexnet-2x8-b"
     assert page.startswith(effects.HEAD)
@@ -171,7 +171,7 @@ def test_the_page_of_effects_is_of_this_tree() -> None:
         assert lines[f"| {name}"].split("|")[1 + place].strip() == f"{rows.value(row, effect):.2f}"
 
 
-def test_the_page_of_the_planner_s_seconds_is_of_this_script() -> None:
+def test_the_page_of_the_planner_s_seconds_equals_the_script_s() -> None:
     page = (Path(planner_seconds.__file__).parents[1] / "planner_seconds.md").read_text()
     assert page.startswith(planner_seconds.HEAD)
     assert sum(line.startswith("| ") for line in page.splitlines()) == 2 + len(published_rows())
@@ -180,19 +180,19 @@ def test_the_page_of_the_planner_s_seconds_is_of_this_script() -> None:
     assert " s under `artifact`: less than the paper's 8 s." in said
 
 
-def test_growth_of_the_transformer_is_today_s() -> None:
+def test_growth_of_the_transformer_is_current() -> None:
     name = next(iter(search_growth.MODELS))
     rows = search_growth.rows(name, search_growth.trace_of(search_growth.MODELS[name]))
-    stands(table([], rows).splitlines()[2:], "search_growth.md")
+    check_rows(table([], rows).splitlines()[2:], "search_growth.md")
 
 
 @pytest.mark.skipif(not VGG_FILE.exists(), reason="needs the PipeDream artifact's profiles in ../shared/profiles")
-def test_computed_times_of_vgg_s_layers_are_today_s() -> None:
-    stands(analytic_profile._layers(vgg()).splitlines(), "analytic_profile.md", "nox -s studies")
+def test_computed_times_of_vgg_s_layers_are_current() -> None:
+    check_rows(analytic_profile._layers(vgg()).splitlines(), "analytic_profile.md", "nox -s studies")
 
 
-def test_how_far_alexnet_s_computed_layers_are_off_is_today_s() -> None:
-    stands(table([], [gpu_efficiencies._row("alexnet")]).splitlines()[2:], "gpu_efficiencies.md", "nox -s studies")
+def test_errors_of_alexnet_s_computed_layers_are_current() -> None:
+    check_rows(table([], [gpu_efficiencies._row("alexnet")]).splitlines()[2:], "gpu_efficiencies.md", "nox -s studies")
 
 
 def test_growth_that_slows_a_stage() -> None:

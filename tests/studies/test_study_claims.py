@@ -1,4 +1,4 @@
-"""Claims on studies: which numbers of a page they read, and what is refused."""
+"""Claims on studies: the numbers of a page that they read, and refusals."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ COLUMNS = {"took": ("took (range)", 0), "most": ("took (range)", 2)}
 CLAIM = {"page": "page.md", "columns": {"took": "took (range)"}, "text": "Vertical sync costs little"}
 
 
-def test_numbers_have_their_units_and_rows_of_a_name_their_first() -> None:
+def test_numbers_are_read_with_units_and_from_the_first_row_of_a_name() -> None:
     found = cells_of(PAGE, "", COLUMNS)
     assert found["took"] == pytest.approx({"stashing": 0.254, "vertical": 1.2})
     assert found["most"] == pytest.approx({"stashing": 0.293, "vertical": 1.3})
@@ -58,7 +58,7 @@ def test_a_claim_is_judged_on_the_page(tmp_path: Path, given: dict[str, object],
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"holds": 'took["vertcal"] < 1'}, "no row is named 'vertcal'"),
         ({"columns": {"took": "seconds"}, "holds": "max(took) < 1"}, "no table has a column 'seconds'"),
@@ -68,8 +68,8 @@ def test_a_claim_is_judged_on_the_page(tmp_path: Path, given: dict[str, object],
         ({"hold": "max(took) < 1"}, "unknown key, allowed here are page, section"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_key(tmp_path: Path, given: dict[str, object], told: str) -> None:
+def test_faults_are_reported_with_their_key(tmp_path: Path, given: dict[str, object], message: str) -> None:
     (tmp_path / "page.md").write_text(PAGE)
     with pytest.raises(RecipeError, match=r"coverage\.yaml.*source\.entry") as caught:
         read_study_claim(CLAIM | given, "source.entry", "coverage.yaml", tmp_path)
-    assert told in str(caught.value)
+    assert message in str(caught.value)

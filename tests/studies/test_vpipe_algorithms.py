@@ -1,4 +1,4 @@
-"""The page of vPipe's algorithms is of its script, and shows what it says."""
+"""The page of vPipe's algorithms equals its script's output, and its sentences hold."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def test_drawn_graphs_have_the_sizes_of_table_4(name: str) -> None:
         assert all(source < target for source, target, _ in graph.edges)
 
 
-def test_the_page_is_of_this_script(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_equals_the_script_s_output(capsys: pytest.CaptureFixture[str]) -> None:
     vpipe_algorithms.main(runs=1, instances=10, shapes=["GNMT"])
     made = capsys.readouterr().out
     headings = [

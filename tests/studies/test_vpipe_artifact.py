@@ -1,4 +1,4 @@
-"""The page of vPipe's published code is of its script; its facts are those that reports and published values have."""
+"""The page of vPipe's published code equals its script's output; its facts agree with reports and published values."""
 
 import time
 from pathlib import Path
@@ -17,19 +17,19 @@ BERT_LINES = 490  # of `runtime/bert/vgpus=8/__init__.py`, one operator each
 
 
 @pytest.mark.slow
-def test_the_page_is_of_this_script(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_equals_the_script_s_output(capsys: pytest.CaptureFixture[str]) -> None:
     vpipe_artifact.main()
     assert capsys.readouterr().out.rstrip() == (REPORTS / "vpipe_artifact.md").read_text().rstrip()
 
 
-def test_hours_are_those_that_figure_9_quotes() -> None:
+def test_hours_equal_figure_9_s() -> None:
     claims = {each["text"]: each for each in yaml.safe_load((REPORTS / "vpipe_figure9.yaml").read_text())["claims"]}
     for system, name in (("pipedream", "PipeDream"), ("gpipe", "GPipe")):
         claim = claims[f"BERT's epoch takes {HOURS['pipedream-vpipe']} h with vPipe and {HOURS[system]} h with {name}"]
         assert HOURS[system] / HOURS["pipedream-vpipe"] == pytest.approx(claim["published"], abs=1e-3)
 
 
-def test_minibatches_are_table_3_s() -> None:
+def test_minibatches_equal_table_3_s() -> None:
     said = entries()
     assert {system: said[f"t3-bert-{SYSTEMS[system]}"]["batch"] for system in SIZES} == SIZES
     assert {model: said[f"t3-{model}-pv"]["batch"] for model in BATCHES} == BATCHES
@@ -41,7 +41,7 @@ def test_an_epoch_has_the_samples_that_the_page_names() -> None:
         assert samples_per_s(system) * hours * 3600 == pytest.approx(464_896)
 
 
-def test_what_runs_again_is_more_than_table_3_says_and_times_do_not_know_of_flushes() -> None:
+def test_recomputation_exceeds_table_3_s_and_times_ignore_flushes() -> None:
     of = Table()
     for model, shares in AGAIN.items():
         row = f"{model}-pipedream-vpipe"
@@ -50,7 +50,7 @@ def test_what_runs_again_is_more_than_table_3_says_and_times_do_not_know_of_flus
     assert 0 < flush_difference(of) < 0.05
 
 
-def test_compiling_a_stage_s_text_is_no_tenth_of_what_is_missing() -> None:
+def test_compiling_a_stage_takes_less_than_a_tenth_of_the_missing_time() -> None:
     """BERT's forward has a constant of 0.237 s; by this thread's own clock, the least of five."""
     text = "\n".join(f"out{n} = self.layer{n}(out{n - 1}, out{n - 2})" for n in range(2, 2 + BERT_LINES))
     took_s = []

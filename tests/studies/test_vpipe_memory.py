@@ -1,4 +1,4 @@
-"""The page of memory and PCIe is of its script and of what is kept; Algorithm 2 is the planner's reading of it."""
+"""The page of memory and PCIe equals its script's output of stored runs; Algorithm 2 is read as by the planner."""
 
 from pathlib import Path
 
@@ -12,33 +12,33 @@ from reports.studies.vpipe_memory import Table, constant_gb, known, listed, play
 PAGE = (Path(vpipe_memory.__file__).parents[1] / "vpipe_memory.md").read_text()
 
 
-def test_the_page_is_of_this_script(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_equals_the_script_s_output(capsys: pytest.CaptureFixture[str]) -> None:
     vpipe_memory.main()
     assert capsys.readouterr().out.rstrip() == PAGE.rstrip()
 
 
-def test_what_is_said_of_equation_2_are_its_row_s_numbers() -> None:
+def test_sentences_on_equation_2_agree_with_its_row() -> None:
     """It was two thirds and more, beside a row from 0.57 on."""
     (row,) = [line.split(" | ") for line in PAGE.splitlines() if line.startswith("| by equation (2) |")]
     assert f"keeps PCIe busy for {row[2]} of what is published" in " ".join(PAGE.split())
     assert f"has {row[-1].removesuffix(' |')} of the throughput" in " ".join(PAGE.split())
 
 
-def test_the_constant_meets_the_two_rows_that_it_is_fitted_on() -> None:
+def test_the_constant_fits_its_two_rows() -> None:
     of = Table()
     found = [with_constant(of.here(row, "memory"), constant_gb(of)) for row in vpipe_memory.FITTED_ON]
-    told = [of.published(row, "memory") for row in vpipe_memory.FITTED_ON]
-    assert found[0] * found[1] == pytest.approx(told[0] * told[1], rel=0.02)
+    stated = [of.published(row, "memory") for row in vpipe_memory.FITTED_ON]
+    assert found[0] * found[1] == pytest.approx(stated[0] * stated[1], rel=0.02)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_algorithm_2_is_read_as_in_the_planner(seed: int) -> None:
-    """There it swaps where that frees memory; here it may everywhere, and then nothing fits less."""
+    """The planner's swaps only where that frees memory; the study's may swap everywhere, and fits no less."""
     problem = stage(seed, 12)
     assert listed(problem, problem.in_flight).memory == algorithm_2(problem).memory
 
 
-def test_a_kept_run_comes_out_again() -> None:
+def test_a_stored_run_is_reproduced() -> None:
     way = "by equation (2)"
     (kept,) = [each for each in known() if (each.row, each.way) == ("gnmt-pipedream-vpipe", way)]
     again = played("gnmt", "pipedream-vpipe", way, 0.0)

@@ -1,4 +1,4 @@
-"""The page of small minibatches is of its script, whose fits find what made the times."""
+"""The page of small minibatches equals its script's output, whose fits find given constants."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ def cells(page: str, first: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_page_is_of_this_script(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_equals_the_script_s_output(capsys: pytest.CaptureFixture[str]) -> None:
     forms = ["nothing", "pause", "minibatch"]
     vpipe_minibatches.main(["Transformer", "GNMT"], forms)
     made = capsys.readouterr().out

@@ -1,6 +1,6 @@
-"""What people see of recorded runs: MLflow's pages in headless Chromium, as `pipebench ui` serves them.
+"""MLflow's pages of recorded runs in headless Chromium, as `pipebench ui` serves them.
 
-In a session of its own (`nox -s ui`): a browser is large, and its pages are MLflow's to change.
+A separate session (`nox -s ui`) runs them: a browser is large, and MLflow may change its pages.
 """
 
 import re
@@ -79,7 +79,7 @@ def picture_width(browser: Any, name: str) -> int:
     return int(browser.execute_script(f"return Math.max(0, ...{widths})", name))
 
 
-def test_the_address_opens_a_table_of_what_decides_the_first_to_its_target_on_top(browser: Any, address: str) -> None:
+def test_the_address_opens_a_table_sorted_by_time_to_target(browser: Any, address: str) -> None:
     go(browser, address)
     names = wait(browser, lambda: run_names(browser))
     wait(browser, lambda: all(column in " ".join(texts(browser, ".ag-header-cell")) for column in COLUMNS))
@@ -101,13 +101,13 @@ def test_a_run_s_charts_begin_with_its_curves(browser: Any, address: str, folder
     assert "stage_0" not in body
 
 
-def test_a_comparison_is_described_by_its_table_and_its_picture(browser: Any, address: str, folder: Path) -> None:
+def test_a_comparison_s_description_has_its_table_and_picture(browser: Any, address: str, folder: Path) -> None:
     go(browser, page_of(address, id_of(folder, "dp, pipedream")))
     wait(browser, lambda: "time to accuracy" in " ".join(texts(browser, "table")))
     wait(browser, lambda: picture_width(browser, "top1.png") > 100)
 
 
-def test_a_run_is_described_by_its_sentence_and_its_timeline(browser: Any, address: str, folder: Path) -> None:
+def test_a_run_s_description_has_its_sentence_and_timeline(browser: Any, address: str, folder: Path) -> None:
     go(browser, page_of(address, id_of(folder, "dp 4")))
     wait(browser, lambda: "reached top1 0.2" in browser.find_element("css selector", "body").text)
     wait(browser, lambda: picture_width(browser, "timeline.png") > 100)

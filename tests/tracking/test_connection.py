@@ -53,8 +53,8 @@ def test_other_addresses_are_taken_without_blanks_around_them(monkeypatch: pytes
     assert default_uri() == given.strip()
 
 
-def test_a_server_that_answers_nothing_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a proxy's empty answers with status 200 runs had empty ids, and counted as sent."""
+def test_a_server_with_empty_answers_counts_as_failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a proxy's empty answers of status 200, runs had empty ids, and counted as sent."""
     store = Store("http://127.0.0.1:1", "suite")
     monkeypatch.setattr(store, "_experiment", lambda client: "")
     monkeypatch.setattr("pipebench.tracking.store._add_tags", lambda *_: None)
@@ -70,7 +70,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_database_that_does_not_open_is_told_at_once(tmp_path: Path) -> None:
+def test_a_database_that_does_not_open_is_reported_at_once(tmp_path: Path) -> None:
     """MLflow tried for 100 s, and the end of a run waited for it."""
     (tmp_path / "mlflow.db").mkdir()
     (tmp_path / "mlflow.db" / "file").touch()  # of a size on every file system
@@ -78,7 +78,7 @@ def test_a_database_that_does_not_open_is_told_at_once(tmp_path: Path) -> None:
         RecordedRuns(f"sqlite:///{tmp_path}/mlflow.db").past()
 
 
-def test_a_database_that_may_only_be_read_is(tracking: Tracking, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_database_is_read(tracking: Tracking, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A colleague's runs couldn't be listed: the lock beside the database couldn't be made."""
     runs, writable = RecordedRuns(f"sqlite:///{folder}/mlflow.db"), [False]
 
@@ -93,11 +93,11 @@ def test_a_database_that_may_only_be_read_is(tracking: Tracking, folder: Path, m
         runs.past()
 
 
-def test_a_lock_that_a_stopped_process_holds_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_a_suspended_process_holds_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mlflow.db").write_text("-")
     monkeypatch.setattr(connection, "_TURN_LIMIT_S", 0.1)
-    told = f"another process has held {tmp_path}/mlflow.db.lock for 0 s; Ctrl-Z may have stopped it"
-    with FileLock(tmp_path / "mlflow.db.lock"), pytest.raises(UserError, match=told):
+    message = f"another process has held {tmp_path}/mlflow.db.lock for 0 s; Ctrl-Z may have stopped it"
+    with FileLock(tmp_path / "mlflow.db.lock"), pytest.raises(UserError, match=message):
         RecordedRuns(f"sqlite:///{tmp_path}/mlflow.db").past()
 
 
@@ -119,11 +119,11 @@ def test_runs_on_this_disk_are_found_without_mlflow(
 
 
 @pytest.mark.parametrize(
-    ("said", "advice"),
+    ("message", "advice"),
     [
         (OUT_OF_DATE, "back it up and run `mlflow db upgrade` with this address, or use the version that made it"),
         (NO_FOLDERS, "set MLFLOW_TRACKING_URI to sqlite:///FILE, or MLFLOW_ALLOW_FILE_STORE to true"),
     ],
 )
-def test_what_mlflow_advises_is_not_cut(said: str, advice: str) -> None:
-    assert reason_of(RuntimeError(said)).endswith(advice)
+def test_mlflow_s_advice_is_not_cut(message: str, advice: str) -> None:
+    assert reason_of(RuntimeError(message)).endswith(advice)

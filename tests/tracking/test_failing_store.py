@@ -31,7 +31,7 @@ from tests.processes import IMPORTED
 from tests.tracking.records import RESULT, fetch, rescued
 
 
-def test_a_store_that_fails_in_mid_run_loses_nothing(
+def test_a_store_that_fails_during_a_run_loses_no_entry(
     tracking: Tracking, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tracking, "_warned", set())
@@ -60,7 +60,7 @@ def test_a_store_that_fails_in_mid_run_loses_nothing(
 
 
 @pytest.mark.parametrize("value", ["many", None], ids=str)
-def test_a_metric_that_is_no_number_loses_no_result(
+def test_a_metric_that_is_not_finite_loses_no_result(
     tracking: Tracking, folder: Path, value: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """0.2.0 recorded it: the result couldn't be read back, and MLflow got neither it nor the run's end."""
@@ -79,7 +79,7 @@ def test_a_metric_that_is_no_number_loses_no_result(
 
 
 @pytest.mark.parametrize("recovers", [False, True])
-def test_an_artifact_that_is_refused_holds_up_nothing(
+def test_a_refused_artifact_does_not_delay_other_entries(
     tracking: Tracking,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -112,14 +112,16 @@ def test_an_artifact_that_is_refused_holds_up_nothing(
     assert ("artifacts_missing" in data.data.tags) is not recovers
     kept = rescued(folder, "refused")
     assert kept.exists() is not recovers
-    told = capsys.readouterr().err
-    assert "doesn't take trace.json (413 Request Entity Too Large); it is kept in pipebench-results/refused-1" in told
+    printed = capsys.readouterr().err
+    assert (
+        "doesn't take trace.json (413 Request Entity Too Large); it is kept in pipebench-results/refused-1" in printed
+    )
     if not recovers:
         assert (kept / "trace.json").read_text() == "[]"
         shutil.rmtree(kept.parent)
 
 
-def test_a_run_that_ends_has_its_comparison_tried_again(tracking: Tracking, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_run_retries_its_comparison(tracking: Tracking, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a moment's outage at its start the next try was half a minute away, and its runs were given up."""
     create, failed = tracking.store.create_run, list[str]()
 
@@ -139,7 +141,7 @@ def test_a_run_that_ends_has_its_comparison_tried_again(tracking: Tracking, monk
     parent.finish(status="FINISHED")
 
 
-def test_a_run_that_a_server_made_without_an_answer_is_not_made_twice(
+def test_a_run_whose_creation_was_not_acknowledged_is_not_created_twice(
     tracking: Tracking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The network lost the answer; the next try made another run, and the first was running for ever."""
@@ -160,7 +162,7 @@ def test_a_run_that_a_server_made_without_an_answer_is_not_made_twice(
     assert fetch(run).data.params == {"a": "1"}
 
 
-def test_a_run_that_a_killed_process_has_just_made_is_the_one_that_is_ended(tracking: Tracking, folder: Path) -> None:
+def test_a_run_that_a_killed_process_has_just_created_is_ended(tracking: Tracking, folder: Path) -> None:
     """Its id wasn't noted yet: a later command made another run of it."""
     assert tracking.wait_until_ready()
     record, store = RecordFolder.of_name("just made", folder), Store(default_uri(), "suite")
@@ -225,7 +227,7 @@ def test_a_hung_server_does_not_block_the_end(
     assert capsys.readouterr().err.count("does not answer") == 1
 
 
-def test_a_server_that_is_down_is_told_once(
+def test_a_server_that_is_down_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.socket() as unused:
@@ -258,7 +260,7 @@ def test_a_folder_that_cant_be_written_does_not_stop_the_run(
 
 
 @pytest.mark.parametrize(("name", "misread"), [("a?b", "?"), ("a%20b", "%20")])
-def test_a_folder_whose_name_would_be_read_as_another_is_refused(
+def test_a_folder_whose_name_sqlite_would_misread_is_refused(
     name: str, misread: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The database of a folder `a?b` was the file `a` beside it: MLflow's URI of a SQLite file knows no escapes."""
@@ -272,7 +274,7 @@ def test_a_folder_whose_name_would_be_read_as_another_is_refused(
 
 
 @pytest.mark.parametrize("name", ["a#b", "a%b", "a b", "a;b", "a'b&=ä"])
-def test_other_odd_names_of_folders_are_read_as_they_are(
+def test_other_special_characters_in_names_of_folders_are_allowed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -283,7 +285,7 @@ def test_other_odd_names_of_folders_are_read_as_they_are(
     assert engine.dialect.create_connect_args(engine.url)[0] == [str(tmp_path / name / "mlflow.db")]
 
 
-def test_a_disk_that_fails_in_mid_run_costs_mlflow_nothing(
+def test_a_disk_that_fails_during_a_run_loses_nothing_in_mlflow(
     tracking: Tracking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tracking.start("full disk", params={}, tags={}, folder=tmp_path)
@@ -302,7 +304,7 @@ def test_a_disk_that_fails_in_mid_run_costs_mlflow_nothing(
 
 
 @pytest.mark.parametrize("uri", ["sqlite:///{0}/file/mlflow.db", "{0}/file/mlruns", "file://{0}/file/mlruns"])
-def test_runs_that_could_be_recorded_nowhere_do_not_begin(
+def test_runs_without_any_place_to_be_recorded_do_not_begin(
     uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -316,7 +318,7 @@ def test_runs_that_could_be_recorded_nowhere_do_not_begin(
     require_writable()  # only a server knows what it takes
 
 
-def test_what_is_asked_of_folders_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_of_folders_leave_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/new/deep/mlflow.db")
     require_writable()
@@ -324,7 +326,7 @@ def test_what_is_asked_of_folders_leaves_nothing_behind(tmp_path: Path, monkeypa
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write everywhere")
-def test_a_read_only_folder_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_folder_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     tmp_path.chmod(0o500)
@@ -365,8 +367,10 @@ def test_three_processes_at_once_on_a_new_store(tmp_path: Path, folder: Path, mo
     assert all(run.info.status == "FINISHED" and run.data.metrics["best_top1"] == 0.96 for run in runs)
 
 
-def test_a_store_whose_making_was_cut_short_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLflow makes 60 tables in as many transactions; after a kill in between it refuses its own file for good."""
+def test_a_store_whose_creation_was_interrupted_is_created_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow makes 60 tables in as many transactions; after a kill in between it refuses its file."""
     path = tmp_path / "mlflow.db"
 
     def killed(source: Path, target: Path) -> None:
@@ -386,15 +390,15 @@ def test_a_store_whose_making_was_cut_short_is_made_again(tmp_path: Path, monkey
     assert sorted(each.name for each in tmp_path.iterdir()) == ["mlflow.db", "mlflow.db.lock"]
 
 
-def test_a_run_that_has_not_logged_its_start_yet_is_left_alone(tmp_path: Path) -> None:
-    """The thread that tells MLflow may look between a run's making and its first entry."""
+def test_a_run_without_a_logged_start_is_not_sent_yet(tmp_path: Path) -> None:
+    """The thread that sends to MLflow may read between a run's creation and its first entry."""
     start = Start("run", virtual=True)
     sender = Sender(RecordFolder(tmp_path), start, None, system_metrics=False)
     sender.send(Store(f"sqlite:///{tmp_path}/mlflow.db", "suite"), lambda: None)
     assert not (tmp_path / "mlflow.db").exists()
 
 
-def test_a_backlog_of_any_size_is_taken(tmp_path: Path) -> None:
+def test_a_backlog_of_any_size_is_sent(tmp_path: Path) -> None:
     """MLflow limits a request's metrics, params and tags, and how many all of them are."""
     store = Store(f"sqlite:///{tmp_path}/mlflow.db", "suite")
     store.connect()
@@ -408,7 +412,7 @@ def test_a_backlog_of_any_size_is_taken(tmp_path: Path) -> None:
     assert found.last_steps["loss"] == 2002
 
 
-def test_where_folders_vanish_none_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_that_vanish_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in /proc, where making one says that there is no such place."""
 
     def vanish(*_: object, **__: object) -> None:

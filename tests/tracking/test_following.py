@@ -39,7 +39,7 @@ def follower(tracking: Tracking, record: Path) -> Iterator[RunLog]:
         yield log
 
 
-def test_what_one_process_logs_another_sends(follower: RunLog, record: Path) -> None:
+def test_entries_of_one_process_are_sent_by_another(follower: RunLog, record: Path) -> None:
     run = begun(record, mode="dp")
     for point in RESULT.points:
         run.point(point)
@@ -72,7 +72,7 @@ def test_logging_imports_nothing_and_connects_nowhere(record: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_process_that_is_started_again_goes_on_with_its_run(ends: bool, follower: RunLog, record: Path) -> None:
+def test_a_restarted_process_continues_its_run(ends: bool, follower: RunLog, record: Path) -> None:
     """Whether the first could still say that it failed or not."""
     first = begun(record)
     for point in RESULT.points[:3]:
@@ -99,7 +99,7 @@ def test_the_follower_ends_a_run_whose_process_did_not(follower: RunLog, record:
     assert [row.step for row in history(follower, "curves/top1")] == [1000]
 
 
-def test_what_a_follower_left_a_later_command_sends(tracking: Tracking, record: Path) -> None:
+def test_entries_that_a_follower_left_are_sent_by_a_later_command(tracking: Tracking, record: Path) -> None:
     """As after a second Ctrl-C, when the launcher waits neither for its workers nor for MLflow."""
     with tracking.following(record) as log:
         run = begun(record)
@@ -112,7 +112,7 @@ def test_what_a_follower_left_a_later_command_sends(tracking: Tracking, record: 
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_store_that_fails_is_told_once_and_waited_for_by_nobody(
+def test_a_store_that_fails_is_reported_once_and_not_waited_for(
     record: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> None:
@@ -150,7 +150,7 @@ def test_this_host_is_sampled(follower: RunLog, record: Path, monkeypatch: pytes
     assert any(name.startswith("system/") for name in fetch(follower).data.metrics)
 
 
-def test_an_entry_that_is_being_written_is_heard_of_when_it_is_whole(tmp_path: Path) -> None:
+def test_an_entry_is_read_once_it_is_complete(tmp_path: Path) -> None:
     record = RecordFolder(tmp_path)
     line = LogEntry(tags={"mode": "dp"}).to_json() + "\n"
     with (tmp_path / ENTRIES).open("w", encoding="utf-8") as file:
@@ -164,7 +164,7 @@ def test_an_entry_that_is_being_written_is_heard_of_when_it_is_whole(tmp_path: P
 
 
 @pytest.mark.parametrize("lacks", [1, 9], ids=["all but its end", "a part"])
-def test_what_a_killed_process_has_written_of_an_entry_spoils_no_other(tmp_path: Path, lacks: int) -> None:
+def test_a_partial_entry_of_a_killed_process_does_not_damage_others(tmp_path: Path, lacks: int) -> None:
     """The launcher's next line was joined to it: the run's end was lost, and MLflow showed it as RUNNING."""
     record = RecordFolder(tmp_path)
     record.append(LogEntry(tags={"mode": "dp"}))
@@ -177,7 +177,7 @@ def test_what_a_killed_process_has_written_of_an_entry_spoils_no_other(tmp_path:
         assert [entry.status for entry in heard] == [None, "FAILED", None]
 
 
-def test_a_record_that_is_opened_again_keeps_what_it_has(tmp_path: Path) -> None:
+def test_a_reopened_record_keeps_its_entries(tmp_path: Path) -> None:
     """A torn line was cut off by writing the file anew: with a full disk, or a kill then, all of it was lost."""
     RecordFolder(tmp_path).append(LogEntry(tags={"mode": "dp"}))
     with (tmp_path / ENTRIES).open("a", encoding="utf-8") as file:
@@ -188,14 +188,14 @@ def test_a_record_that_is_opened_again_keeps_what_it_has(tmp_path: Path) -> None
 
 
 class OneByte(io.FileIO):
-    """A file on a disk with room for one byte, of which the system writes that, and says so."""
+    """A file on a disk with room for one byte, which the system writes and reports."""
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
         return super().write(data[:1])
 
 
-def test_an_entry_that_a_disk_takes_in_part_is_lost_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The entry after it was joined to it, and both were lost without a word."""
+def test_only_a_partially_written_entry_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entry after it was joined to it, and both were lost without a message."""
     record = RecordFolder(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", lambda path, mode, buffering: OneByte(path, mode))
@@ -205,7 +205,7 @@ def test_an_entry_that_a_disk_takes_in_part_is_lost_alone(tmp_path: Path, monkey
     assert [entry.status for entry in RecordFolder(tmp_path).earlier()] == ["FAILED"]
 
 
-def test_what_was_heard_of_is_not_read_again(tmp_path: Path) -> None:
+def test_entries_are_read_once(tmp_path: Path) -> None:
     """The whole record was, for every entry: 0.1 s after ten days, with all its samples in memory."""
     record = RecordFolder(tmp_path)
     record.append(LogEntry(tags={"mode": "dp"}))
@@ -218,7 +218,7 @@ def test_what_was_heard_of_is_not_read_again(tmp_path: Path) -> None:
     assert {name for name, value in record.__dict__.items() if value != heard[name]} == {"_num_bytes"}
 
 
-def test_an_end_that_a_full_disk_does_not_take_is_sent(
+def test_an_end_that_a_full_disk_cannot_store_is_sent(
     follower: RunLog, record: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As is what came before the disk was full, though what MLflow has of it can't be noted."""

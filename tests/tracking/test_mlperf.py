@@ -52,7 +52,7 @@ def recorded(name: str, model: str) -> RunResult:
     return replace(result, recipe=load(f"small/{model}/single").flat)
 
 
-# A model, that whose result it is given, and its ruleset: BLEU of a Transformer is BLEU of a GNMT.
+# A model, the model whose result it is given, and its ruleset: BLEU of a Transformer is BLEU of a GNMT.
 RULESETS = [
     ("gnmt8", "gnmt8", "0.7.0"),
     ("gnmt16", "gnmt16", "0.7.0"),
@@ -92,7 +92,7 @@ def log_of(points: Sequence[Point], **changes: Any) -> list[dict[str, Any]]:
     return events(mlperf_log(replace(RESULT, points=tuple(points), **changes), 2000, 100, BEGAN_MS))
 
 
-def test_times_are_the_run_s_clock() -> None:
+def test_times_are_those_of_the_run_s_clock() -> None:
     reached_last = {**RESULT.metrics, "time_to_accuracy_s": 6.0}
     found = log_of(RESULT.points, metrics=reached_last, recipe=load("quickstart").flat)
     scores = [each for each in found if each["key"] == "eval_accuracy"]
@@ -125,12 +125,12 @@ def test_a_run_that_missed_or_diverged_is_aborted() -> None:
     assert [each["value"] for each in diverged if each["key"] == "eval_accuracy"] == [None]
 
 
-def test_bleu_is_a_share_there() -> None:
+def test_bleu_is_logged_as_a_fraction() -> None:
     found = log_of([Point(2000, 1.0, {"train_loss": 2.0, "bleu": 24.5})], recipe=load("small/gnmt8/single").flat)
     assert [each["value"] for each in found if each["key"] == "eval_accuracy"] == [0.245]
 
 
-def test_other_models_say_that_no_ruleset_has_them() -> None:
+def test_models_without_a_ruleset_are_logged_as_such() -> None:
     for recipe, named in ((load("quickstart").flat, "vgg16"), ({}, "this model")):
         first = mlperf_log(replace(RESULT, recipe=recipe), 4000, 1000, BEGAN_MS).splitlines()[0]
         assert first.startswith(f"# no ruleset of MLPerf Training has {named}: its checker refuses this")

@@ -48,7 +48,7 @@ BOTH = {"parent": "KILLED", "child": "KILLED"}
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
@@ -70,7 +70,7 @@ def points() -> list[tuple[int, float]]:
         return store.execute("select step, value from metrics where key = 'curves/top1' order by step").fetchall()
 
 
-def test_a_list_of_runs_closes_what_killed_processes_left() -> None:
+def test_a_list_of_runs_closes_runs_of_killed_processes() -> None:
     kill()
     assert len(list(Path("pipebench-results").iterdir())) == 2
     listed = CliRunner().invoke(cli, ["runs"])
@@ -82,7 +82,7 @@ def test_a_list_of_runs_closes_what_killed_processes_left() -> None:
     assert not Path("pipebench-results").exists()
 
 
-def test_the_next_run_closes_what_killed_processes_left() -> None:
+def test_the_next_run_closes_runs_of_killed_processes() -> None:
     kill("pipebench-runs/child-12345678/record")
     Path("small.yaml").write_text(uniform_recipe(2, 16, 8, 8, "mode: gpipe, plan: 1-1"))
     assert CliRunner().invoke(cli, ["run", "small.yaml", "engine.kind=simulated"]).exit_code == 0
@@ -94,7 +94,7 @@ def test_the_next_run_closes_what_killed_processes_left() -> None:
 
 
 @pytest.mark.parametrize("refused", ["parent", "child"])
-def test_a_run_that_mlflow_refuses_holds_up_no_other(monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
+def test_a_run_that_mlflow_refuses_does_not_delay_others(monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
     kill()
     close = orphaned._close
 
@@ -108,7 +108,7 @@ def test_a_run_that_mlflow_refuses_holds_up_no_other(monkeypatch: pytest.MonkeyP
     assert statuses() == BOTH | {refused: "RUNNING"}
 
 
-def test_what_somebody_holds_or_has_closed_or_another_store_has_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locked_and_closed_records_and_those_of_other_stores_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     kill()
     folders = [*Path("pipebench-results").iterdir()]
     held = [RecordFolder(folder) for folder in folders]
@@ -126,25 +126,25 @@ def test_what_somebody_holds_or_has_closed_or_another_store_has_is_left_alone(mo
     assert statuses() == {"parent": "KILLED", "child": "FAILED"}
 
 
-def test_a_copy_of_a_process_holds_nothing(tmp_path: Path) -> None:
+def test_a_forked_process_holds_no_lock(tmp_path: Path) -> None:
     record = RecordFolder(tmp_path / "record")
-    told, tells = os.pipe()
+    readable, writable = os.pipe()
     copy = os.fork()
     if copy == 0:
-        os.write(tells, b".")
+        os.write(writable, b".")
         signal.pause()
     try:
-        os.read(told, 1)
+        os.read(readable, 1)
         record.release()
         assert RecordFolder(tmp_path / "record", exclusive=True).path is not None
     finally:
         os.kill(copy, signal.SIGKILL)
         os.waitpid(copy, 0)
-        for each in (told, tells):
+        for each in (readable, writable):
             os.close(each)
 
 
-def test_a_record_that_a_stopped_command_holds_is_not_waited_for_without_end(
+def test_the_wait_for_a_record_of_a_suspended_command_is_limited(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """While Ctrl-Z stopped `pipebench runs`, `run --resume` and the end of a comparison waited without a message."""
@@ -156,11 +156,11 @@ def test_a_record_that_a_stopped_command_holds_is_not_waited_for_without_end(
     left_record.release()
     monkeypatch.setattr(record, "_PATIENCE_S", 0.1)
     closing_it = RecordFolder(folder, exclusive=True)
-    told = f"{folder}: process {os.getpid()} on {socket.gethostname()} holds it, to send it to MLflow, and hasn't"
-    with pytest.raises(UserError, match=re.escape(told)):
+    message = f"{folder}: process {os.getpid()} on {socket.gethostname()} holds it, to send it to MLflow, and hasn't"
+    with pytest.raises(UserError, match=re.escape(message)):
         tracking.start("child", params={}, tags={}, folder=folder)
     parent.metrics({"speedup_over_dp": 2.0}, about=folder)
-    assert capsys.readouterr().err.startswith(f"pipebench: speedup_over_dp: not recorded: {told}")
+    assert capsys.readouterr().err.startswith(f"pipebench: speedup_over_dp: not recorded: {message}")
     closing_it.release()
     parent.metrics({"speedup_over_dp": 2.0}, about=folder)
     assert [each.metrics for each in RecordFolder(folder).earlier("metrics")] == [{"speedup_over_dp": 2.0}]
@@ -183,7 +183,7 @@ def test_a_comparison_ends_after_a_run_whose_end_was_not_awaited() -> None:
     assert statuses() == BOTH
 
 
-def test_runs_that_mlflow_never_got_are_sent_when_it_answers() -> None:
+def test_runs_missing_in_mlflow_are_sent_when_it_answers() -> None:
     """They stayed on disk for good: nothing said of which experiment and comparison they were."""
     tracking = Tracking("unknown")
     with pytest.MonkeyPatch.context() as patch:
@@ -216,7 +216,7 @@ def test_runs_that_mlflow_never_got_are_sent_when_it_answers() -> None:
     assert (above.outcome, run.outcome, run.began_ms) == ("finished", "finished", child.key and child.key.at_ms)
 
 
-def test_a_record_that_is_released_twice_lets_go_of_no_other() -> None:
+def test_releasing_a_record_twice_releases_no_other() -> None:
     """The system gives a closed file's number to the next one."""
     first = RecordFolder(Path("first"))
     assert first._file_lock is not None

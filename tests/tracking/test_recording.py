@@ -63,7 +63,7 @@ def comparison_of(run: RunLog) -> RunLog:
     return PARENTS[run.name]
 
 
-def test_curves_have_samples_as_steps_the_virtual_clock_as_a_metric_and_wall_timestamps(finished: RunLog) -> None:
+def test_curves_have_samples_as_steps_and_wall_timestamps_and_the_virtual_clock_is_a_metric(finished: RunLog) -> None:
     """A scale per run made MLflow's durations rank runs wrongly; wall times are the same for all of them."""
     run = fetch(finished)
     rows = history(finished, "curves/top1")
@@ -74,14 +74,14 @@ def test_curves_have_samples_as_steps_the_virtual_clock_as_a_metric_and_wall_tim
     assert run.info.start_time <= rows[0].timestamp <= rows[-1].timestamp <= run.info.end_time <= now_ms
 
 
-def test_best_values_are_metrics_of_their_own(finished: RunLog) -> None:
+def test_best_values_are_separate_metrics(finished: RunLog) -> None:
     metrics = fetch(finished).data.metrics
     assert (metrics["best_top1"], metrics["best_train_loss"]) == (0.96, 0.25)
     assert metrics["time_to_accuracy_s"] == 4.5
     assert "best_virtual_time_s" not in metrics
 
 
-def test_the_best_of_a_score_is_what_its_data_set_calls_better(tracking: Tracking) -> None:
+def test_the_best_of_a_score_follows_its_data_set_s_direction(tracking: Tracking) -> None:
     """0.2.0 guessed from the name: the best `mse`, or word error rate, in MLflow was the worst."""
     run = tracking.start("mse", params={}, tags={})
     errors = [0.3, 0.1, 0.2]
@@ -96,7 +96,7 @@ def test_the_best_of_a_score_is_what_its_data_set_calls_better(tracking: Trackin
     }
 
 
-def test_a_run_has_few_metrics_and_all_that_is_promised(tracking: Tracking) -> None:
+def test_a_run_has_few_metrics_and_all_documented_ones(tracking: Tracking) -> None:
     """The rest, per worker and per cause, is in result.json."""
     details = {
         "final_top1": 0.9,
@@ -138,7 +138,7 @@ def test_a_run_has_few_metrics_and_all_that_is_promised(tracking: Tracking) -> N
     assert single[:4] == ["target_reached", "time_to_accuracy_s", "comm_bytes_per_sample", "bubble_fraction"]
 
 
-def test_single_values_are_no_curves_and_have_as_many_digits_as_people_read(tracking: Tracking) -> None:
+def test_single_values_are_not_curves_and_are_rounded(tracking: Tracking) -> None:
     """MLflow draws whatever has a step as a curve, and prints all digits of a double.
 
     0.2.0 had six, of which `pipebench runs` made 58,436 samples/s where `pipebench compare` had 58,437.
@@ -160,7 +160,7 @@ def test_whether_the_target_was_reached_is_a_number(tracking: Tracking, outcome:
     assert fetch(run).data.metrics.get("target_reached") == reached
 
 
-def test_a_run_can_tell_what_only_it_knows_of_another(tracking: Tracking) -> None:
+def test_a_comparison_may_add_metrics_to_its_runs(tracking: Tracking) -> None:
     """A comparison knows how much faster than data parallelism each of its runs was."""
     child, parent = (tracking.start(name, params={}, tags={}) for name in ("child", "parent"))
     child.finish(RESULT)
@@ -196,7 +196,7 @@ def test_data_set_and_model_are_the_run_s_inputs(tracking: Tracking) -> None:
     assert model.params["width"] == "0.125"
 
 
-def test_inputs_are_told_apart_by_what_the_recipe_says() -> None:
+def test_inputs_are_identified_by_the_recipe_s_options() -> None:
     def of(*overrides: str) -> Inputs:
         loaded = load("quickstart", overrides)
         return Inputs.of(loaded, make_dataset(loaded.recipe.dataset))
@@ -206,11 +206,11 @@ def test_inputs_are_told_apart_by_what_the_recipe_says() -> None:
     assert plain.dataset_digest == wide.dataset_digest != few.dataset_digest
 
 
-def test_keys_that_are_null_are_no_params() -> None:
+def test_null_keys_are_not_params() -> None:
     assert logged_params({"train.streams": "null", "train.seed": "0"}) == {"train.seed": "0"}
 
 
-def test_the_comparison_is_what_mlflow_shows_first_of_its_run(finished: RunLog) -> None:
+def test_a_comparison_s_description_begins_with_its_table(finished: RunLog) -> None:
     parent = comparison_of(finished)
     text = fetch(parent).data.tags["mlflow.note.content"]
     assert text.startswith("| run |\n| --- |\n| row |\n")
@@ -242,7 +242,7 @@ def test_an_experiment_has_a_view_which_the_user_may_change(tracking: Tracking) 
     client.set_experiment_tag(str(store.experiment_id), VIEW_TAG, tags[VIEW_TAG])
 
 
-def test_an_experiment_without_a_view_is_as_good(monkeypatch: pytest.MonkeyPatch, tracking: Tracking) -> None:
+def test_a_run_is_recorded_if_its_experiment_has_no_view(monkeypatch: pytest.MonkeyPatch, tracking: Tracking) -> None:
     def fail(*_: object) -> None:
         raise OSError("no tags here")
 
@@ -259,7 +259,7 @@ def test_each_stage_has_its_memory_in_a_table(finished: RunLog, folder: Path) ->
     assert not [name for name in fetch(finished).data.metrics if "/stage_" in name]
 
 
-def test_a_run_is_its_user_s(finished: RunLog, tracking: Tracking, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_names_its_user(finished: RunLog, tracking: Tracking, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a team's server the column `User` was empty."""
     assert fetch(finished).data.tags["mlflow.user"] == getpass.getuser()
     monkeypatch.setattr(getpass, "getuser", Mock(side_effect=OSError("no name")))
@@ -300,7 +300,7 @@ def test_the_parent_has_mean_and_spread(finished: RunLog) -> None:
     assert (metrics["runs_reached"], metrics["runs_total"]) == (2, 2)
 
 
-def test_the_user_is_told_how_to_open_the_run(finished: RunLog) -> None:
+def test_the_command_to_open_the_run_is_printed(finished: RunLog) -> None:
     assert finished.where() == "pipebench ui   (experiment suite, run pipedream)"
 
 
@@ -314,7 +314,7 @@ def test_the_outcome_decides_the_status(tracking: Tracking, outcome: str, status
     assert (fetch(run).info.status, fetch(run).data.tags["outcome"]) == (status, outcome)
 
 
-def test_an_interrupted_run_keeps_what_it_logged(tracking: Tracking) -> None:
+def test_an_interrupted_run_keeps_its_logged_values(tracking: Tracking) -> None:
     run = tracking.start("interrupted", params={}, tags={})
     run.point(RESULT.points[0])
     run.finish(None, status="KILLED")
@@ -343,7 +343,7 @@ def test_seconds_of_two_clocks_are_never_in_one_column(tracking: Tracking) -> No
     assert wall == {"wall_time_to_accuracy_s", "wall_epoch_time_s", "wall_throughput_samples_per_s", "bubble_fraction"}
 
 
-def test_more_values_than_one_request_takes(tracking: Tracking) -> None:
+def test_more_values_than_one_request_holds_are_sent(tracking: Tracking) -> None:
     run = tracking.start("long", params={f"key{i}": str(i) for i in range(150)}, tags={})
     for i in range(1200):
         run.point(Point(i, float(i), {"train_loss": 1.0}))
@@ -374,7 +374,7 @@ def test_a_deleted_experiment_is_used_again(tracking: Tracking) -> None:
     assert experiment.lifecycle_stage == "active"
 
 
-def test_an_experiment_that_is_deleted_in_mid_run_is_restored(tracking: Tracking) -> None:
+def test_an_experiment_that_is_deleted_during_a_run_is_restored(tracking: Tracking) -> None:
     """The rest of the run and its end were refused, and it stayed running for ever."""
     from mlflow.tracking import MlflowClient
 
@@ -388,7 +388,7 @@ def test_an_experiment_that_is_deleted_in_mid_run_is_restored(tracking: Tracking
     assert len(history(run, "curves/top1")) == 1
 
 
-def test_mlflow_says_nothing_itself(tracking: Tracking, capfd: pytest.CaptureFixture[str]) -> None:
+def test_mlflow_prints_nothing(tracking: Tracking, capfd: pytest.CaptureFixture[str]) -> None:
     run = tracking.start("silent", params={}, tags={})
     run.finish(RESULT)
     assert capfd.readouterr() == ("", "")
@@ -430,7 +430,7 @@ def test_a_host_without_counters_has_no_system_metrics(tracking: Tracking, monke
     assert not [name for name in fetch(run).data.metrics if name.startswith("system/")]
 
 
-def test_results_of_before_there_were_workers_can_be_read() -> None:
+def test_old_results_without_workers_can_be_read() -> None:
     data = json.loads(write(RESULT))
     del data["workers"]
     assert read(RunResult, json.dumps(data)) == RESULT
@@ -468,7 +468,7 @@ def test_curves_ignore_values_that_are_not_finite() -> None:
 
 
 class _Experiments(BaseHTTPRequestHandler):
-    """Answers as MLflow's server does when asked for experiments."""
+    """Answers requests for experiments like MLflow's server."""
 
     def do_POST(self) -> None:
         seen = {"name": "small/gnmt8", "experiment_id": "7", "tags": [{"key": VIEW_TAG, "value": "{}"}]}
@@ -481,7 +481,7 @@ class _Experiments(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-def test_the_ui_tells_the_address_of_every_experiment_that_has_a_view() -> None:
+def test_the_ui_prints_the_address_of_every_experiment_with_a_view() -> None:
     with HTTPServer(("127.0.0.1", 0), _Experiments) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
@@ -492,7 +492,7 @@ def test_the_ui_tells_the_address_of_every_experiment_that_has_a_view() -> None:
     assert run_address(address, "7", "abc") == f"{address}/#/experiments/7/runs/abc?workflowType=machine_learning"
 
 
-def test_a_taken_port_is_told() -> None:
+def test_a_taken_port_is_reported() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()

@@ -53,7 +53,7 @@ def test_the_newest_run_of_a_recipe_is_found(tracking: Tracking) -> None:
     assert runs.result_of(found.run_id) == found.result
 
 
-def test_what_has_no_result_of_this_recipe_is_passed_over(tracking: Tracking, folder: Path) -> None:
+def test_runs_without_a_result_of_this_recipe_are_skipped(tracking: Tracking, folder: Path) -> None:
     good = recorded(tracking, "passed", RESULT)
     recorded(tracking, "passed", None)
     recorded(tracking, "passed", replace(RESULT, outcome=INTERRUPTED))
@@ -69,7 +69,7 @@ def test_what_has_no_result_of_this_recipe_is_passed_over(tracking: Tracking, fo
     assert RecordedRuns().newest("passed", VERSION) != found
 
 
-def test_a_measured_run_of_another_machine_is_none_of_this_one_s(tracking: Tracking) -> None:
+def test_measured_runs_of_another_machine_are_not_used(tracking: Tracking) -> None:
     """On a team's server a report took durations that a colleague's machine had measured."""
     mine = recorded(tracking, "measured", RESULT, processor="one", cpus="8")
     recorded(tracking, "measured", RESULT, processor="another", cpus="8")
@@ -79,7 +79,7 @@ def test_a_measured_run_of_another_machine_is_none_of_this_one_s(tracking: Track
     assert found.run_id == mine.run_id
 
 
-def test_a_run_that_diverged_is_found_because_it_would_again(tracking: Tracking) -> None:
+def test_a_run_that_diverged_is_used(tracking: Tracking) -> None:
     run = recorded(tracking, "diverged", replace(RESULT, outcome=DIVERGED))
     found = RecordedRuns().newest("diverged", VERSION)
     assert found is not None
@@ -96,7 +96,7 @@ def test_the_list_of_runs_has_the_time_and_the_throughput_of_either_clock(tracki
 
 
 @pytest.mark.parametrize("clock", ["virtual", "wall"])
-def test_a_run_whose_artifacts_are_gone_is_compared_by_what_mlflow_has_of_it(
+def test_a_run_without_artifacts_is_compared_by_mlflow_s_metrics(
     tracking: Tracking, folder: Path, clock: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Runs had no result if only the server can read its artifacts, or if they were removed."""
@@ -172,7 +172,7 @@ def test_thousands_of_runs_are_listed_without_the_collector(
     assert gc.isenabled()
 
 
-def test_of_runs_that_mlflow_has_no_record_is_read_to_list_them(
+def test_listing_runs_in_mlflow_reads_no_records(
     tracking: Tracking, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hundreds of long runs' records were read, gigabytes of samples of the system, for their folders' names."""
@@ -210,28 +210,28 @@ def test_a_run_that_is_tagged_as_its_own_parent_is_listed(tracking: Tracking) ->
     assert [past.parent_id for past in RecordedRuns().past() if past.ids == (run.run_id,)] == [None]
 
 
-def test_where_nothing_was_recorded_nothing_is_made(tmp_path: Path) -> None:
+def test_looking_up_results_creates_no_store(tmp_path: Path) -> None:
     assert RecordedRuns(f"sqlite:///{tmp_path}/mlflow.db").newest("two", VERSION) is None
     assert not any(tmp_path.iterdir())
 
 
-def test_a_store_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_a_store_that_cannot_be_read_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "mlflow.db"
     path.write_text("no database")
     with pytest.raises(UserError, match=rf"MLflow at sqlite:///{path} can't be read: .*not a database"):
         RecordedRuns(f"sqlite:///{path}").newest("two", VERSION)
 
 
-def test_a_server_s_password_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLflow's own sentence on a server that is down has it."""
+def test_a_server_s_password_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow's message on a server that is down contains it."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         server = f"127.0.0.1:{unused.getsockname()[1]}"
-        with pytest.raises(UserError) as told:
+        with pytest.raises(UserError) as raised:
             RecordedRuns(f"http://me:secret@{server}").past()
-    assert str(told.value).startswith(f"MLflow at http://{server} can't be read: ")
-    assert "Connection refused" in str(told.value)
+    assert str(raised.value).startswith(f"MLflow at http://{server} can't be read: ")
+    assert "Connection refused" in str(raised.value)
     assert "secret" not in reason_of("413 Client Error for url: http://me:secret@host/api")
 
 
@@ -243,7 +243,7 @@ def test_a_recipe_s_hash_is_of_all_but_its_name(tmp_path: Path) -> None:
     assert len({own, *(recipe_hash(load("quickstart", each)) for each in others)}) == 5
 
 
-def test_files_count_by_what_is_in_them(tmp_path: Path) -> None:
+def test_files_are_hashed_by_content(tmp_path: Path) -> None:
     cluster, plan = tmp_path / "mine.yaml", tmp_path / "profile.json"
     text = (Path(pipebench.__file__).parent.parent / "recipes" / "clusters" / "cluster-a.yaml").read_text()
 
@@ -257,7 +257,7 @@ def test_files_count_by_what_is_in_them(tmp_path: Path) -> None:
     assert len({first, hashed("11 GB/s", "{}"), hashed("10 GB/s", "{ }")}) == 3
 
 
-def test_data_may_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_of_data_is_not_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashes = set()
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
@@ -266,7 +266,7 @@ def test_data_may_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(hashes) == 1
 
 
-def test_a_version_is_of_all_source_files() -> None:
+def test_a_version_hashes_all_source_files() -> None:
     number, _, digits = source_version().partition("+")
     root = Path(pipebench.__file__).parent.parent
     files = sorted([*(root / "pipebench").rglob("*.py"), *(root / "pipebench" / "zoo").rglob("*.py")])
@@ -276,7 +276,7 @@ def test_a_version_is_of_all_source_files() -> None:
 
 @pytest.fixture
 def counted(tmp_path: Path) -> Callable[[], str]:
-    """What returns the hash of a recipe whose model is code of the user's own: a module, a helper, and a package."""
+    """Return a function that hashes a recipe whose model is a user's code: a module, a helper, and a package."""
     (tmp_path / "own_parts" / "inner").mkdir(parents=True)
     (tmp_path / "own_space" / "deeper").mkdir(parents=True)
     texts = {
@@ -298,7 +298,7 @@ def counted(tmp_path: Path) -> Callable[[], str]:
         (tmp_path / name).write_text(text)
     recipe = tmp_path / "own.yaml"
     recipe.write_text("extends: quickstart/dp\nmodel: {name: null, target: 'own_counted:net', width: null}\n")
-    # What the base gives to its own model an own one doesn't take.
+    # The base's options of its model don't apply to a user's model.
     extended = load("quickstart/dp").recipe.model
     nothing = [f"model.{key}=null" for key in extended if key not in ("name", "target", "width")]
     return lambda: recipe_hash(load(str(recipe), nothing, builds=False))
@@ -320,7 +320,7 @@ def counted(tmp_path: Path) -> Callable[[], str]:
         ("own_unused.py", False),
     ],
 )
-def test_all_of_a_users_own_code_counts_that_a_target_leads_to(
+def test_all_user_code_that_a_target_imports_is_hashed(
     counted: Callable[[], str], tmp_path: Path, module: str, *, counts: bool
 ) -> None:
     """0.1.0 counted the modules that targets name only: a helper could change, and old results were shown for it."""

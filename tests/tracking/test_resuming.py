@@ -42,7 +42,7 @@ def resumed(tracking: Tracking, tmp_path: Path) -> tuple[RunLog, RunLog]:
     return first, second
 
 
-def test_a_resumed_run_goes_on_under_its_id_without_duplicates(resumed: tuple[RunLog, RunLog], tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_id_and_has_no_duplicates(resumed: tuple[RunLog, RunLog], tmp_path: Path) -> None:
     first, second = resumed
     assert second.run_id == first.run_id == mlflow_run_id(tmp_path / "record")
     for metric in ("curves/top1", "curves/train_loss"):
@@ -72,7 +72,7 @@ def test_a_run_that_was_killed_after_its_last_value_has_each_once(tracking: Trac
         assert len(set(steps)) == len(steps) > 0, metric
 
 
-def test_a_run_that_was_stopped_and_goes_on_has_its_last_summary_only(tracking: Tracking, tmp_path: Path) -> None:
+def test_a_resumed_run_has_only_its_last_summary(tracking: Tracking, tmp_path: Path) -> None:
     """0.1.0 logged every result at step 0 beside the earlier ones; MLflow then drew them as a curve."""
     stopped = {"comm_bytes_total": 3e8, "epoch_time_s": 2.5, "bubble_fraction": 0.5}
     for metrics, outcome in ((stopped, INTERRUPTED), ({**stopped, "epoch_time_s": 2.0}, INTERRUPTED)):
@@ -90,7 +90,7 @@ def test_a_run_that_was_stopped_and_goes_on_has_its_last_summary_only(tracking: 
     assert [row.step for row in history(run, "curves/top1")] == [1000, 2000, 3000, 4000]
 
 
-def test_a_summary_that_the_store_took_at_the_second_try_is_there_once(
+def test_a_summary_that_the_store_accepts_at_the_second_try_is_recorded_once(
     tracking: Tracking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Earlier values are gone by then, and the new ones have not come."""
@@ -115,7 +115,7 @@ def test_a_summary_that_the_store_took_at_the_second_try_is_there_once(
     assert [row.value for row in history(run, "comm_bytes_total")] == [1e9]
 
 
-def test_what_changed_when_a_run_resumed_is_a_tag(resumed: tuple[RunLog, RunLog]) -> None:
+def test_changes_of_a_resumed_run_are_a_tag(resumed: tuple[RunLog, RunLog]) -> None:
     data = fetch(resumed[1]).data
     assert data.params == {"lr": "0.1", "seed": "0", "extra": "1"}
     assert data.tags["resumed.lr"] == "0.2"
@@ -124,7 +124,7 @@ def test_what_changed_when_a_run_resumed_is_a_tag(resumed: tuple[RunLog, RunLog]
     assert not {"resumed.seed", "resumed.mode", "resumed.clock", "resumed.extra"} & data.tags.keys()
 
 
-def test_a_run_that_mlflow_lost_has_all_that_was_logged_before(
+def test_a_run_that_mlflow_lost_is_sent_again_from_its_beginning(
     tracking: Tracking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once, although making it anew fails at first."""
@@ -158,7 +158,7 @@ def test_a_run_that_mlflow_lost_has_all_that_was_logged_before(
     assert (failed, fetch(run).data.tags["resumes"]) == (["lost"], "1"), "its first process, and the second"
 
 
-def test_a_deleted_run_that_goes_on_is_restored(tracking: Tracking, tmp_path: Path) -> None:
+def test_a_deleted_run_that_is_resumed_is_restored(tracking: Tracking, tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
     run = tracking.start("deleted", params={}, tags={}, folder=tmp_path)
@@ -178,7 +178,7 @@ def test_a_parent_may_be_given_by_its_id(tracking: Tracking) -> None:
     assert fetch(run).data.tags["mlflow.parentRunId"] == parent.run_id
 
 
-def test_what_mlflow_did_not_take_is_sent_when_the_run_goes_on(
+def test_entries_that_mlflow_did_not_accept_are_sent_when_the_run_resumes(
     tracking: Tracking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "record"
@@ -214,7 +214,7 @@ def test_what_mlflow_did_not_take_is_sent_when_the_run_goes_on(
     assert fetch(second).data.params == {"lr": "0.1"}
 
 
-def test_a_record_moves_with_all_that_is_in_it(tracking: Tracking, folder: Path, tmp_path: Path) -> None:
+def test_a_moved_record_keeps_all_its_files(tracking: Tracking, folder: Path, tmp_path: Path) -> None:
     run = tracking.start("moves", params={}, tags={})
     run.point(RESULT.points[0])
     assert rescued(folder, "moves").exists()
@@ -228,7 +228,7 @@ def test_a_record_moves_with_all_that_is_in_it(tracking: Tracking, folder: Path,
     assert mlflow_run_id(tmp_path / "record") == run.run_id
 
 
-def test_an_entry_comes_back_as_it_was() -> None:
+def test_an_entry_is_read_back() -> None:
     entries = [
         LogEntry(start=Start("run", virtual=False, parent_id="p"), params={"a": "1"}, tags={"b": "2"}),
         LogEntry(metrics={"loss": 1.5}, step=3),
@@ -258,8 +258,8 @@ def went_back(tracking: Tracking, folder: Path) -> RunLog:
     return again
 
 
-def test_of_a_run_that_was_set_back_the_branch_that_was_left_is_gone(tracking: Tracking, tmp_path: Path) -> None:
-    """It stayed, and what came instead was dropped: the curve mixed both."""
+def test_the_abandoned_points_of_a_rewound_run_are_removed(tracking: Tracking, tmp_path: Path) -> None:
+    """They stayed, and those that replaced them were dropped: the curve mixed both."""
     run = went_back(tracking, tmp_path)
     record = read_record(tmp_path)
     assert record is not None
@@ -269,7 +269,7 @@ def test_of_a_run_that_was_set_back_the_branch_that_was_left_is_gone(tracking: T
     assert fetch(run).data.metrics["curves/top1"] == 0.1
 
 
-def test_a_server_that_only_adds_has_both_branches_and_a_tag(
+def test_a_server_that_cannot_delete_points_has_both_branches_and_a_tag(
     tracking: Tracking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def keep(*_: object, after: int = -1) -> bool:
@@ -282,7 +282,7 @@ def test_a_server_that_only_adds_has_both_branches_and_a_tag(
     assert fetch(run).data.tags["went_back"].startswith("to 2,000 samples")
 
 
-def test_the_last_value_of_a_curve_that_was_set_back_is_the_last_one_left(tracking: Tracking, tmp_path: Path) -> None:
+def test_the_last_value_of_a_rewound_curve_is_its_last_remaining_one(tracking: Tracking, tmp_path: Path) -> None:
     run = tracking.start("shortened", params={}, tags={}, folder=tmp_path)
     for point in RESULT.points:
         run.point(point)
@@ -293,7 +293,7 @@ def test_the_last_value_of_a_curve_that_was_set_back_is_the_last_one_left(tracki
     assert fetch(again).data.tags["resumes"] == "1"
 
 
-def test_samples_of_the_system_go_on_without_a_look_at_all_of_them(tracking: Tracking, tmp_path: Path) -> None:
+def test_samples_of_the_system_are_continued_without_reading_them_all(tracking: Tracking, tmp_path: Path) -> None:
     """After ten days reading them took a minute."""
     from mlflow.tracking import MlflowClient
 

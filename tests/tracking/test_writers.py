@@ -50,7 +50,7 @@ def test_tensorboard_reads_back_curves_and_result(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard_gets_the_curves_of_a_run_that_tells_its_progress(
+def test_tensorboard_gets_the_curves_of_a_run_with_printed_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only those whose progress was printed had curves there."""
@@ -66,7 +66,7 @@ def test_tensorboard_gets_the_curves_of_a_run_that_tells_its_progress(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_run_that_goes_on_has_one_folder_and_each_point_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_has_one_folder_and_each_point_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its second process had a folder of its own, with the points of the first one again."""
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monkeypatch.chdir(tmp_path)
@@ -88,7 +88,7 @@ def test_a_run_that_goes_on_has_one_folder_and_each_point_once(tmp_path: Path, m
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard_hides_the_branch_that_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_hides_abandoned_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monkeypatch.chdir(tmp_path)
     first, second = Writers(["tensorboard"], RUN), Writers(["tensorboard"], RUN._replace(samples_done=2000))
@@ -126,7 +126,7 @@ class Failing:
         raise AssertionError("it failed before")
 
 
-def test_one_that_fails_is_told_once_and_left_out(
+def test_a_writer_that_fails_is_reported_once_and_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(writers._KINDS, "tensorboard", Failing)
@@ -134,32 +134,32 @@ def test_one_that_fails_is_told_once_and_left_out(
     for point in RESULT.points:
         found.point(point)
     found.finish(RESULT)
-    told = "pipebench: tensorboard failed (disk full); MLflow has the run, which goes on\n"
-    assert capsys.readouterr().err == told
+    message = "pipebench: tensorboard failed (disk full); MLflow has the run, which goes on\n"
+    assert capsys.readouterr().err == message
 
 
-def test_a_package_that_is_missing_is_told_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight_module, "find_spec", lambda name: None if name == "tensorboard" else name)
     loaded = load("quickstart", ["tracking=[mlflow,tensorboard]"])
     preflight(loaded, trains=False)  # a plan records nothing
-    said = r"tracking: got tensorboard, which needs the package tensorboard: pip install tensorboard"
-    with pytest.raises(RecipeError, match=said):
+    sentence = r"tracking: got tensorboard, which needs the package tensorboard: pip install tensorboard"
+    with pytest.raises(RecipeError, match=sentence):
         preflight(loaded)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "sentence"),
     [
         ("[mlflow,tensorbord]", "tracking: got 'tensorbord', allowed are .*; did you mean 'tensorboard'"),
         ("[tensorboard]", r"tracking: got \['tensorboard'\], mlflow has to be among them: .* read runs from it"),
         ("tensorboard", "tracking: "),
     ],
 )
-def test_a_wrong_list_is_refused(given: str, said: str) -> None:
-    with pytest.raises(RecipeError, match=said):
+def test_a_wrong_list_is_refused(given: str, sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
         load("quickstart", [f"tracking={given}"])
 
 
-def test_where_runs_are_recorded_changes_nothing_about_them() -> None:
+def test_writers_do_not_change_a_recipe_s_hash() -> None:
     plain, more = load("quickstart"), load("quickstart", ["tracking=[mlflow,wandb]"])
     assert recipe_hash(plain) == recipe_hash(more)

@@ -1,4 +1,4 @@
-"""Devices too small for plain PipeDream: what swaps or recomputes trains there, with the bits of endless devices."""
+"""On devices too small for plain PipeDream, plans that swap or recompute train with the bits of unlimited devices."""
 
 import re
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ def cuts_of(job: Job) -> str:
     return f"[{', '.join(names[stage.start] for stage in job.setup.plan.stages[1:])}]"
 
 
-def has_the_bits_of_endless_devices(folder: Path, job: Job, limit: int) -> bool:
+def has_the_bits_of_unlimited_devices(folder: Path, job: Job, limit: int) -> bool:
     """Train a job within a limit, and the same plan on devices without one, where it keeps everything."""
     engine = trained(job)
     assert max(engine.peak_bytes) <= limit
@@ -73,15 +73,15 @@ def has_the_bits_of_endless_devices(folder: Path, job: Job, limit: int) -> bool:
     return all(torch.equal(parameter, expected[name]) for name, parameter in found.items())
 
 
-def test_a_plan_that_doesn_t_fit_trains_where_its_stages_swap(tmp_path: Path) -> None:
-    """A plan that a recipe names is run as it is, and that says so."""
+def test_a_plan_that_does_not_fit_trains_if_its_stages_swap(tmp_path: Path) -> None:
+    """A plan that a recipe gives is run unchanged, with a note."""
     pytest.importorskip("mlxtend")
     keeping = job_of(tmp_path, "3 MB", ["parallelism.plan=straight"])
     assert "out of memory" in MemoryForecast(keeping).out_of_memory
     job = job_of(tmp_path, "3 MB", ["parallelism.plan=straight", "parallelism.vpipe={recompute: false}"])
     assert [stage.memory.count("swap") for stage in job.setup.plan.stages] == [13, 0, 0, 0]
     assert MemoryForecast(job).out_of_memory == ""
-    assert has_the_bits_of_endless_devices(tmp_path, job, 3_000_000)
+    assert has_the_bits_of_unlimited_devices(tmp_path, job, 3_000_000)
 
 
 def test_the_minibatch_that_is_advised_fits_and_a_larger_one_does_not(tmp_path: Path) -> None:
@@ -99,17 +99,17 @@ def test_the_minibatch_that_is_advised_fits_and_a_larger_one_does_not(tmp_path: 
     assert advice("1500 kB", 64).endswith("what would help: more stages")  # not the other worker
 
 
-def test_what_the_planner_refuses_trains_where_it_recomputes(tmp_path: Path) -> None:
+def test_a_model_without_a_plan_trains_if_it_recomputes(tmp_path: Path) -> None:
     pytest.importorskip("mlxtend")
     with pytest.raises(PlanError, match="no plan of mode pipedream fits"):
         job_of(tmp_path, "1500 kB", ["parallelism.shard=none", "parallelism.recompute=false"])
     job = job_of(tmp_path, "1500 kB", ["parallelism.recompute=true"])
     assert MemoryForecast(job).out_of_memory == ""
-    assert has_the_bits_of_endless_devices(tmp_path, job, 1_500_000)
+    assert has_the_bits_of_unlimited_devices(tmp_path, job, 1_500_000)
 
 
-def test_cuts_for_layers_that_recompute_are_told(tmp_path: Path) -> None:
-    """Left open they are others than without, and with them a pipeline's staleness and its weights."""
+def test_cuts_for_layers_that_recompute_are_reported(tmp_path: Path) -> None:
+    """Planned cuts differ if layers recompute, and with them a pipeline's staleness and weights."""
     asked = ["parallelism.plan=straight", "parallelism.recompute_layers=['features_*']"]
     said = "cut for layers that recompute: cuts may be others without, unless named"
     job = job_of(tmp_path, "3 GB", asked)
@@ -118,7 +118,7 @@ def test_cuts_for_layers_that_recompute_are_told(tmp_path: Path) -> None:
     assert recipe_notes(job_of(tmp_path, "3 GB", asked[:1])) == {}
 
 
-def test_a_run_that_held_more_than_a_device_has_says_so(tmp_path: Path) -> None:
+def test_a_run_that_exceeded_a_device_s_memory_reports_it(tmp_path: Path) -> None:
     pytest.importorskip("mlxtend")
     job = job_of(tmp_path, "3 MB", ["parallelism.plan=straight"])
     said = "worker 1 (stage 1) held 3.30 MB, more than the 3.00 MB of a V100"
@@ -127,7 +127,7 @@ def test_a_run_that_held_more_than_a_device_has_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("servers", "chosen"), [(1, "ordered"), (4, "ring")])
-def test_the_order_of_sums_that_the_links_choose_is_told(tmp_path: Path, servers: int, chosen: str) -> None:
+def test_the_order_of_sums_chosen_for_the_links_is_reported(tmp_path: Path, servers: int, chosen: str) -> None:
     """Servers of four devices share a port: a ring has one connection over it, ordered sums all pairs."""
     parallelism, cluster = "{mode: zero1}", f"{{name: cluster-a, servers: {servers}}}"
     written = RECIPE.replace("{mode: pipedream, depth: 4}", parallelism).replace("{name: small.yaml}", cluster)

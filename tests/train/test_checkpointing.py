@@ -1,4 +1,4 @@
-"""Checkpoints are written behind training: what is written, when it is there, and what a kill or an error leaves."""
+"""Checkpoints are written while training continues: their content and time, and the result of a kill or an error."""
 
 import os
 import signal
@@ -16,12 +16,12 @@ from pipebench.train.engines import on_virtual_clock
 from pipebench.train.loop import TrainingLoop
 from tests.commands import run_code
 from tests.patience import PATIENCE_S
-from tests.train.test_going_on import checkpointed, kept
+from tests.train.test_resuming import checkpointed, checkpointed_run
 from tests.train.test_training import Silent
 
 
 class Held(Checkpoints):
-    """A disk that takes no part before training has gone on from that step, or at its end doesn't go on.
+    """A store that writes a part only after training has continued from that step, or has ended.
 
     Attributes:
         begun: steps of which parts were given.
@@ -49,7 +49,7 @@ class Held(Checkpoints):
         self.gone_on.clear()
 
 
-class Going(Silent):
+class Continuing(Silent):
     """Progress that lets a checkpoint be written once training has gone on for a minibatch."""
 
     def __init__(self, store: Held) -> None:
@@ -61,11 +61,11 @@ class Going(Silent):
             self._store.gone_on.set()
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_with_the_state_of_its_drain(tmp_path: Path) -> None:
-    expected, _ = kept(checkpointed(), Checkpoints(tmp_path / "plain", keep=99))
+def test_training_continues_while_a_checkpoint_of_its_drain_s_state_is_written(tmp_path: Path) -> None:
+    expected, _ = checkpointed_run(checkpointed(), Checkpoints(tmp_path / "plain", keep=99))
     store, given = Held(tmp_path / "held"), checkpointed()
     policy = CheckpointPolicy(store)
-    result, _ = TrainingLoop(given, on_virtual_clock(given), Going(store), lambda point: None, policy).run()
+    result, _ = TrainingLoop(given, on_virtual_clock(given), Continuing(store), lambda point: None, policy).run()
     assert result.points == expected.points
     assert sorted({*store.begun}) == store.steps() == Checkpoints(tmp_path / "plain").steps()
     assert store.at_once == 1
@@ -106,7 +106,7 @@ def die_behind_training(folder: Path) -> None:
     TrainingLoop(given, on_virtual_clock(given), Marking(folder), lambda point: None, policy).run()
 
 
-def test_a_kill_while_one_is_written_leaves_the_one_before(tmp_path: Path) -> None:
+def test_a_kill_during_a_write_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     line = f"from pathlib import Path; from {__name__} import *; die_behind_training(Path({str(tmp_path)!r}))"
     done = run_code(line, tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -115,21 +115,21 @@ def test_a_kill_while_one_is_written_leaves_the_one_before(tmp_path: Path) -> No
     found, skipped = store.latest()
     assert found is not None
     assert (found.step, store.steps(), len(skipped)) == (5, [5, 10], 1)
-    resumed, again = kept(checkpointed(), store, found)
-    whole, engine = kept(checkpointed(), Checkpoints(tmp_path / "whole"))
+    resumed, again = checkpointed_run(checkpointed(), store, found)
+    whole, engine = checkpointed_run(checkpointed(), Checkpoints(tmp_path / "whole"))
     assert resumed.points == whole.points
     for mine, theirs in zip(again.replicas, engine.replicas, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine.tensors().values(), theirs.tensors().values(), strict=True))
 
 
 class Broken(Checkpoints):
-    """A writer with a fault of its own."""
+    """A store that raises an error which isn't a disk's."""
 
     def commit(self, step: int, parts: Any, progress: Any) -> None:
         raise ZeroDivisionError
 
 
-def test_an_error_that_is_no_disks_ends_the_run_where_it_waits(tmp_path: Path) -> None:
+def test_an_error_other_than_a_disk_s_ends_the_run(tmp_path: Path) -> None:
     given = checkpointed()
     policy = CheckpointPolicy(Broken(tmp_path))
     with pytest.raises(ZeroDivisionError):
@@ -152,7 +152,7 @@ class Failing:
         return self._engine.train(first, count)
 
 
-def test_a_run_that_fails_keeps_the_checkpoint_under_way(tmp_path: Path) -> None:
+def test_a_run_that_fails_finishes_its_checkpoint(tmp_path: Path) -> None:
     given, store = checkpointed(), Checkpoints(tmp_path)
     loop = TrainingLoop(
         given,

@@ -1,4 +1,4 @@
-"""Recipes whose stages choose what their layers do: on devices too small for plain PipeDream they plan, and train."""
+"""Recipes whose stages choose their layers' policies: they plan and train on devices too small for plain PipeDream."""
 
 from pathlib import Path
 
@@ -10,12 +10,12 @@ from pipebench.errors import PlanError, RecipeError
 from pipebench.recipe.load import load
 from pipebench.schedule.modes import KEEP
 from pipebench.train.memory_forecast import MemoryForecast
-from tests.train.test_capped import CLUSTER, RECIPE, has_the_bits_of_endless_devices, job_of
+from tests.train.test_capped import CLUSTER, RECIPE, has_the_bits_of_unlimited_devices, job_of
 
 CHOOSES = "parallelism.vpipe={swap: true, recompute: true, repartition: false}"
 
 
-def test_what_the_planner_refuses_trains_where_stages_choose(tmp_path: Path) -> None:
+def test_a_model_without_a_plan_trains_if_stages_choose(tmp_path: Path) -> None:
     pytest.importorskip("mlxtend")
     with pytest.raises(PlanError, match="no plan of mode pipedream fits"):
         job_of(tmp_path, "1500 kB", ["parallelism.shard=none", "parallelism.recompute=false"])
@@ -23,10 +23,10 @@ def test_what_the_planner_refuses_trains_where_stages_choose(tmp_path: Path) -> 
     assert {*job.setup.plan.replicas} == {1}
     assert KEEP in {policy for stage in job.setup.plan.stages for policy in stage.memory}
     assert MemoryForecast(job).out_of_memory == ""
-    assert has_the_bits_of_endless_devices(tmp_path, job, 1_500_000)
+    assert has_the_bits_of_unlimited_devices(tmp_path, job, 1_500_000)
 
 
-def test_a_plan_says_what_becomes_of_activations(tmp_path: Path) -> None:
+def test_a_plan_names_the_policies_of_activations(tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text(CLUSTER.format(memory="1500 kB"))
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     output = CliRunner().invoke(cli, ["plan", str(tmp_path / "recipe.yaml"), CHOOSES]).output
@@ -35,7 +35,7 @@ def test_a_plan_says_what_becomes_of_activations(tmp_path: Path) -> None:
     assert "layers kept" in output
 
 
-def test_a_cluster_that_copies_at_no_known_rate_is_refused(tmp_path: Path) -> None:
+def test_a_cluster_without_a_copy_rate_is_refused(tmp_path: Path) -> None:
     lines = CLUSTER.format(memory="1500 kB").splitlines(keepends=True)
     (tmp_path / "small.yaml").write_text("".join(line for line in lines if not line.startswith("pcie")))
     (tmp_path / "recipe.yaml").write_text(RECIPE)

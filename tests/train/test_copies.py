@@ -1,4 +1,4 @@
-"""Recipes whose layers swap: what a cluster has to say for it, and what a host has room for."""
+"""Recipes whose layers swap: the cluster's copy rate and the host's memory."""
 
 from pathlib import Path
 
@@ -42,12 +42,12 @@ def job_of(folder: Path, *lines: str) -> Job:
     return prepare(loaded.recipe, loaded.cluster)
 
 
-def test_a_cluster_that_does_not_say_how_fast_devices_copy_is_refused(tmp_path: Path) -> None:
+def test_a_cluster_without_a_copy_rate_is_refused_for_swap(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"layers of stages 0, 1, 2, 3 swap, and cluster small doesn't .* add .*pcie: "):
         job_of(tmp_path)
 
 
-def test_a_run_tells_what_its_copies_come_to(tmp_path: Path) -> None:
+def test_a_run_reports_its_copied_bytes(tmp_path: Path) -> None:
     job = job_of(tmp_path, "pcie: {value: 1 GB/s, assumed: a test}")
     setup, count = job.setup, job.setup.sampler.minibatches_per_epoch
     forecast = MemoryForecast(job)
@@ -65,7 +65,7 @@ def test_a_run_tells_what_its_copies_come_to(tmp_path: Path) -> None:
     assert metrics["pcie_in_fraction"] == pytest.approx((copied + metrics["comm_bytes_total"]) / could)
 
 
-def test_a_host_without_room_for_what_its_workers_swap_is_told(tmp_path: Path) -> None:
+def test_a_host_without_memory_for_swapped_tensors_is_reported(tmp_path: Path) -> None:
     pcie = "pcie: {value: 1 GB/s, assumed: a test}"
     forecast = MemoryForecast(job_of(tmp_path, pcie))
     peaks = forecast.memory.host_peaks

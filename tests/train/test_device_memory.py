@@ -1,4 +1,4 @@
-"""The memory of a GPU that is here is the limit of plans for processes, where the cluster's file gives none."""
+"""The memory of this host's GPU limits plans for processes if the cluster's file gives no limit."""
 
 from dataclasses import replace
 from functools import partial
@@ -88,7 +88,7 @@ def test_workers_that_share_a_gpu_divide_its_memory(
     assert prepared(10**9, num_gpus=num_gpus).cluster.memory_bytes == expected
 
 
-def test_of_a_cluster_of_ones_own_only_a_launcher_says_how_many_workers_are_here(
+def test_for_a_user_s_cluster_only_a_launcher_gives_the_workers_per_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own.yaml").write_text("extends: local\n")
@@ -102,11 +102,11 @@ def test_workers_of_one_process_share_a_device_and_cpus_a_host(changes: list[str
     assert prepared(10**9, *changes).cluster.memory_bytes is None
 
 
-def test_a_size_that_is_given_holds() -> None:
+def test_a_given_limit_is_used() -> None:
     assert prepared(10**9, "cluster.memory=16GB").cluster.memory_bytes == 16 * 10**9
 
 
-def test_of_several_gpus_the_smallest_memory_counts_and_is_kept_in_a_file() -> None:
+def test_of_several_gpus_the_smallest_memory_counts_and_is_cached() -> None:
     profile = prepared(10**9).profile
     assert profile.device_bytes == 10**9
     assert read_profile(write_profile(profile)) == profile

@@ -1,4 +1,4 @@
-"""What fits a model is learnt from the model: any optimizer of torch, any module that carries something."""
+"""Checkpoints are checked against the model: any optimizer of torch, any module that carries state."""
 
 import copy
 from collections.abc import Callable
@@ -34,13 +34,13 @@ def trained(setup: Setup, count: int = BEFORE) -> ModelState:
     return captured(engine)
 
 
-def test_there_are_optimizers_to_try() -> None:
+def test_most_optimizers_of_torch_are_tried() -> None:
     assert {"SGD", "Adam", "AdamW", "Adafactor", "ASGD", "Rprop"} <= set(OPTIMIZERS)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_any_optimizer_of_torch_keeps_fits_and_nothing_else_does(name: str) -> None:
+def test_only_the_state_of_the_same_optimizer_fits(name: str) -> None:
     setup = make_setup(Mlp(), ([2, 4], [1, 2, 1]), make_optimizer=lambda p: getattr(torch.optim, name)(p))
     state = trained(setup)
     taken = check_fits(state, setup, BEFORE)
@@ -63,8 +63,8 @@ def test_a_checkpoint_of_any_plan_fits_any_other(plan: str) -> None:
     check_fits(state, make_setup(Mlp(), ([3], [1, 1]), make_optimizer=make), BEFORE)
 
 
-def test_an_optimizer_that_keeps_nothing_any_more_takes_nothing_up() -> None:
-    """As with `train.optimizer.momentum=0` on the way; the other way round nothing was kept, which is right as well."""
+def test_an_optimizer_without_state_ignores_that_of_a_checkpoint() -> None:
+    """For example with `train.optimizer.momentum=0`; in the other direction there is no state to restore."""
     momentum = make_setup(Mlp(), ([3], [1, 1]), make_optimizer=lambda p: torch.optim.SGD(p, 0.1, 0.9))
     plain = make_setup(Mlp(), ([3], [1, 1]))
     assert check_fits(trained(momentum), plain, BEFORE).optimizer == {}
@@ -72,7 +72,7 @@ def test_an_optimizer_that_keeps_nothing_any_more_takes_nothing_up() -> None:
 
 
 class Late(torch.optim.SGD):
-    """Keeps something only from its sixth step on, as averaging optimizers do."""
+    """Has state only from its sixth step on, as averaging optimizers do."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
@@ -84,7 +84,7 @@ class Late(torch.optim.SGD):
                     state["slow"] = parameter.detach().clone()
 
 
-def test_what_a_foreign_optimizer_keeps_later_is_taken_up() -> None:
+def test_state_that_a_user_s_optimizer_has_later_is_restored() -> None:
     setup = make_setup(Mlp(), ([], [1]), make_optimizer=lambda p: Late(p, 0.1))
     state = trained(setup)
     assert "slow" in check_fits(state, setup, BEFORE).optimizer["body.0.weight"]
@@ -93,7 +93,7 @@ def test_what_a_foreign_optimizer_keeps_later_is_taken_up() -> None:
         check_fits(state, setup, BEFORE)
 
 
-def test_numbers_that_began_as_none_may_stay_so() -> None:
+def test_uninitialised_values_may_be_nan() -> None:
     """Rows that are never looked up may be whatever memory held."""
     states = FreshStates(lambda p: torch.optim.SGD(p, 0.1, 0.9))
     nan = {"momentum_buffer": torch.full((2,), float("nan"))}
@@ -103,7 +103,7 @@ def test_numbers_that_began_as_none_may_stay_so() -> None:
 
 
 @pytest.mark.parametrize("microbatches", [1, 3, 4])
-def test_what_modules_carry_fits_in_any_microbatches(microbatches: int) -> None:
+def test_carried_states_fit_any_number_of_microbatches(microbatches: int) -> None:
     setup = text_setup(([2], [1, 1]), weights="one", order="all-forwards", microbatches=microbatches)
     state = trained(setup, 6)
     check_fits(state, text_setup(([1], [1, 1])), 6)
@@ -129,7 +129,7 @@ def test_what_modules_carry_fits_in_any_microbatches(microbatches: int) -> None:
 
 @pytest.mark.parametrize("loaded", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("taken", ["fp32", "bf16"])
-def test_what_modules_carry_fits_in_any_precision(taken: str, loaded: str) -> None:
+def test_carried_states_fit_any_precision(taken: str, loaded: str) -> None:
     """0.2.0 took the model's own types for those of a run: no 16-bit run of such a model could go on."""
 
     def setup(precision: str) -> Setup:

@@ -70,7 +70,7 @@ def test_result_says_how_many_it_is(tmp_path: Path) -> None:
     assert result.metrics["samples_per_update"] == 32 * number
 
 
-def test_what_is_not_trained_is_as_much_less_memory(tmp_path: Path) -> None:
+def test_frozen_parameters_need_less_memory(tmp_path: Path) -> None:
     setup = job_of(tmp_path, 1, plan="straight", recompute="false", memory="5 MB").setup
     given = PlannedWorkload(setup.pipeline, setup.costs, setup.cluster, setup.plan.devices, setup.sampler)
     memories = stage_memories(setup.profile, setup.plan, setup.pipeline)
@@ -100,7 +100,7 @@ def test_most_within_is_exact_whatever_the_values(limit: int, power: int) -> Non
     assert most_within(limit, values.__getitem__, 299) == sum(value <= limit for value in values.values())
 
 
-def test_most_within_looks_at_few_numbers_where_values_grow_in_a_straight_line() -> None:
+def test_most_within_tries_few_numbers_if_values_are_linear() -> None:
     asked: list[int] = []
 
     def value(number: int) -> int:

@@ -1,4 +1,4 @@
-"""The largest minibatch that fits: against every size tried one by one, and what is said where there is none."""
+"""The largest minibatch that fits: against every size tried one by one, and the error if there is none."""
 
 import re
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def recipe_of(folder: Path, memory: str, *overrides: str) -> LoadedRecipe:
 
 @cache
 def peak_bytes(size: int, *overrides: str) -> float:
-    """What a whole simulated epoch keeps at most, which the search never looks at."""
+    """Return the peak of a whole simulated epoch, which the search doesn't compute."""
     with TemporaryDirectory() as folder:
         loaded = recipe_of(Path(folder), "1 GB", *overrides, f"train.minibatch_size={size}")
     job = prepare(loaded.recipe, loaded.cluster)
@@ -54,7 +54,7 @@ def test_no_size_beside_it_is_larger_and_fits(tmp_path: Path, begins_at: int) ->
         assert each.fits == (each.minibatch_size <= 24)
 
 
-def test_what_fills_no_minibatch_is_left_out_of_what_is_profiled(tmp_path: Path) -> None:
+def test_samples_that_fill_no_minibatch_are_not_profiled(tmp_path: Path) -> None:
     loaded = recipe_of(tmp_path, "1 GB", "train.minibatch_size=24")
     assert [*prepare(loaded.recipe, loaded.cluster, trains=False, whole_only=True).profile.layers] == [24]
     assert len(prepare(loaded.recipe, loaded.cluster, trains=False).profile.layers) > 1
@@ -67,15 +67,15 @@ def test_sizes_are_multiples_of_the_microbatches(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("begins_at", [2, 32])
-def test_where_no_microbatches_are_given_every_size_is_cut_as_a_run_of_it_is(tmp_path: Path, begins_at: int) -> None:
-    """Two samples are cut in two, 32 in one per stage: what was cut for the recipe's own size isn't kept."""
+def test_without_given_microbatches_every_size_has_those_of_its_run(tmp_path: Path, begins_at: int) -> None:
+    """Two samples have two microbatches, 32 have one per stage; the number of the recipe's size isn't reused."""
     limit = peak_bytes(64, "parallelism.mode=gpipe")
     assert limit < peak_bytes(64, "parallelism.mode=gpipe", "parallelism.microbatches=2")
     loaded = recipe_of(tmp_path, f"{limit:.0f} B", "parallelism.mode=gpipe", f"train.minibatch_size={begins_at}")
     assert largest_minibatch(loaded) == Trial(64, int(limit), True)
 
 
-def test_an_epoch_is_the_largest_minibatch_there_is(tmp_path: Path) -> None:
+def test_the_largest_minibatch_is_an_epoch(tmp_path: Path) -> None:
     loaded = recipe_of(tmp_path, "1 TB")
     num_train = prepare(loaded.recipe, loaded.cluster).setup.sampler.num_samples
     found = largest_minibatch(loaded).minibatch_size
@@ -83,7 +83,7 @@ def test_an_epoch_is_the_largest_minibatch_there_is(tmp_path: Path) -> None:
     assert found == max(n for n in sizes_tried_between(low) if n <= num_train)
 
 
-def test_what_fits_without_a_plan_of_the_recipe_s_own_is_planned_anew(tmp_path: Path) -> None:
+def test_without_a_given_plan_every_size_is_planned_anew(tmp_path: Path) -> None:
     """Where the planner finds no plan, nothing fits."""
     loaded = recipe_of(tmp_path, "1500 kB", "parallelism.plan=auto", "train.minibatch_size=128")
     found = largest_minibatch(loaded)
@@ -101,7 +101,7 @@ REFUSED: Sequence[tuple[str, Sequence[str], str]] = (
 
 
 @pytest.mark.parametrize(("memory", "overrides", "sentence"), REFUSED)
-def test_what_is_said_where_there_is_none(tmp_path: Path, memory: str, overrides: Sequence[str], sentence: str) -> None:
+def test_the_error_if_no_size_fits(tmp_path: Path, memory: str, overrides: Sequence[str], sentence: str) -> None:
     with pytest.raises(PlanError, match=sentence):
         largest_minibatch(recipe_of(tmp_path, memory, *overrides))
 

@@ -49,7 +49,7 @@ def pipeline_of(*replicas: int, flushes: bool = False, accumulate: int = 1) -> P
 
 
 def played(name: str, num_minibatches_per_step: int) -> list[float]:
-    """Return the rate of every minibatch in a loop as anyone writes it."""
+    """Return the rate of every minibatch in a plain loop."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], LR)
     scheduler = getattr(torch.optim.lr_scheduler, KINDS[SCHEDULE].targets()[name].partition(":")[2])(
         optimizer, **ARGUMENTS[name]
@@ -63,7 +63,7 @@ def played(name: str, num_minibatches_per_step: int) -> list[float]:
     return rates
 
 
-def test_no_scheduler_of_torch_s_is_left_out() -> None:
+def test_every_scheduler_of_torch_is_tested() -> None:
     assert {*ARGUMENTS} >= {*KINDS[SCHEDULE].names()} - {*KINDS[SCHEDULE].ours}
 
 
@@ -71,7 +71,7 @@ def test_no_scheduler_of_torch_s_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("step_every", "minibatches"), [(None, 5), (PeriodRecipe(epochs=2), 10), (PeriodRecipe(minibatches=1), 1)]
 )
-def test_rates_are_those_of_a_loop(name: str, step_every: PeriodRecipe | None, minibatches: int) -> None:
+def test_rates_equal_a_plain_loop_s(name: str, step_every: PeriodRecipe | None, minibatches: int) -> None:
     """Bit by bit, in any order: a run may go on anywhere, and stages are at different samples."""
     rate = learning_rate(train_recipe(name, ARGUMENTS[name], step_every), pipeline_of(1), NUM_TRAIN)
     befores = [epoch * NUM_TRAIN + k * SIZE for epoch in range(EPOCHS) for k in range(NUM_MINIBATCHES)]
@@ -95,7 +95,7 @@ def test_steps_are_counted_in_epochs_or_minibatches_of_any_length() -> None:
     assert steps(PeriodRecipe(minibatches=3)) == [k // 3 for k in range(20)]
 
 
-def test_stages_of_other_replicas_have_the_scaled_rate_of_the_samples_they_are_at() -> None:
+def test_stages_of_other_widths_have_the_scaled_rate_of_their_samples() -> None:
     rate = learning_rate(train_recipe("step_lr", ARGUMENTS["step_lr"]), pipeline_of(3, 1), NUM_TRAIN)
     assert [rate(stage, before, SIZE) for before in (0, 2 * NUM_TRAIN) for stage in (0, 1)] == pytest.approx(
         [LR, LR / 3, LR * 0.1, LR * 0.1 / 3]
@@ -110,7 +110,7 @@ def test_warm_up_comes_before_a_scheduler_s_rate() -> None:
     assert rate(0, 46, 10) == LR * 0.5
 
 
-def test_a_scheduler_that_ends_too_early_is_told() -> None:
+def test_a_scheduler_that_ends_too_early_is_reported() -> None:
     short = {"max_lr": 0.9, "total_steps": 3, "cycle_momentum": False}
     rate = learning_rate(train_recipe("one_cycle_lr", short), pipeline_of(1), NUM_TRAIN)
     rate(0, 3 * NUM_TRAIN, SIZE)
@@ -164,7 +164,7 @@ def test_scaled_rates_warm_up_from_zero_to_the_scaled_rate() -> None:
     )
 
 
-def test_recipes_may_name_the_scalings_there_are() -> None:
+def test_recipes_may_name_every_scaling() -> None:
     assert CHOICES["train.optimizer.lr_scaling"] == tuple(LR_SCALINGS)
 
 

@@ -47,7 +47,7 @@ def computing_s(setup: Any, stage: int) -> float:
         (0, ([4], [1, 1]), {"weights": "one", "microbatches": 2}),
     ],
 )
-def test_as_many_processes_as_keep_up_with_the_slowest_stage(processes: int, plan: Any, columns: Any) -> None:
+def test_the_advised_processes_keep_up_with_the_slowest_stage(processes: int, plan: Any, columns: Any) -> None:
     found = job(0.0, plan, processes, **columns)
     parts = found.setup.pipeline.microbatches
     slowest_s = max(parts * computing_s(found.setup, i) / r for i, r in enumerate(plan[1]))
@@ -58,13 +58,13 @@ def test_as_many_processes_as_keep_up_with_the_slowest_stage(processes: int, pla
     assert note.endswith(f"of computing: dataset.loader_processes={needed} would keep up")
 
 
-def test_who_fetches_on_demand_waits_even_if_loading_is_quicker() -> None:
+def test_fetching_on_demand_waits_even_if_loading_is_faster() -> None:
     own_s = computing_s(job(0.0).setup, 0)
     assert loading_note(job(0.05 * own_s, fetches=True)) == ""
     assert loading_note(job(0.5 * own_s, fetches=True)).endswith("dataset.loader_processes=1 would keep up")
 
 
-def test_a_data_set_without_processes_is_told_without_them_and_computed_times_say_nothing() -> None:
+def test_advice_without_processes_and_none_for_computed_times() -> None:
     found = job(1e3)
     found.recipe.dataset = {"name": "synthetic"}
     assert loading_note(found).endswith("of computing")

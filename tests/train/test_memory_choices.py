@@ -1,4 +1,4 @@
-"""What the planner chooses where memory binds is trained, recorded and resumed as if the recipe said it."""
+"""The planner's choices to save memory are trained, recorded and resumed as if the recipe had them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ levels:
 
 
 def wide() -> nn.Module:
-    """Return a small classifier whose weights take more than what it computes."""
+    """Return a small classifier whose weights take more memory than its activations."""
     return nn.Sequential(nn.Flatten(), nn.Linear(16, 100), nn.Tanh(), nn.Linear(100, 100), nn.Tanh(), nn.Linear(100, 4))
 
 
@@ -61,7 +61,7 @@ def trained(job: Job) -> dict[str, torch.Tensor]:
     return parameters_of(engine)
 
 
-def test_a_chosen_shard_is_trained_told_and_resumed(tmp_path: Path) -> None:
+def test_a_chosen_shard_is_trained_reported_and_resumed(tmp_path: Path) -> None:
     """The same bits as without shards, which needs more memory, and as when the recipe asks for it."""
     job = job_of(tmp_path, BOUND)
     assert job.recipe.parallelism.shard == job.setup.pipeline.shard == OPTIMIZER
@@ -78,7 +78,7 @@ def test_a_chosen_shard_is_trained_told_and_resumed(tmp_path: Path) -> None:
     assert (again.setup.pipeline, again.setup.plan, again.chosen) == (job.setup.pipeline, job.setup.plan, job.chosen)
 
 
-def test_a_recipe_that_names_shards_or_has_memory_enough_gets_no_others(tmp_path: Path) -> None:
+def test_a_recipe_with_shards_or_enough_memory_gets_no_choice(tmp_path: Path) -> None:
     assert not job_of(tmp_path).chosen
     whole = job_of(tmp_path, BOUND, "parallelism.shard=none", "parallelism.recompute=false")
     assert (whole.chosen, whole.setup.pipeline.shard, str(whole.setup.plan)) == ("", "none", "straight")
@@ -87,7 +87,7 @@ def test_a_recipe_that_names_shards_or_has_memory_enough_gets_no_others(tmp_path
 
 
 @pytest.mark.parametrize("word", ["engine.channels_last=true", "engine.compile=true"])
-def test_layouts_and_compiled_stages_leave_out_what_does_not_go_with_them(tmp_path: Path, word: str) -> None:
+def test_incompatible_choices_are_left_out_for_layouts_and_compiled_stages(tmp_path: Path, word: str) -> None:
     request = plan_request_of(tmp_path, BOUND, word)
     assert bool(request.may_shard) == ("compile" in word)
     assert request.may_recompute == ("compile" not in word)
@@ -100,7 +100,7 @@ def plan_request_of(folder: Path, *words: str) -> Request:
     return plan_request(loaded.recipe, loaded.cluster, job.profile, job.setup.dataset)
 
 
-def test_a_plan_s_file_says_what_was_chosen(tmp_path: Path) -> None:
+def test_a_plan_file_has_the_choice(tmp_path: Path) -> None:
     form = decision_of(job_of(tmp_path, BOUND)).plan
     path = tmp_path / "plan.json"
     path.write_text(form.text())
@@ -129,7 +129,7 @@ KEYS: list[tuple[str, ...]] = [
 
 
 @pytest.mark.parametrize("mode", [name for name, row in MODES.items() if row.shape not in ("one", "one-stage")])
-def test_nothing_is_chosen_that_would_be_refused(tmp_path: Path, mode: str) -> None:
+def test_refused_combinations_are_not_chosen(tmp_path: Path, mode: str) -> None:
     """Of what is allowed without shards, what rules refuse with them, and no more."""
     (tmp_path / "two.yaml").write_text(TWO)
     path = tmp_path / "recipe.yaml"

@@ -88,7 +88,7 @@ def by_hand(given: Job, drains: Sequence[int], plans: dict[int, list[int]]) -> t
     return {name: tensor for r in engine.replicas for name, tensor in r.tensors().items()}, moved
 
 
-def test_a_run_goes_on_under_the_cuts_it_asks_for() -> None:
+def test_a_run_continues_with_the_cuts_of_its_recipe() -> None:
     result, weights = run(job(WRITTEN))
     expected, moved = by_hand(job(None), [5, 7, 12, 14, 21, 24], {5: [4, 5], 12: [1, 6]})
     assert same(weights, expected)
@@ -111,7 +111,7 @@ def test_a_run_goes_on_under_the_cuts_it_asks_for() -> None:
 
 
 @pytest.mark.parametrize("at", [5, 7])
-def test_cuts_that_are_there_already_cost_nothing(at: int) -> None:
+def test_moves_to_the_current_cuts_cost_nothing(at: int) -> None:
     """The pipeline was drained for them, which changed the weights, and `moves.json` doesn't contain them."""
     asked, weights = run(job([{"at": {"minibatches": at}, "cuts": ["body_2", "body_4"]}]))
     stayed, expected = run(job(None))
@@ -122,7 +122,7 @@ def test_cuts_that_are_there_already_cost_nothing(at: int) -> None:
 
 
 @pytest.mark.parametrize("stop", [7, 14, 21])
-def test_a_run_resumed_goes_on_under_the_plan_of_its_checkpoint(tmp_path: Path, stop: int) -> None:
+def test_a_resumed_run_continues_with_the_plan_of_its_checkpoint(tmp_path: Path, stop: int) -> None:
     given = job(WRITTEN)
     whole, weights = run(given)
     store = Checkpoints(tmp_path, keep=9)
@@ -137,7 +137,7 @@ def test_a_run_resumed_goes_on_under_the_plan_of_its_checkpoint(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(("live", "moves"), [(False, WRITTEN), (True, WRITTEN[1:])])
-def test_a_run_stopped_at_the_drain_of_a_move_makes_it_when_it_goes_on(tmp_path: Path, live: bool, moves: Any) -> None:
+def test_a_run_stopped_at_the_drain_of_a_move_makes_it_when_resumed(tmp_path: Path, live: bool, moves: Any) -> None:
     """The checkpoint of a stop is written before the moves that are due at its drain, which were then never made."""
     given, store = job(moves, every=12, live=live), Checkpoints(tmp_path)
     at = moves[0]["at"].get("minibatches", PER_EPOCH)
@@ -172,7 +172,7 @@ def test_a_run_resumed_under_another_plan_has_none_of_the_moves_before(tmp_path:
     assert same(ended, weights)
 
 
-def test_what_a_run_has_kept_is_repeated(tmp_path: Path) -> None:
+def test_recorded_moves_are_repeated(tmp_path: Path) -> None:
     result, weights = run(job(WRITTEN))
     path = tmp_path / FILE_NAME
     path.write_text(to_text(result.moves))
@@ -182,7 +182,7 @@ def test_what_a_run_has_kept_is_repeated(tmp_path: Path) -> None:
     assert again.moves == result.moves
 
 
-def test_policies_are_kept_with_the_cuts() -> None:
+def test_policies_are_recorded_with_the_cuts() -> None:
     setup = make_setup(Mlp(), (FIRST, [1, 1, 1]), recompute={0, 1})
     setup = moving(setup, live=False)
     (move,) = planned_moves([AskedMove(parse_moves(WRITTEN)[0].at, LAST)], setup, PERIODS)
@@ -204,7 +204,7 @@ def test_policies_are_kept_with_the_cuts() -> None:
         ([WRITTEN[1], WRITTEN[0]], r"moves\[1\].at: got minibatch 5, allowed is one after 12, ascending"),
     ],
 )  # fmt: skip
-def test_cuts_that_can_t_be_had_are_refused_before_anything_runs(moves: Any, problem: str) -> None:
+def test_impossible_cuts_are_refused_before_anything_runs(moves: Any, problem: str) -> None:
     with pytest.raises(PlanError, match=problem):
         job(moves)
 
@@ -217,13 +217,13 @@ def test_cuts_that_can_t_be_had_are_refused_before_anything_runs(moves: Any, pro
         ({"body_1": "swap"}, r"moves\[0\]: layers of stage 0 swap, and cluster flat doesn't say how fast .* pcie"),
     ],
 )
-def test_policies_that_can_t_be_had_are_refused_before_anything_runs(memory: Any, problem: str) -> None:
+def test_impossible_policies_are_refused_before_anything_runs(memory: Any, problem: str) -> None:
     with pytest.raises(PlanError, match=problem):
         job([WRITTEN[0] | {"memory": memory}])
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_policies_that_a_run_has_kept_are_repeated(tmp_path: Path, live: bool) -> None:
+def test_recorded_policies_are_repeated(tmp_path: Path, live: bool) -> None:
     """The weights are those of a run without swap and recomputation; times differ."""
     asked = [
         {"at": {"minibatches": 8}, "cuts": ["body_3", "body_5"], "memory": {"body_0": "recompute", "body_4": "keep"}},
@@ -259,7 +259,7 @@ def test_moves_after_the_end_are_not_made(live: bool, at: int) -> None:
     assert CUT_ANEW not in expected.notes
 
 
-def test_moves_of_text_leave_no_stream_behind() -> None:
+def test_moves_of_text_keep_every_stream_s_state() -> None:
     setup = text_setup(([1, 2], [1, 1, 1]))
     streams = setup.sampler.streams
     names = [layer.name for layer in setup.graph.layers]
@@ -278,7 +278,7 @@ def test_moves_of_text_leave_no_stream_behind() -> None:
         ([{"at": {"minibatches": 1}, "cut": []}], r"\[0\]: unknown key 'cut'; did you mean 'cuts'"),
     ],
 )
-def test_what_isn_t_a_move_says_where_it_isn_t(written: Any, problem: str) -> None:
+def test_an_invalid_move_is_reported_with_its_position(written: Any, problem: str) -> None:
     with pytest.raises(JsonError, match=problem):
         parse_moves(written)
 
@@ -294,7 +294,7 @@ def test_what_isn_t_a_move_says_where_it_isn_t(written: Any, problem: str) -> No
         ),
     ],
 )
-def test_a_file_that_isn_t_of_moves_is_refused(tmp_path: Path, text: str, problem: str) -> None:
+def test_a_file_without_moves_is_refused(tmp_path: Path, text: str, problem: str) -> None:
     path = tmp_path / FILE_NAME
     path.write_text(text)
     with pytest.raises(RecipeError, match=problem):
@@ -308,7 +308,7 @@ LIVE = [
 ]
 
 
-def test_layers_move_while_the_run_goes_on() -> None:
+def test_layers_move_during_training() -> None:
     """The third move is at a drain, where nothing is in flight, with `live` true as well."""
     given = job(LIVE, every=24, epochs=5, live=True)
     result, weights = run(given)
@@ -328,7 +328,7 @@ def test_layers_move_while_the_run_goes_on() -> None:
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_stages_that_are_cut_badly_are_balanced_while_the_run_goes_on(tmp_path: Path, live: bool) -> None:
+def test_badly_cut_stages_are_balanced_during_training(tmp_path: Path, live: bool) -> None:
     given = job(None, every=40, epochs=10, live=live, balances=True, starts=[1, 2])
     result, weights = run(given)
     assert {each.why for each in result.moves} == {BALANCED}
@@ -343,7 +343,7 @@ def test_stages_that_are_cut_badly_are_balanced_while_the_run_goes_on(tmp_path: 
 
 
 @pytest.mark.parametrize(("stop", "live"), [(40, True), (80, False)])
-def test_a_run_that_balances_itself_goes_on_from_a_checkpoint(tmp_path: Path, stop: int, live: bool) -> None:
+def test_a_balancing_run_resumes_from_a_checkpoint(tmp_path: Path, stop: int, live: bool) -> None:
     given = job(None, every=40, epochs=10, live=live, balances=True, starts=[1, 2])
     store = Checkpoints(tmp_path, keep=9)
     whole, _ = run(given, CheckpointPolicy(store))
@@ -363,12 +363,12 @@ def test_a_run_that_balances_itself_goes_on_from_a_checkpoint(tmp_path: Path, st
         ([{"at": {"minibatches": 8}, "cuts": ["body_5", "body_6"]}], r"moves\[0\]: a layer moves by one stage"),
     ],
 )
-def test_live_moves_that_can_t_be_made_are_refused_before_anything_runs(moves: Any, problem: str) -> None:
+def test_impossible_live_moves_are_refused_before_anything_runs(moves: Any, problem: str) -> None:
     with pytest.raises(PlanError, match=problem):
         job(moves, every=24, epochs=5, live=True)
 
 
-def test_plans_and_modes_that_layers_can_t_move_in_are_refused() -> None:
+def test_plans_and_modes_without_moves_are_refused() -> None:
     replicated = make_setup(Mlp(), ([2], [2, 1]))
     live = moving(replicated)
     with pytest.raises(PlanError, match=r"parallelism.vpipe: layers move .* only where every stage has one replica"):
@@ -379,7 +379,7 @@ def test_plans_and_modes_that_layers_can_t_move_in_are_refused() -> None:
 
 
 @pytest.mark.parametrize("stop", [18, 19])
-def test_a_run_that_was_stopped_right_before_a_live_move_goes_on(tmp_path: Path, stop: int) -> None:
+def test_a_run_stopped_right_before_a_live_move_resumes(tmp_path: Path, stop: int) -> None:
     """It is too late to move layers with minibatches in flight, so they move at the stop."""
     given, store = job([{"at": {"minibatches": 20}, "cuts": ["body_3", "body_5"]}], live=True), Checkpoints(tmp_path)
     run(job(None, every=stop), CheckpointPolicy(store))

@@ -1,4 +1,4 @@
-"""A device without memory left, by a stand-in on the CPU: what is said, what would help, what is measured."""
+"""Devices out of memory, by a stand-in on the CPU: the error, its advice, and measured memory."""
 
 import copy
 import errno
@@ -34,14 +34,14 @@ from tests.made_up_gpu import made_up_gpu
 from tests.support import make_engine
 from tests.train.test_training import Silent, prepared, recipe
 
-pytestmark = pytest.mark.usefixtures("little_to_search")
+pytestmark = pytest.mark.usefixtures("few_objects_to_collect")
 
 
 def full(module: Any, inputs: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity ...")
 
 
-def test_a_device_without_memory_ends_the_run_in_one_sentence() -> None:
+def test_a_device_out_of_memory_ends_the_run_in_one_sentence() -> None:
     given = prepared(recipe(), plan=([4], [1, 1]))
 
     def make(*callbacks: Any) -> VirtualEngine:
@@ -65,7 +65,7 @@ def test_a_device_without_memory_ends_the_run_in_one_sentence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         # while a stage is cut, say, or a checkpoint taken up
         (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore"), "Tried to allocate 2.00 GiB"),
@@ -77,12 +77,12 @@ def test_a_device_without_memory_ends_the_run_in_one_sentence() -> None:
         (ImportError("\n\nREAD THIS\n\nx.so: failed to map segment from shared object\n"), "from shared object"),
     ],
 )
-def test_no_memory_outside_of_an_instruction_is_one_sentence_too(error: Exception, told: str) -> None:
-    """It was a traceback, and the run was tried again as often as a recipe allows; so was `ulimit -v`, of 0.2.0."""
+def test_running_out_of_memory_outside_of_an_instruction_is_one_sentence_too(error: Exception, message: str) -> None:
+    """It was a traceback, and the run was restarted as often as a recipe allows; so was `ulimit -v` in 0.2.0."""
     failure = of_exception(error, rank=1)
     said = report(failure)
     assert said.startswith("pipebench: error: out of memory before or between a worker's instructions: ")
-    assert said.endswith(told)
+    assert said.endswith(message)
     assert (failure.exit_code, len(said.splitlines())) == (3, 1)
     assert not worth_restart(failure, started=True)
     assert of_exception(RuntimeError("a memory of summer"), rank=1).kind == "failed"
@@ -113,7 +113,7 @@ class Standing(Allocator):
         self.most = self.now
 
 
-def test_an_allocator_tells_what_work_takes_beside_live_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_allocator_measures_memory_beside_live_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 9000)
     stand_in = Standing()
     value, read = stand_in.beside(lambda: 7)
@@ -129,20 +129,20 @@ def test_peaks_are_those_since_training_began(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: now.update(dict.fromkeys(now, 1)))
     gpu = Allocator(torch.device("cuda", 0))
 
-    def told(allocated: int, reserved: int) -> tuple[int, ...]:
+    def message(allocated: int, reserved: int) -> tuple[int, ...]:
         now.update(max_memory_allocated=allocated, max_memory_reserved=reserved)
         return tuple(gpu.most_bytes.values())
 
-    assert told(70, 90) == (70, 90)  # of measuring
+    assert message(70, 90) == (70, 90)  # of measuring
     gpu.begin()
-    assert told(30, 50) == (30, 50)
+    assert message(30, 50) == (30, 50)
     gpu.forget()
-    assert told(20, 40) == (30, 50)
-    assert told(35, 55) == (35, 55)
+    assert message(20, 40) == (30, 50)
+    assert message(35, 55) == (35, 55)
 
 
 class Cycle:
-    """What refers to itself."""
+    """An object that refers to itself."""
 
     def __init__(self) -> None:
         self.itself = self
@@ -157,7 +157,7 @@ def test_cycles_are_freed_where_memory_is_a_gpu_s(kind: str) -> None:
 
 
 @pytest.mark.parametrize("when", ["layers move", "a run is resumed under a moved plan"])
-def test_stages_that_are_cut_anew_leave_their_memory_at_once(when: str) -> None:
+def test_recut_stages_free_their_memory_at_once(when: str) -> None:
     """Without Python's collector, which comes late, and takes a tenth of a second where it is called."""
     setup = prepared(recipe(), plan=([4], [1, 1])).setup
     with without_collector():
@@ -178,7 +178,7 @@ def test_stages_that_are_cut_anew_leave_their_memory_at_once(when: str) -> None:
         assert engine.train(4, 4) == 4
 
 
-def test_the_model_that_was_measured_leaves_a_gpu() -> None:
+def test_a_measured_model_is_freed_from_a_gpu() -> None:
     """Modules of torch.fx and their graphs refer to each other."""
     given = prepared(recipe(), plan=([4], [1, 1]))
     setup, optimizer = given.setup, given.recipe.train.optimizer
@@ -195,7 +195,7 @@ def num_parameters() -> int:
     return sum(issubclass(type(each), torch.nn.Parameter) for each in gc.get_objects())
 
 
-def test_workspaces_are_measured_kept_and_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workspaces_are_measured_stored_and_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured by a stand-in; a profile without them reads as none, and is written as it was."""
     given = prepared(recipe(), plan=([4], [1, 1]))
     setup, stand_in = given.setup, Standing()

@@ -1,4 +1,4 @@
-"""What the cost model expects of a plan, beside what is simulated of it: PipeDream's prediction, section 3.1."""
+"""The cost model's prediction for a plan beside the simulated one: PipeDream, section 3.1."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def job_of(folder: Path, *words: str) -> Job:
 
 
 @pytest.mark.parametrize(("plan", "is_all"), [("straight", True), ("2-1-1", False), ("3-1", False)])
-def test_planned_is_what_the_slowest_stage_lets_through(tmp_path: Path, plan: str, is_all: bool) -> None:
+def test_the_planned_throughput_is_the_slowest_stage_s(tmp_path: Path, plan: str, is_all: bool) -> None:
     """Where links are free: its forward, backward and update; or less, where too few minibatches are in flight."""
     result, _ = simulate_epoch(job_of(tmp_path, f"parallelism.plan={plan}"))
     slowest_s = max((row["forward_s"] + row["backward_s"] + row["update_s"]) / row["replicas"] for row in result.stages)
@@ -56,6 +56,6 @@ def test_an_update_of_several_rounds_shares_its_sum_and_its_step(tmp_path: Path,
 
 
 @pytest.mark.parametrize("mode", ["model", "gpipe"])
-def test_nothing_is_planned_of_pipelines_that_flush(tmp_path: Path, mode: str) -> None:
+def test_pipelines_that_flush_have_no_planned_throughput(tmp_path: Path, mode: str) -> None:
     result, _ = simulate_epoch(job_of(tmp_path, f"parallelism.mode={mode}"))
     assert METRIC not in result.metrics

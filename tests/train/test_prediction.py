@@ -1,4 +1,4 @@
-"""The simulator's prediction beside what a run measured."""
+"""The simulator's prediction beside a run's measurements."""
 
 import pytest
 
@@ -57,7 +57,7 @@ def test_the_table_has_measured_predicted_and_difference() -> None:
     ]
 
 
-def test_a_note_stands_below_the_table() -> None:
+def test_a_note_is_printed_below_the_table() -> None:
     assert prediction_markdown(MEASURED, "cores are shared").splitlines()[-2:] == ["", "cores are shared"]
 
 
@@ -77,7 +77,7 @@ def test_every_drain_within_an_epoch_takes_its_time() -> None:
 @pytest.mark.parametrize("evaluation", [3, 4, 10, 20, 37])
 @pytest.mark.parametrize("checkpoint", [10, 7])
 @pytest.mark.parametrize("replicas", [[1, 1], [2, 1]])
-def test_segments_of_any_length_take_what_they_take_on_the_virtual_clock(
+def test_predicted_times_of_segments_equal_those_on_the_virtual_clock(
     evaluation: int, checkpoint: int, replicas: list[int]
 ) -> None:
     """Ten minibatches an epoch, the last of one sample, which is at the end of segments and in the middle of others."""
@@ -92,7 +92,7 @@ def test_segments_of_any_length_take_what_they_take_on_the_virtual_clock(
 
 
 @pytest.mark.parametrize("replicas", [[3, 1], [2, 2], [1, 3]])
-def test_an_epoch_takes_what_it_takes_on_the_virtual_clock_statistics_included(replicas: list[int]) -> None:
+def test_the_predicted_time_of_an_epoch_includes_averaging_of_statistics(replicas: list[int]) -> None:
     """BatchNorm in both stages, whose replicas average at the drain what takes them a while on so slow links."""
     cluster = Cluster("slow", "unit", None, (Level("server", 4, 40.0, 1e-3),))
     setup = make_setup(ConvNet(), ([4], replicas), dataset=images(), cluster=cluster, sizes=(2, 4))

@@ -1,4 +1,4 @@
-"""From a recipe to what an engine needs: what of model, data and plan doesn't fit together is said in a sentence."""
+"""From a recipe to an engine's setup; models, data and plans that don't fit together are one sentence."""
 
 import sys
 from dataclasses import replace
@@ -81,7 +81,7 @@ parallelism: {mode: gpipe, microbatches: 2}
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "models", raising=False)  # of another test's folder
     (tmp_path / "text.yaml").write_text(TEXT)
@@ -99,7 +99,7 @@ def prepare_with(name: str, *overrides: str) -> object:
     return prepare(recipe, load_cluster(recipe.cluster.name, recipe.cluster.servers))
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("project")
 class TestPlansForText:
     @pytest.mark.parametrize("streams", [1, 2, 3, 4])
     def test_every_stages_replicas_divide_the_streams(self, streams: int) -> None:
@@ -136,7 +136,7 @@ class TestPlansForText:
         assert (setup.dataset.num_train, setup.sampler.num_samples) == (403, 400)
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("project")
 class TestModelsThatDoNotFitTheData:
     def test_too_few_rows_in_an_embedding(self) -> None:
         with pytest.raises(PlanError, match="embedding embedding of the model has 400 rows, and tokens of dataset kin"):
@@ -159,8 +159,8 @@ class TestModelsThatDoNotFitTheData:
             prepare_with("mute")
 
 
-@pytest.mark.usefixtures("here")
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("project")
+@pytest.mark.usefixtures("project")
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -172,15 +172,15 @@ class TestModelsThatDoNotFitTheData:
         (["parallelism.microbatches=12"], "some microbatches have 1 sample: choose a larger train.minibatch_size or"),
     ],
 )
-def test_what_leaves_batch_norm_a_single_sample_is_said(overrides: list[str], said: str) -> None:
+def test_minibatches_that_leave_batch_norm_one_sample_are_reported(overrides: list[str], said: str) -> None:
     """Torch says only that it is impossible, and not which key of the recipe makes it so."""
     prepare_with("normed")
     with pytest.raises(ProfileError, match=f"Expected more than 1 value per channel .*; {said}"):
         prepare_with("normed", *overrides)
 
 
-@pytest.mark.usefixtures("here")
-def test_batch_norm_is_planned_where_only_other_modes_would_leave_it_a_single_sample() -> None:
+@pytest.mark.usefixtures("project")
+def test_batch_norm_is_planned_if_only_other_modes_leave_it_one_sample() -> None:
     """A recipe that trains had no plan: others cut its minibatch of as many samples as there are workers."""
     keys = [
         "train.minibatch_size=4",
@@ -192,19 +192,17 @@ def test_batch_norm_is_planned_where_only_other_modes_would_leave_it_a_single_sa
     assert {*to_plan(loaded).profile.layers} == {4}
 
 
-def test_plans_and_simulations_take_no_weights_and_no_data() -> None:
+def test_plans_and_simulations_make_no_weights_and_read_no_data() -> None:
     recipe = load("vgg16/4x4-a-pipedream").recipe
     made = profile_model(recipe, load_cluster(recipe.cluster.name, recipe.cluster.servers))
     assert all(parameter.is_meta for parameter in made.graph.root.parameters())
     assert sum(parameter.numel() for parameter in made.graph.root.parameters()) == 138_357_544
 
 
-def test_data_are_asked_for_where_times_are_measured_whatever_the_cluster_is_called(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_are_required_if_times_are_measured(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIPEBENCH_DATA", raising=False)
-    (here / "box.yaml").write_text((recipes_folder() / "clusters" / "local.yaml").read_text())
-    for cluster in ("local", str(here / "box.yaml")):
+    (project / "box.yaml").write_text((recipes_folder() / "clusters" / "local.yaml").read_text())
+    for cluster in ("local", str(project / "box.yaml")):
         loaded = load("awd_lm/1x4-a-dp", [f"cluster.name={cluster}", "train.streams=8"])
         with pytest.raises(RecipeError, match="ptb: no folder is given"):
             preflight(loaded, trains=False)
@@ -213,7 +211,7 @@ def test_data_are_asked_for_where_times_are_measured_whatever_the_cluster_is_cal
     preflight(load("awd_lm/1x4-a-dp"), trains=False)
 
 
-def test_drawing_takes_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawing_makes_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     devices: list[str] = []
     make = profiled_model.initial_model
 
@@ -226,7 +224,7 @@ def test_drawing_takes_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices == ["meta"]
 
 
-def test_cuts_name_the_borders_of_all_stages_where_workers_have_several(tmp_path: Path) -> None:
+def test_cuts_name_the_borders_of_all_stages_of_interleaved_workers(tmp_path: Path) -> None:
     """Validation counted one stage per worker: it refused cuts that fit, and let through some that are too few."""
     (tmp_path / "deep.yaml").write_text(uniform_recipe(8, 3072, 8, minibatch_size=32))
     asked = ["parallelism={mode: interleaved, plan: 1-1, cuts: [layer1, layer3, layer6]}", "engine.kind=simulated"]

@@ -1,4 +1,4 @@
-"""Profiles for planning that are known before torch is imported."""
+"""Profiles for planning that are read from the cache before torch is imported."""
 
 import json
 import subprocess
@@ -45,7 +45,7 @@ def recipe(*overrides: str) -> LoadedRecipe:
     return load_each(find("quickstart", list), overrides, builds=False)[0]
 
 
-def test_what_is_known_is_what_is_made(built: list[str]) -> None:
+def test_a_cached_profile_equals_a_computed_one(built: list[str]) -> None:
     made, again = to_plan(recipe()), to_plan(recipe())
     assert len(built) == 1
     assert (made.profile, made.dataset.num_train) == (again.profile, again.dataset.num_train)
@@ -57,7 +57,7 @@ def test_what_is_known_is_what_is_made(built: list[str]) -> None:
     assert [layer.name for layer in graph.layers] == [row.name for row in again.profile.rows[:-1]]
 
 
-def test_what_a_profile_depends_on_has_it_made_anew(built: list[str]) -> None:
+def test_options_that_a_profile_depends_on_invalidate_it(built: list[str]) -> None:
     every = (
         (),
         ("model.width=0.25",),
@@ -73,7 +73,7 @@ def test_what_a_profile_depends_on_has_it_made_anew(built: list[str]) -> None:
             assert len(built) == count, options
 
 
-def test_changed_code_or_torch_has_it_made_anew(built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_code_or_torch_invalidates_a_profile(built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     to_plan(recipe())
     monkeypatch.setattr(profile_cache, "code_hash", lambda: "another")
     to_plan(recipe())
@@ -83,7 +83,7 @@ def test_changed_code_or_torch_has_it_made_anew(built: list[str], monkeypatch: p
 
 
 @pytest.mark.parametrize("package", ["pipebench", "pipebench.zoo"])
-def test_all_code_counts(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_code_of_a_package_counts(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "copy" / "inner").mkdir(parents=True)
     (tmp_path / "copy" / "__init__.py").write_text("")
     (tmp_path / "copy" / "inner" / "part.py").write_text("a = 1\n")
@@ -94,7 +94,7 @@ def test_all_code_counts(package: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert cache.code_hash.__wrapped__() != before
 
 
-def test_what_is_measured_or_the_users_own_is_never_taken_for_known(
+def test_measured_profiles_and_user_models_are_not_read_from_this_cache(
     built: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_arguments: object) -> None:
@@ -111,21 +111,21 @@ def test_what_is_measured_or_the_users_own_is_never_taken_for_known(
             to_plan(each)
 
 
-def test_what_a_model_says_of_its_options_is_told_by_plan_and_not_by_show() -> None:
+def test_a_model_s_notes_on_its_options_are_printed_by_plan_and_not_by_show() -> None:
     with pytest.raises(RecipeError, match=r"model: vgg16: width is -1\.0, allowed is more than 0") as built:
         load_each(find("quickstart", list), ["model.width=-1.0"])
     with pytest.raises(RecipeError) as planned:
         to_plan(recipe("model.width=-1.0"))
     assert planned.value.faults == built.value.faults
     said = CliRunner().invoke(cli, ["plan", "quickstart", "model.width=-1.0"])
-    told = without_phases(said.stderr)
-    assert (said.exit_code, said.stdout, told) == (2, "", f"pipebench: error: {built.value}\n")
+    message = without_phases(said.stderr)
+    assert (said.exit_code, said.stdout, message) == (2, "", f"pipebench: error: {built.value}\n")
     assert CliRunner().invoke(cli, ["show", "quickstart", "model.width=-1.0"]).exit_code == 0
     several = CliRunner().invoke(cli, ["plan", "quickstart", "model.width=0.25,-1.0"])
     assert "model: vgg16: width is -1.0, allowed is more than 0 (with width=-1.0)" in several.stderr
 
 
-def test_a_plan_whose_profile_is_known_is_made_without_torch_or_what_records_runs(
+def test_a_plan_with_a_cached_profile_imports_neither_torch_nor_mlflow(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["plan", "quickstart", "--json", "--no-others"]

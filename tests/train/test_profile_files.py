@@ -1,4 +1,4 @@
-"""Runs whose times are a `graph.txt`'s: of whole minibatches only, of a model of the zoo or of the file itself."""
+"""Runs with times of a `graph.txt`: of whole minibatches only, for a model of the zoo or of the file itself."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -82,7 +82,7 @@ def written(folder: Path) -> str:
     return f"engine.timing={folder / 'times.graph.txt'}"
 
 
-def test_an_epoch_of_a_graph_txt_is_its_whole_minibatches(folder: Path) -> None:
+def test_an_epoch_with_a_graph_txt_has_whole_minibatches_only(folder: Path) -> None:
     """4,000 images in minibatches of 30 leave 10 over; times are the file's, so all minibatches take as long."""
     size = "train.minibatch_size=30"
     profile = job_of(folder / "own.yaml", size).profile
@@ -92,9 +92,9 @@ def test_an_epoch_of_a_graph_txt_is_its_whole_minibatches(folder: Path) -> None:
     assert (sampler.num_samples, sampler.minibatches_per_epoch, job.left_over) == (3990, 133, 10)
     assert {sampler.size(k) for k in range(133)} == {30}
     result, _ = simulate_epoch(job)
-    told = "the 10 samples of an epoch that fill no minibatch aren't run: there are no times for so few"
-    assert result.notes["epochs"] == told
-    assert result.timing.endswith(told)
+    sentence = "the 10 samples of an epoch that fill no minibatch aren't run: there are no times for so few"
+    assert result.notes["epochs"] == sentence
+    assert result.timing.endswith(sentence)
     alike = job_of(folder / "own.yaml", size, "dataset.num_train=3990")
     expected, _ = simulate_epoch(alike)
     for name in ("epoch_time_s", "comm_bytes_total"):  # but for the optimizer, of which the file says nothing
@@ -102,13 +102,13 @@ def test_an_epoch_of_a_graph_txt_is_its_whole_minibatches(folder: Path) -> None:
     assert result.metrics["comm_bytes_total"] == expected.metrics["comm_bytes_total"]
 
 
-def test_nothing_is_left_over_where_all_minibatches_are_whole(folder: Path) -> None:
+def test_no_samples_are_left_out_if_all_minibatches_are_whole(folder: Path) -> None:
     job = job_of(folder / "own.yaml", written(folder))
     assert job.left_over == 0
     assert not simulate_epoch(job)[0].notes
 
 
-def test_what_trains_needs_times_for_every_size(folder: Path) -> None:
+def test_training_needs_times_for_every_size(folder: Path) -> None:
     profile = job_of(folder / "own.yaml", "train.minibatch_size=30").profile
     (folder / "times.graph.txt").write_text(write_graph_txt(profile, 30), encoding="utf-8")
     with pytest.raises(ProfileError, match=r"has no times for 10 samples, only for 30; nothing is scaled"):
@@ -134,7 +134,7 @@ def test_a_model_can_be_a_profile(folder: Path, mode: str) -> None:
     )
 
 
-def test_layers_edges_bytes_and_inputs_are_the_files(folder: Path) -> None:
+def test_layers_edges_bytes_and_inputs_equal_the_file_s(folder: Path) -> None:
     job = job_of(folder / "file.yaml", "parallelism={mode: pipedream, plan: 3-1, cuts: [node5]}")
     assert [layer.name for layer in job.setup.graph.layers] == NAMES
     assert job.setup.costs.activation_bytes == {(0, 1): {0: 0, 32: 6400}}
@@ -162,7 +162,7 @@ def test_a_json_profile_is_a_model_too_at_every_size(folder: Path) -> None:
     assert found == pytest.approx(expected)
 
 
-def test_a_model_of_a_profile_has_minibatches_of_the_lengths_that_it_has(folder: Path) -> None:
+def test_a_model_of_a_profile_has_the_profile_s_minibatch_lengths(folder: Path) -> None:
     (folder / "own.yaml").write_text(TRANSLATOR, encoding="utf-8")
     own = job_of(folder / "own.yaml")
     (folder / "own.profile.json").write_text(write_profile(own.profile), encoding="utf-8")
@@ -174,7 +174,7 @@ def test_a_model_of_a_profile_has_minibatches_of_the_lengths_that_it_has(folder:
     assert found["epoch_time_s"] == pytest.approx(expected["epoch_time_s"])
 
 
-def test_a_model_of_a_profile_says_which_backwards_run_whole() -> None:
+def test_a_model_of_a_profile_names_layers_with_whole_backwards() -> None:
     """Those of kinds that can't be split, by the descriptions; a normalisation's are no loss, and count as split."""
     text = ARTIFACT.replace("-- Linear(8, 4) --", "-- BatchNorm1d(8) --")
     graph = graph_of(work_of(read_graph_txt(text, "own.graph.txt")).layers[1])
@@ -193,18 +193,18 @@ def test_a_model_of_a_profile_says_which_backwards_run_whole() -> None:
         (["model.profile=none.txt"], "model.profile: the profile file .*none.txt' can't be read: No such file"),
     ],
 )
-def test_what_a_profile_cant_be_is_refused(folder: Path, overrides: list[str], message: str) -> None:
+def test_unsupported_uses_of_a_profile_are_refused(folder: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(RecipeError, match=message) as caught:
         preflight(load(str(folder / "file.yaml"), overrides))
     assert len(caught.value.faults) == 1, str(caught.value)
 
 
-def test_microbatches_need_times_of_their_own(folder: Path) -> None:
+def test_microbatches_need_times_for_their_size(folder: Path) -> None:
     with pytest.raises(ProfileError, match=r"has no times for 8 samples, only for 32; .*a graph\.txt holds one size"):
         job_of(folder / "file.yaml", "parallelism={mode: gpipe, plan: straight, microbatches: 4}")
 
 
-def test_a_graph_txt_is_of_one_size_beside_other_recipes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_of_sizes_with_a_graph_txt_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each size of a sweep took the same seconds and bytes: twice the samples had twice the throughput."""
     monkeypatch.chdir(folder)
     why = "own.graph.txt holds one size and doesn't say which: it can't be that of both"
@@ -218,7 +218,7 @@ def test_a_graph_txt_is_of_one_size_beside_other_recipes(folder: Path, monkeypat
     assert len(load_all(["file.yaml"], ["train.minibatch_size=16,32"])) == 2, "its sizes are looked up"
 
 
-def test_of_a_graph_txt_no_largest_minibatch_is_known(folder: Path) -> None:
+def test_largest_minibatches_with_a_graph_txt_are_refused(folder: Path) -> None:
     """All sizes fitted, since all had the bytes of the file's."""
     for overrides, key in (([], "model.profile"), ([written(folder)], "engine.timing")):
         loaded = load(str(folder / ("own.yaml" if overrides else "file.yaml")), overrides)

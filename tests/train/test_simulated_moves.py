@@ -1,4 +1,4 @@
-"""A recipe whose layers move, simulated: the moves of the same recipe where it trains, and what they come to."""
+"""Simulated recipes whose layers move: the moves of the same recipe in training, and their totals."""
 
 import itertools
 import re
@@ -37,7 +37,7 @@ ASKED = [
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_a_simulated_run_moves_what_one_moves_that_trains(asked: Any) -> None:
+def test_a_simulated_run_makes_the_moves_of_training(asked: Any) -> None:
     given = job(**asked)
     simulated, trained = simulate(given)[0], run(given)[0]
     assert made(simulated.moves) == made(trained.moves) != []
@@ -49,7 +49,7 @@ def test_a_simulated_run_moves_what_one_moves_that_trains(asked: Any) -> None:
     assert [row["first_layer"] for row in simulated.stages] == [row["first_layer"] for row in trained.stages]
 
 
-def test_what_was_decided_is_repeated(tmp_path: Path) -> None:
+def test_recorded_decisions_are_repeated(tmp_path: Path) -> None:
     given = job(**BALANCED, live=True)
     found, _ = simulate(given)
     path = tmp_path / FILE_NAME
@@ -61,7 +61,7 @@ def test_what_was_decided_is_repeated(tmp_path: Path) -> None:
     assert again.metrics == pytest.approx(found.metrics)
 
 
-def test_a_long_run_ends_as_fast_as_the_last_cuts_are() -> None:
+def test_a_long_run_ends_with_the_throughput_of_the_last_cuts() -> None:
     """A hundred epochs take hardly longer to simulate than one, and an epoch of them what it takes alone."""
     given = job(None, every=12 * 10, epochs=100, live=True, balances=True, starts=[1, 2])
     result, _ = simulate(given)
@@ -75,7 +75,7 @@ def test_a_long_run_ends_as_fast_as_the_last_cuts_are() -> None:
 
 
 @pytest.mark.parametrize("asked", ASKED)
-def test_what_there_is_to_see_of_a_run_that_trained_is_that_of_the_same_run_simulated(asked: Any) -> None:
+def test_the_timeline_of_a_trained_run_equals_the_simulated_one(asked: Any) -> None:
     """Whoever has decided on its moves; a run whose layers stay has one part."""
     given = job(**asked)
     forecast = MemoryForecast(given)
@@ -112,7 +112,7 @@ def stays(setup: Setup) -> Setup:
     return replace(setup, repartitions=False, pipeline=replace(setup.pipeline, extensions={}))
 
 
-def test_where_nothing_moves_it_is_an_epoch_as_ever() -> None:
+def test_a_run_without_moves_equals_an_ordinary_epoch() -> None:
     given = job(None, every=12, epochs=1, live=True, balances=True, starts=[3, 5])
     result, _ = simulate(given)
     plain, _ = simulate(Job(given.recipe, given.cluster, stays(given.setup)))
@@ -123,7 +123,7 @@ def test_where_nothing_moves_it_is_an_epoch_as_ever() -> None:
     assert simulate_segment(given.setup, 12).end_s == result.metrics["total_time_s"]
 
 
-def test_peaks_are_those_of_all_cuts_and_of_what_is_between_them() -> None:
+def test_peaks_cover_all_cuts_and_the_moves_between_them() -> None:
     given = job(LIVE, every=60, epochs=5, live=True)
     forecast = MemoryForecast(given)
     result, _ = simulate_moving(given, forecast)
@@ -136,12 +136,12 @@ def test_peaks_are_those_of_all_cuts_and_of_what_is_between_them() -> None:
     first, _ = simulate(stayed, MemoryForecast(given))
     assert result.metrics["peak_memory_bytes_max"] > first.metrics["peak_memory_bytes_max"]
 
-    def told(limit_bytes: float) -> str:
+    def note(limit_bytes: float) -> str:
         small = replace(given.cluster, memory_bytes=int(limit_bytes))
         capped = replace(given, cluster=small, setup=replace(given.setup, cluster=small))
         return simulate_moving(capped, MemoryForecast(capped))[0].notes[MEMORY]
 
     moving = r"out of memory: stage \d holds .* while layers move, more than the .* of a "
-    assert re.match(moving, told(result.metrics["peak_memory_bytes_max"] - 1))
+    assert re.match(moving, note(result.metrics["peak_memory_bytes_max"] - 1))
     after = r"after minibatch 8: out of memory at .* needs .* of the .* of a "
-    assert re.match(after, told(first.metrics["peak_memory_bytes_max"]))
+    assert re.match(after, note(first.metrics["peak_memory_bytes_max"]))

@@ -1,4 +1,4 @@
-"""A trace of architectures in the simulator: phases, their pace, and what is told of them."""
+"""A trace of architectures in the simulator: phases, their throughput, and their report."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -91,7 +91,7 @@ def test_changes_at_seconds_come_at_the_end_of_the_minibatch_in_which_they_fall(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("live", [True, False])
-def test_with_vpipe_layers_follow_as_they_do_where_it_trains(tmp_path: Path, live: bool) -> None:
+def test_with_vpipe_layers_move_as_in_training(tmp_path: Path, live: bool) -> None:
     """The moves are those of the virtual engine in training, to the minibatch and layer."""
     events = [{"minibatch": 60, "delete": 12, "stage": 3}]
     vpipe = f"{{swap: false, recompute: false, live: {str(live).lower()}}}"
@@ -114,7 +114,7 @@ def test_with_vpipe_layers_follow_as_they_do_where_it_trains(tmp_path: Path, liv
     assert rates[1] > 1.05 * rates[0], "three stages had all the work"
 
 
-def test_moves_of_a_trace_are_recorded_though_its_points_tell_nothing_of_bytes(tmp_path: Path) -> None:
+def test_moves_of_a_trace_are_recorded_though_its_points_have_no_bytes(tmp_path: Path) -> None:
     given = job(tmp_path, [{"minibatch": 40, "delete": 12, "stage": 3}], vpipe="{swap: false, recompute: false}")
     result, _ = simulate_search(given)
     log = Mock()
@@ -124,7 +124,7 @@ def test_moves_of_a_trace_are_recorded_though_its_points_tell_nothing_of_bytes(t
 
 
 def test_moves_of_a_run_that_was_stopped_before_its_first_evaluation_are_recorded(tmp_path: Path) -> None:
-    """0.2.0 asked for the time of the last of no points, and Ctrl-C ended with a traceback."""
+    """0.2.0 read the time of the last point, of which there was none, so Ctrl-C ended with a traceback."""
     given = job(tmp_path, [{"minibatch": 40, "delete": 12, "stage": 3}], vpipe="{swap: false, recompute: false}")
     result, _ = simulate_search(given)
     log = Mock()
@@ -132,7 +132,7 @@ def test_moves_of_a_run_that_was_stopped_before_its_first_evaluation_are_recorde
     assert [call.args[0] for call in log.file.call_args_list] == ["cuts.png"]
 
 
-def test_a_change_at_a_second_comes_after_it_whatever_moves(tmp_path: Path) -> None:
+def test_a_change_at_a_second_comes_after_it_for_all_moves(tmp_path: Path) -> None:
     vpipe = "{swap: false, recompute: false}"
     whole, _ = simulate_search(job(tmp_path, [{"minibatch": 150, "delete": 6, "stage": 0}], 10, vpipe))
     assert whole.moves
@@ -145,7 +145,9 @@ def test_a_change_at_a_second_comes_after_it_whatever_moves(tmp_path: Path) -> N
     assert found.individuals[1].second == pytest.approx(moment_s)
 
 
-def test_what_a_trial_has_decided_is_not_sought_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decisions_of_a_trial_simulation_are_not_searched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The number of minibatches until a second is found by a trial simulation."""
     sought, next_step = [], RepartitionSearch.next_step
 
@@ -166,9 +168,7 @@ def test_what_a_trial_has_decided_is_not_sought_again(tmp_path: Path, monkeypatc
     assert len(sought) == len({*sought}) >= len(result.moves)
 
 
-def test_what_is_told_of_a_phase_while_layers_move_adds_up_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_reported_parts_of_a_phase_with_moves_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipebench.extensions.search.simulated._WINDOW_S", 0.01)
     events = [{"minibatch": 100, "delete": 12, "stage": 3}]
     result, _ = simulate_search(job(tmp_path, events, 10, "{swap: false, recompute: false}"))
@@ -184,7 +184,7 @@ def test_what_is_told_of_a_phase_while_layers_move_adds_up_to_it(
     )
 
 
-def test_the_ideal_is_what_balanced_workers_do_that_never_wait(tmp_path: Path) -> None:
+def test_the_ideal_is_the_throughput_of_balanced_workers_that_never_wait(tmp_path: Path) -> None:
     """The seconds of all active layers and of their updates, divided by four workers."""
     given = job(tmp_path, [{"minibatch": 100, "delete": 12, "stage": 3}])
     result, _ = simulate_search(given)
@@ -206,7 +206,7 @@ def peaks_of(given: Job, cells: Sequence[str]) -> int:
     return MemoryForecast(replace(given, setup=setup)).memory.fullest.num_bytes
 
 
-def test_memory_is_foretold_of_every_architecture(tmp_path: Path) -> None:
+def test_memory_is_predicted_for_every_architecture(tmp_path: Path) -> None:
     """The model grows: its first architecture fits on a device, its last one doesn't."""
     few, all_cells = ["groups.1.*"], ["groups.*.cell*"]
     events = [{"minibatch": 20, "cells": all_cells}]
@@ -218,8 +218,8 @@ def test_memory_is_foretold_of_every_architecture(tmp_path: Path) -> None:
     result, _ = simulate_search(small, MemoryForecast(small))
     assert result.metrics["peak_memory_bytes_max"] == max(row["peak_memory_bytes"] for row in result.stages) == most
     layers, second = result.points[1].metrics["active_layers"], result.points[0].clock_s
-    told = f"with the {layers} layers that there are from {1e3 * second:.1f} ms on: out of memory at "
-    assert result.notes["memory"].startswith(told)
+    sentence = f"with the {layers} layers that there are from {1e3 * second:.1f} ms on: out of memory at "
+    assert result.notes["memory"].startswith(sentence)
 
 
 def test_the_largest_minibatch_fits_with_every_architecture(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_the_largest_minibatch_fits_with_every_architecture(tmp_path: Path) -> N
     assert found.peak_bytes == peaks_of(given, all_cells) > peaks_of(given, few)
 
 
-def test_what_an_architecture_costs_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_of_an_architecture_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = [{"minibatch": 30, "delete": 12, "stage": 0}]
     first, _ = simulate_search(job(tmp_path, events))
     monkeypatch.delattr("pipebench.extensions.search.architectures.analytic_profile")
@@ -237,7 +237,7 @@ def test_what_an_architecture_costs_is_computed_once(tmp_path: Path, monkeypatch
     assert [point.metrics for point in again.points] == [point.metrics for point in first.points]
 
 
-def test_what_fills_no_minibatch_is_left_out_of_every_architecture(tmp_path: Path) -> None:
+def test_samples_that_fill_no_minibatch_are_left_out_for_every_architecture(tmp_path: Path) -> None:
     """If it weren't, each would be profiled at one or two sizes more."""
     given = job(tmp_path, [{"minibatch": 30, "delete": 12, "stage": 0}])
     other = prepare_job(load(str(tmp_path / "r.yaml"), ["train.minibatch_size=48"]), silent=True)

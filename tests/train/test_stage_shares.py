@@ -1,4 +1,4 @@
-"""What share of its workers' time every stage is busy: it adds up to what all workers are, and to the recomputation."""
+"""The busy share of every stage's workers: shares add up to those of all workers, and to the recomputation."""
 
 import pytest
 
@@ -39,6 +39,6 @@ def test_stages_add_up_to_all_workers(name: str, overrides: tuple[str, ...]) -> 
     assert (again > 0) == ("parallelism.recompute=true" in overrides)
 
 
-def test_where_lengths_vary_a_stage_has_no_share() -> None:
+def test_stages_have_no_share_if_lengths_vary() -> None:
     result = result_of("gnmt8/1x4-a-pipedream", "dataset.lengths=declared")
     assert not any("effective_fraction" in row for row in result.stages)

@@ -32,7 +32,7 @@ from tests.support import Blobs, Mlp, flat_cluster, make_setup
 
 
 class Silent:
-    """Progress that is not shown; may interrupt."""
+    """Progress that prints nothing, and may interrupt."""
 
     def __init__(self, interrupt_after: int = 10**9) -> None:
         self.updates: list[tuple[int, float, float, float]] = []
@@ -128,7 +128,9 @@ def test_a_run_whose_stages_clip_alone_says_so(clip_norm: float | None) -> None:
     assert [note for note in result.notes.values() if said in note] == [said] * (clip_norm is not None)
 
 
-def test_a_metric_that_turns_nan_says_since_when_and_its_best_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_metric_that_becomes_nan_is_reported_with_its_epoch_and_a_finite_best(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     scores = iter([0.5, math.nan, math.nan])
     evaluate = TrainingEngine.evaluate
     monkeypatch.setattr(TrainingEngine, "evaluate", lambda engine: evaluate(engine) | {"top1": next(scores)})
@@ -212,7 +214,7 @@ def test_a_loss_that_is_nan_before_any_update_is_no_fault_of_the_rate() -> None:
     assert "lr" not in result.sentence
 
 
-def test_ctrl_c_keeps_what_was_trained() -> None:
+def test_ctrl_c_keeps_the_finished_epochs() -> None:
     result, timeline, points = train(prepared(recipe()), Silent(interrupt_after=15))
     assert (result.outcome, result.exit_code) == (INTERRUPTED, 130)
     assert len(points) == 1, "the first epoch was finished"
@@ -238,7 +240,7 @@ def test_the_clock_never_pauses_and_only_grows() -> None:
     assert max(span.end_s for span in training) <= first, "the pipeline is drained before an evaluation"
 
 
-def test_the_training_loss_weighs_a_short_minibatch_rightly() -> None:
+def test_the_training_loss_weighs_a_short_minibatch_by_its_samples() -> None:
     """With a rate of zero the loss of an epoch is the mean over all samples, whatever the minibatches."""
     result, _, points = train(prepared(recipe(max_epochs=1), lr=0.0))
     model, data = Mlp(), Blobs(num_train=46)
@@ -262,7 +264,7 @@ def test_results_round_trip_as_json() -> None:
     assert write(read(RunResult, write(result))) == write(result)
 
 
-def test_every_size_that_travels_is_profiled() -> None:
+def test_every_unit_size_is_profiled() -> None:
     given = replace(recipe(minibatch_size=32), parallelism=ParallelismRecipe(mode="gpipe", microbatches=5))
     data = Blobs(num_train=4000 + 3, num_eval=1000)
     assert travelling_sizes(given, data) == (1, 6, 7, 8, 32)  # 32 = 7+7+6+6+6, 3 = 1+1+1+0+0, evaluation 32 and 8
@@ -278,7 +280,7 @@ def test_initial_weights_depend_on_the_seed_alone() -> None:
     assert not torch.equal(next(one.parameters()), next(other.parameters()))
 
 
-def test_a_flat_cluster_is_not_the_whole_story() -> None:
+def test_transfers_and_bytes_are_reported_by_level() -> None:
     """A transfer knows the level it crosses; bytes are reported by level."""
     given = prepared(recipe(max_epochs=1, target=None))
     level = given.cluster.levels[0]

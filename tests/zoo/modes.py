@@ -14,7 +14,7 @@ from tests.evaluations import MODES, mode_setup, trained
 from tests.oracles import sequential, staleness
 from tests.support import parameters_of
 
-# Without a flush, and the columns that the formula of staleness is told.
+# Without a flush, and the columns that the formula of staleness gets.
 STALE: dict[str, dict[str, Any]] = {
     "pipedream": {},
     "pipedream-vertical-sync": {"vertical_sync": True},

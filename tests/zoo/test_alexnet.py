@@ -11,7 +11,7 @@ from pipebench.zoo.synthetic import synthetic
 from tests.zoo.cuts import check_every_cut
 
 
-def test_state_dict_and_layers_are_torchvisions() -> None:
+def test_state_dict_and_layers_equal_torchvision_s() -> None:
     with torch.device("meta"):
         ours, reference = alexnet(), torchvision.models.alexnet(weights=None)
     shapes = [(name, tuple(value.shape)) for name, value in ours.state_dict().items()]

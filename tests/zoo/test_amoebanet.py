@@ -1,4 +1,4 @@
-"""AmoebaNet-D: published numbers of parameters, cells written out a second time, shapes, every cut, modes."""
+"""AmoebaNet-D: published numbers of parameters, cells implemented a second time, shapes, every cut, modes."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def make(**options: Any) -> AmoebaNet:
         (72, 512, 1844.9, 1800),
     ],
 )
-def test_parameters_are_those_of_gpipe(num_layers: int, num_filters: int, millions: float, gpipe: float) -> None:
+def test_numbers_of_parameters_equal_gpipe_s(num_layers: int, num_filters: int, millions: float, gpipe: float) -> None:
     """From GPipe's table 1; torchgpipe's memory benchmark has one digit more."""
     with torch.device("meta"):
         model = amoebanet_d(num_layers, num_filters)

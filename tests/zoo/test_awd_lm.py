@@ -126,7 +126,7 @@ def test_every_cut_of_tied_weights_is_refused() -> None:
     assert check_every_cut(small(tied=True), Letters(), 4) == 0
 
 
-def test_no_cut_changes_what_is_drawn_or_carried() -> None:
+def test_no_cut_changes_dropout_masks_or_states() -> None:
     """With all dropouts, two streams of one row and two epochs, weights have the bits of a single worker's."""
     found = []
     data = Letters(PANGRAM * 2, bptt=5)
@@ -146,7 +146,7 @@ def test_no_cut_changes_what_is_drawn_or_carried() -> None:
         assert torch.equal(value, found[2][name]), name
 
 
-def test_it_learns() -> None:
+def test_the_model_learns_a_repeating_text() -> None:
     """In a plain loop with all dropouts, a repeating text is predicted far better than by its letters' frequencies."""
     torch.manual_seed(0)
     model = awd_lm(vocabulary=27, embedding_size=24, hidden_size=24, num_layers=2, weight_drop=0.1, dropout_input=0.1)

@@ -78,7 +78,7 @@ class Table:
 
 @pytest.mark.parametrize("penalties", [MLPERF, PLAIN, Penalties(5.0, 1.5, 2.0)], ids=str)
 @pytest.mark.parametrize("max_length", [1, 2, 4])
-def test_a_beam_that_holds_everything_finds_what_exhaustive_search_finds(penalties: Penalties, max_length: int) -> None:
+def test_an_unlimited_beam_equals_exhaustive_search(penalties: Penalties, max_length: int) -> None:
     table = Table(num_sentences=12, max_length=max_length)
     everything = sum(4**n for n in range(max_length + 1))
     expected = [table.best(row, max_length, penalties) for row in range(12)]
@@ -94,8 +94,8 @@ def test_a_narrow_beam_keeps_the_likeliest_and_penalties_choose_among_them() -> 
     assert found[1] != found[2] != [table.best(row, 4, MLPERF) for row in range(12)]
 
 
-def test_penalties_change_what_wins() -> None:
-    """If they didn't, the test above would say nothing about them."""
+def test_penalties_change_the_best_hypothesis() -> None:
+    """Otherwise the test above would not test them."""
     table = Table(num_sentences=12, max_length=4)
     plain, long, covering = (
         [table.best(row, 4, penalties) for row in range(12)]
@@ -133,7 +133,7 @@ def test_finished_hypotheses_stay_in_the_beam_and_shorter_ones_can_win() -> None
     assert beam_search(step, (torch.zeros(1, 2),), (), max_length=2, beam_size=2, penalties=PLAIN) == [[]]
 
 
-def test_sentences_leave_when_they_are_done() -> None:
+def test_finished_sentences_leave_the_search() -> None:
     """A sentence that has ended costs no more steps, and the search ends with the last one."""
     sizes = []
 

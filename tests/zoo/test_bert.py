@@ -93,7 +93,7 @@ def as_torchs(block: Block) -> nn.TransformerEncoderLayer:
     return theirs
 
 
-def test_it_is_torchs_encoder_with_the_paper_s_ends() -> None:
+def test_bert_equals_torch_s_encoder_with_the_paper_s_ends() -> None:
     model, dataset = make(), Counted()
     fields = dataset.fetch("train", range(6), dataset.inputs, draw=3)
     tokens, segments, length, positions = fields.values()
@@ -155,7 +155,7 @@ def test_every_mode_trains_as_its_plain_loop_does(mode: str) -> None:
     check_mode(make(), Counted(), mode)
 
 
-def test_a_v100_s_profile_counts_the_hidden_words_only() -> None:
+def test_a_v100_s_profile_counts_only_hidden_words() -> None:
     samples, columns, width, vocabulary, hidden = 16, 128, 1024, 32_320, 19
     with torch.device("meta"):
         graph = trace(zoo.MODELS["bert_large"].make(vocabulary=vocabulary))

@@ -24,7 +24,7 @@ def test_text_survives_the_round_trip() -> None:
         assert encoding.decode(encoding.encode(text)) == text
 
 
-def test_the_commonest_pair_is_merged_first() -> None:
+def test_the_most_frequent_pair_is_merged_first() -> None:
     """With one token besides characters, special tokens and the mark of a word's start, `a` and `b` are merged."""
     encoding = bpe.learn(["xab yab", "zab ab"], NUM_SPECIAL + 1 + 5 + 1)
     pieces = [encoding.decode([token]) for token in range(encoding.num_tokens)]
@@ -48,7 +48,7 @@ def test_too_few_tokens_are_refused() -> None:
         bpe.learn(TEXTS, 20)
 
 
-def test_learning_leaves_the_environment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learning_does_not_change_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in (None, "true"):
         if value is None:
             monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
@@ -65,7 +65,7 @@ def test_the_cache_is_read_the_second_time(cache: Path, monkeypatch: pytest.Monk
     assert bpe.learnt(TEXTS, 60).serialised() == first.serialised()
 
 
-def test_other_texts_and_other_settings_have_files_of_their_own(cache: Path) -> None:
+def test_other_texts_and_settings_have_other_files(cache: Path) -> None:
     bpe.learnt(TEXTS, 60)
     bpe.learnt(TEXTS, 61)
     bpe.learnt(TEXTS[::-1], 60)
@@ -85,7 +85,7 @@ def test_a_damaged_cache_is_made_again(cache: Path, damage: bytes) -> None:
     assert kept.read_bytes() == whole
 
 
-def test_no_cache_folder_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learning_works_without_a_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert bpe.learnt(TEXTS, 60).serialised() == bpe.learn(TEXTS, 60).serialised()

@@ -69,7 +69,7 @@ def test_captions_begin_end_and_are_cut() -> None:
 @pytest.mark.parametrize(
     ("fields", "read"), [(["features"], ["features"]), (["caption_out"], ["captions"]), (["caption_in"], ["captions"])]
 )
-def test_only_what_is_asked_for_is_read(fields: list[str], read: list[str]) -> None:
+def test_only_requested_fields_are_read(fields: list[str], read: list[str]) -> None:
     dataset = Two()
     assert list(dataset.fetch("train", [0], fields)) == fields
     assert dataset.read == read
@@ -106,7 +106,7 @@ def test_padding_has_no_gradient() -> None:
     assert logits.grad[0].abs().sum(1).gt(0).tolist() == [True, True, True, False]
 
 
-def test_meteor_of_what_the_model_writes() -> None:
+def test_meteor_of_the_model_s_captions() -> None:
     dataset = Two()
     written = dataset.whole_model_metrics(Writer([[A, B, C], [B, UNK]]))
     expected = meteor([["a", "b", "c"], ["b", "<unk>"]], dataset.references([0, 1]))
@@ -116,7 +116,7 @@ def test_meteor_of_what_the_model_writes() -> None:
     assert dataset.notes() == {"meteor": SIGNATURE}
 
 
-def test_more_clips_than_are_decoded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_clips_than_one_batch_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     together = Two().whole_model_metrics(Writer([[A], [B]]))
     monkeypatch.setattr("pipebench.zoo.captions._CLIPS_AT_ONCE", 1)
     assert Two().whole_model_metrics(Writer([[A], [B]])) == together

@@ -10,7 +10,7 @@ import pytest
 from pipebench.zoo import catalogues, gettext_files
 
 
-def test_fetching_downloads_pinned_packages_and_unpacks_catalogues_alone(
+def test_fetching_downloads_pinned_packages_and_unpacks_only_catalogues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands: list[list[str]] = []
@@ -34,7 +34,7 @@ def test_fetching_downloads_pinned_packages_and_unpacks_catalogues_alone(
     )
 
 
-def test_the_command_says_how_to_use_it() -> None:
+def test_the_command_prints_its_usage() -> None:
     run = subprocess.run(
         [sys.executable, "-W", "error", "-m", "pipebench.zoo.catalogues"], capture_output=True, text=True, check=False
     )

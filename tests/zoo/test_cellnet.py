@@ -1,4 +1,4 @@
-"""The network of cells: shapes, sizes, and that a new cell changes nothing."""
+"""The network of cells: shapes, sizes, and that a new cell is the identity."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_groups_and_cells_can_be_chosen() -> None:
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 5)
 
 
-def test_a_cell_begins_by_handing_on_what_it_is_given() -> None:
+def test_a_new_cell_is_the_identity() -> None:
     x = torch.randn(4, 8, 6, 6)
     assert torch.equal(Cell(8, 5)(x), x)
 

@@ -31,7 +31,7 @@ def embedding(p: float) -> WordDropoutEmbedding:
     return WordDropoutEmbedding(200, 3, p)
 
 
-def test_words_are_dropped_wherever_they_stand() -> None:
+def test_all_occurrences_of_a_word_are_dropped() -> None:
     layer = embedding(0.5)
     tokens = torch.arange(200).repeat(2, 3)
     found = layer(tokens) / layer.weight[tokens]
@@ -42,7 +42,7 @@ def test_words_are_dropped_wherever_they_stand() -> None:
     assert not torch.equal(layer(tokens), layer(tokens))
 
 
-def test_dropped_words_get_no_gradient_and_kept_ones_are_scaled() -> None:
+def test_dropped_words_get_no_gradient_and_others_are_scaled() -> None:
     layer = embedding(0.5)
     tokens = torch.arange(200).unsqueeze(0)
     dropped = layer(tokens)
@@ -52,7 +52,7 @@ def test_dropped_words_get_no_gradient_and_kept_ones_are_scaled() -> None:
     assert torch.equal(gradient, kept.unsqueeze(1).expand(200, 3) * 2.0)
 
 
-def test_it_is_torch_s_embedding_otherwise() -> None:
+def test_without_dropout_it_equals_torch_s_embedding() -> None:
     tokens = torch.tensor([[1, 5, 5], [0, 199, 3]])
     for layer in (embedding(0.5).eval(), embedding(0.0)):
         assert torch.equal(layer(tokens), layer.weight[tokens])

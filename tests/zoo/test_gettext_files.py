@@ -141,7 +141,7 @@ def test_a_folder_comes_before_packages(tmp_path: Path, monkeypatch: pytest.Monk
         gettext_files.find(tmp_path / "folder", in_packages=False)
 
 
-def test_nowhere_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_catalogues_of_packages_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -155,7 +155,7 @@ def test_nowhere_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         gettext_files.find(None)
 
 
-def test_without_polib_one_sentence_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_polib_the_error_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "polib", None)
     with pytest.raises(
         ImportError, match=r"^gettext_pairs needs the package polib: pip install \"pipebench\[data\]\"$"
@@ -163,7 +163,7 @@ def test_without_polib_one_sentence_says_how_to_get_it(tmp_path: Path, monkeypat
         gettext_files.read(write(tmp_path)[0])
 
 
-def test_what_is_not_there_is_no_damage(tmp_path: Path) -> None:
+def test_a_missing_file_is_not_reported_as_damaged(tmp_path: Path) -> None:
     for name in ("hg.mo", "django.po"):
         with pytest.raises(FileNotFoundError):
             gettext_files.read(tmp_path / name)

@@ -1,4 +1,4 @@
-"""Message pairs: what is kept, how it is split, and what is said when something is missing."""
+"""Message pairs: their selection and split, and the errors if something is missing."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ PAIRS = {f"{verb} the {noun}": f"{VERBS[verb]} die {NOUNS[noun]}" for verb in VE
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of catalogues with 30 pairs, half in each, and pairs that aren't kept."""
+    """A folder of catalogues with 30 pairs, half in each, and pairs that are left out."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("PIPEBENCH_DATA", raising=False)
     folder = tmp_path / "gettext_pairs"
@@ -62,11 +62,11 @@ def texts(dataset: GettextPairs, split: str) -> list[tuple[str, str]]:
         ("too long", "a b c d e f g h i j k l m"),
     ],
 )
-def test_what_is_not_kept(source: str, target: str) -> None:
+def test_pairs_that_are_left_out(source: str, target: str) -> None:
     assert keep([(source, target)], 12) == []
 
 
-def test_lines_are_joined_and_punctuation_kept() -> None:
+def test_lines_are_joined_and_punctuation_is_kept() -> None:
     kept = keep([("Is it\n  \u201ctrue\u201d (really)?", " Ist es \u201ewahr\u201c \u2013 wirklich? ")], 12)
     assert kept == [("Is it \u201ctrue\u201d (really)?", "Ist es \u201ewahr\u201c \u2013 wirklich?")]
 
@@ -114,7 +114,7 @@ def test_data_folder_by_environment(root: Path, monkeypatch: pytest.MonkeyPatch)
     assert texts(small(""), "eval") == texts(small(root), "eval")
 
 
-def test_notes_tell_data_apart_and_need_none(root: Path, tmp_path: Path) -> None:
+def test_notes_identify_the_data_and_read_none(root: Path, tmp_path: Path) -> None:
     notes = small(root).notes()
     assert notes["bleu"].startswith("nrefs:1|case:mixed|eff:no|tok:13a|")
     assert notes == small(root).notes()

@@ -56,7 +56,7 @@ def test_full_size_by_a_closed_formula(name: str, num_layers: int, millions: flo
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_a_shared_embedding_saves_one() -> None:
+def test_a_shared_embedding_saves_one_matrix() -> None:
     with torch.device("meta"):
         model = gnmt8(share_embedding=True)
     assert num_parameters(model) == expected_parameters(8, WIDTH, 0, VOCABULARY)
@@ -66,7 +66,7 @@ def test_a_shared_embedding_saves_one() -> None:
 
 
 @pytest.mark.parametrize("num_layers", [8, 16])
-def test_layers_are_those_of_the_artifact_s_profile(num_layers: int) -> None:
+def test_layers_equal_those_of_the_artifact_s_profile(num_layers: int) -> None:
     """Without `leaves`; there is a dropout before every LSTM but the two that read embeddings."""
     half = num_layers // 2
     graph = trace(make(num_layers, dropout=0.2))
@@ -101,7 +101,7 @@ def test_initialisation() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
-def test_the_lstm_layer_is_torchs() -> None:
+def test_the_lstm_layer_equals_torch_s() -> None:
     layer = make().encoder[0]
     theirs = nn.LSTM(12, 6).double()
     theirs.load_state_dict(layer.state_dict())
@@ -140,7 +140,7 @@ def after(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_layers", [8, 16])
-def test_it_is_the_artifact_s_network_sentence_by_sentence(num_layers: int) -> None:
+def test_outputs_equal_the_artifact_s_network_for_single_sentences(num_layers: int) -> None:
     """As MLPerf and PipeDream: residuals from the third layer on, and one attention that all later layers read."""
     model = make(num_layers)
     source, lengths = torch.tensor([[BOS, 5, 6, 7, EOS], [BOS, 8, EOS, PAD, PAD]]), torch.tensor([5, 3])
@@ -170,7 +170,7 @@ def test_padding_of_the_source_influences_nothing(num_layers: int) -> None:
     assert not model.source_embedder.weight.grad[PAD].any()
 
 
-def test_what_is_not_padding_matters() -> None:
+def test_tokens_that_are_not_padding_matter() -> None:
     check_what_is_not_padding(make())
 
 
@@ -184,7 +184,7 @@ def test_every_cut_of_sixteen_layers() -> None:
     assert check_every_cut(make(16), Pairs(), 3, apart=6) == 53
 
 
-def test_cuts_that_part_a_shared_embedding_are_refused() -> None:
+def test_cuts_inside_a_shared_embedding_are_refused() -> None:
     """The only places left are after the embedding's second reader: there are none before the first."""
     num_layers = len(trace(make()).layers)
     shared = make(share_embedding=True, source_vocabulary=13)
@@ -193,7 +193,7 @@ def test_cuts_that_part_a_shared_embedding_are_refused() -> None:
 
 
 @pytest.mark.parametrize("num_layers", [8, 16])
-def test_carried_states_translate_as_the_whole_forward_does(num_layers: int) -> None:
+def test_carried_states_translate_like_the_whole_forward(num_layers: int) -> None:
     check_translation(make(num_layers, **LOUD).eval())
 
 

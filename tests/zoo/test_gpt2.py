@@ -48,9 +48,7 @@ def make(**options: Any) -> GPT2:
         (48, 1600, 25, 1557_611_200),
     ],
 )
-def test_full_sizes_are_those_of_the_released_weights(
-    num_layers: int, width: int, num_heads: int, published: int
-) -> None:
+def test_full_sizes_equal_the_released_weights(num_layers: int, width: int, num_heads: int, published: int) -> None:
     sizes = {"num_layers": num_layers, "width": width, "num_heads": num_heads}
     with torch.device("meta"):
         apart, tied = zoo.MODELS["gpt2"].make(**sizes), zoo.MODELS["gpt2"].make(**sizes, share_embedding=True)
@@ -87,7 +85,7 @@ def as_torchs(block: Block) -> nn.TransformerEncoderLayer:
     return theirs
 
 
-def test_it_is_torchs_encoder_under_a_causal_mask_between_the_paper_s_ends() -> None:
+def test_gpt2_equals_torch_s_encoder_with_a_causal_mask() -> None:
     model = make()
     tokens = Counted().fetch("train", range(5), ("tokens",))["tokens"]
     x = model.words.weight[tokens] + model.positions.weight

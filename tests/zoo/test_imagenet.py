@@ -64,7 +64,7 @@ def test_labels_are_positions_of_class_folders_and_decode_nothing(tree: Path, mo
     assert dataset.fetch("eval", [5, 0, 3], ["label"])["label"].tolist() == [2, 0, 1]
 
 
-def test_evaluation_is_torchvisions_resize_crop_and_normalisation(tree: Path) -> None:
+def test_evaluation_equals_torchvision_s_resize_crop_and_normalisation(tree: Path) -> None:
     reference = v2.Compose(
         [
             v2.Resize(28, antialias=True),
@@ -81,7 +81,7 @@ def test_evaluation_is_torchvisions_resize_crop_and_normalisation(tree: Path) ->
         torch.testing.assert_close(images[row], expected, rtol=0, atol=1e-6)
 
 
-def test_augmentation_is_torchvisions_crop_and_flip_at_what_was_drawn(tree: Path) -> None:
+def test_augmentation_equals_torchvision_s_crop_and_flip_at_the_drawn_values(tree: Path) -> None:
     images = small(tree).fetch("train", range(9), ["image"], draw=5)["image"]
     flips = []
     for index in range(9):
@@ -125,7 +125,7 @@ def test_loader_processes_see_the_same_pixels(tree: Path) -> None:
 
 
 def test_folders_are_listed_once(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A million files take minutes on a network's disk; loader processes have what was listed before they began."""
+    """A million files take minutes on a network's disk; loader processes inherit the listing."""
     scanned: list[str] = []
 
     def scan(folder: Path) -> module.Listing:
@@ -197,7 +197,7 @@ def test_an_unreadable_image_is_named(is_torn: bool, tmp_path: Path, monkeypatch
         small(tmp_path).fetch("eval", [1], ["image"])
 
 
-def test_no_root_names_both_ways(monkeypatch: pytest.MonkeyPatch, tree: Path) -> None:
+def test_a_missing_root_is_reported_with_both_ways_to_set_it(monkeypatch: pytest.MonkeyPatch, tree: Path) -> None:
     monkeypatch.delenv("PIPEBENCH_DATA", raising=False)
     with pytest.raises(FileNotFoundError, match=r"imagenet: .*root.*PIPEBENCH_DATA"):
         small("").check()
@@ -267,8 +267,8 @@ def test_scores_count_top1_and_top5_of_the_main_logits() -> None:
         assert {name: value.item() for name, value in scores.items()} == {"top1": 1, "top5": 2}
 
 
-def test_of_five_classes_all_are_among_five() -> None:
-    """So there is no `top5`, which would be 1 whatever the model."""
+def test_data_of_five_classes_has_no_top5() -> None:
+    """It would be 1 for every model."""
     data = small("", num_classes=5)
     scores = data.score(torch.arange(5.0).repeat(2, 1), {"label": torch.tensor([4, 0])})
     assert {name: value.item() for name, value in scores.items()} == {"top1": 1}

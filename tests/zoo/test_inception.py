@@ -37,7 +37,7 @@ def test_loaded_weights_give_torchvisions_outputs() -> None:
         assert auxiliary.shape == (2, 1000)
 
 
-def test_initial_weights_are_spread_as_torchvisions() -> None:
+def test_initial_weights_have_torchvision_s_deviations() -> None:
     """But for the auxiliary head's second convolution, for which torchvision's own 0.01 has no effect."""
     torch.manual_seed(0)
     model = inception_v3(width=0.25)
@@ -51,7 +51,7 @@ def test_initial_weights_are_spread_as_torchvisions() -> None:
 
 
 @pytest.mark.parametrize(("image_size", "map_size"), [(75, 3), (139, 7), (298, 16), (299, 17), (331, 19)])
-def test_auxiliary_head_reads_the_map_that_is_left(image_size: int, map_size: int) -> None:
+def test_auxiliary_head_reads_a_map_of_this_size(image_size: int, map_size: int) -> None:
     with torch.device("meta"):
         model = inception_v3(width=1 / 16, num_classes=5, in_channels=1, image_size=image_size)
         seen: list[torch.Size] = []

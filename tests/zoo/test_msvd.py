@@ -113,7 +113,9 @@ def test_constructing_and_planning_read_nothing() -> None:
     assert zoo.DATASETS["msvd"].make is msvd
 
 
-def test_where_the_folder_is(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_folder_comes_from_the_option_or_the_environment(
+    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("PIPEBENCH_DATA", raising=False)
     with pytest.raises(FileNotFoundError, match="set its option root, or PIPEBENCH_DATA"):
         make("").check()
@@ -154,7 +156,7 @@ def save(name: str, array: Any) -> Callable[[Path], Any]:
         (write("features/clip_2.npy", ""), DataError, "clip_2.npy can't be read: expected is an array"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_one_sentence(root: Path, damage: Any, kind: type[Exception], message: str) -> None:
+def test_faults_of_files_are_one_sentence(root: Path, damage: Any, kind: type[Exception], message: str) -> None:
     damage(root)
     with pytest.raises(kind, match=f"^msvd: .*{message}") as caught:
         make(root).check()

@@ -174,7 +174,7 @@ def test_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
         number_words(split_seed=987).check()
 
 
-def test_the_package_that_scores_is_missed_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_for_scores_is_reported_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics.bleu", None)
     with pytest.raises(ImportError, match=r"^BLEU needs the package sacrebleu"):
         number_words().check()

@@ -1,4 +1,4 @@
-"""Folders of data and cache, and files that are whole or not there."""
+"""Folders of data and cache, and files that are written as a whole."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,9 @@ def test_the_option_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("value", ["", None])
-def test_neither_is_one_sentence(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+def test_without_option_and_environment_the_error_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
     monkeypatch.delenv("PIPEBENCH_DATA", raising=False)
     if value is not None:
         monkeypatch.setenv("PIPEBENCH_DATA", value)

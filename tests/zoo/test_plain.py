@@ -82,7 +82,7 @@ def test_inputs_in_a_dict_are_named_as_the_model_names_them() -> None:
     assert named.keys() == {"mask", "ids"}
 
 
-def test_targets_are_kept_for_whoever_has_read_the_inputs() -> None:
+def test_targets_are_cached_when_inputs_are_read() -> None:
     read: list[int] = []
     data = plain(lambda i: (read.append(i) or POINTS[i], LABELS[i]))  # type: ignore[func-returns-value]
     read.clear()
@@ -107,18 +107,20 @@ def test_augmentation_is_a_function_of_the_draw_and_the_sample() -> None:
     assert len({tuple(row) for row in (whole - POINTS[:4]).tolist()}) == 4
 
 
-def test_what_a_generator_of_its_own_draws_is_refused() -> None:
-    """Samples would then depend on those that a process has read before, and runs would differ."""
+def test_draws_from_a_private_generator_are_refused() -> None:
+    """Samples would depend on those that a process has read before, so runs would differ."""
     own = numpy.random.default_rng(0)
     data = plain(lambda i: (POINTS[i] + own.random(), LABELS[i]))
-    said = "input of the samples 0, 4, 7 of train is another one when they are read again: a generator of its own draws"
-    with pytest.raises(DataError, match=said):
+    sentence = (
+        "input of the samples 0, 4, 7 of train is another one when they are read again: a generator of its own draws"
+    )
+    with pytest.raises(DataError, match=sentence):
         data.check()
     plain(lambda i: (POINTS[i] + numpy.random.rand() + float("nan"), LABELS[i])).check()
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "mse"])
-def test_losses_are_those_of_torch(name: str) -> None:
+def test_losses_equal_torch_s(name: str) -> None:
     function, target = (
         (nn.functional.cross_entropy, LABELS) if name == "cross_entropy" else (nn.functional.mse_loss, POINTS)
     )
@@ -141,7 +143,7 @@ def test_labels_that_torch_ignores_are_refused(shape: tuple[int, ...]) -> None:
     DatasetPair(data, data, nn.functional.cross_entropy, {}).check()
 
 
-def test_metrics_are_means_however_they_are_given() -> None:
+def test_metrics_of_all_forms_are_means() -> None:
     right: list[Callable[..., Any]] = [
         lambda output, target: (output.argmax(1) == target).float().mean(),
         lambda output, target: output.argmax(1) == target,
@@ -179,7 +181,7 @@ def test_samples_that_make_no_minibatch_are_named(make: Callable[[int], Any], me
         plain(make).check()
 
 
-def test_what_is_no_data_set_is_refused() -> None:
+def test_objects_other_than_data_sets_are_refused() -> None:
     good = TensorDataset(POINTS, LABELS)
     with pytest.raises(DataError, match="the data set of train is a Endless, needed is one with a length"):
         DatasetPair(Endless(), good, LOSSES["mse"], {})
@@ -202,12 +204,12 @@ def test_the_best_k_of_k_outputs_are_refused(name: str, shape: tuple[int, ...]) 
     with pytest.raises(DataError, match=f"the metric {name} fails") as caught:
         data.score(torch.ones(shape), data.fetch("train", [0, 1], ["target"]))
     least = int(name[3]) + 1
-    told = f"{name} needs an output per class, {least} at least, and is given {[*shape]}"
-    assert str(caught.value.__cause__) == told
+    sentence = f"{name} needs an output per class, {least} at least, and is given {[*shape]}"
+    assert str(caught.value.__cause__) == sentence
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "sentence"),
     [
         (torch.ones(2, 3), r"a tensor \[2, 3\] float32"),
         (None, "None"),
@@ -216,10 +218,12 @@ def test_the_best_k_of_k_outputs_are_refused(name: str, shape: tuple[int, ...]) 
     ],
     ids=str,
 )
-def test_what_is_no_number_of_samples_is_refused_with_what_is(value: Any, said: str) -> None:
+def test_invalid_numbers_of_samples_are_refused_with_the_allowed_ones(value: Any, sentence: str) -> None:
     data = plain(lambda i: (POINTS[i], LABELS[i]), loss="mse")
     data._loss, data._metrics = lambda _, __: value, {"sure": Metric(lambda _, __: value, "max")}
     targets = data.fetch("train", [0, 1], ["target"])
     for what, measure in (("loss", data.loss), ("metric sure", data.score)):
-        with pytest.raises(DataError, match=f"the {what} gives {said} for 2 samples, needed is a number, their mean"):
+        with pytest.raises(
+            DataError, match=f"the {what} gives {sentence} for 2 samples, needed is a number, their mean"
+        ):
             measure(torch.ones(2, 3), targets)

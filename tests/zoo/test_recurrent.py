@@ -41,13 +41,13 @@ def gradients(lstm: CarriedLSTM, output: torch.Tensor) -> dict[str, torch.Tensor
     return dict(zip(names, found, strict=True))
 
 
-def test_is_torch_s_lstm() -> None:
+def test_the_layer_equals_torch_s_lstm() -> None:
     ours, theirs = make(), nn.LSTM(INPUTS, HIDDEN, batch_first=True).double()
     theirs.load_state_dict({f"{name}_l0": value for name, value in ours.state_dict().items()})
     assert torch.equal(ours(inputs()), theirs(inputs())[0])
 
 
-def test_initial_weights_are_torch_s() -> None:
+def test_initial_weights_equal_torch_s() -> None:
     torch.manual_seed(5)
     ours = CarriedLSTM(INPUTS, HIDDEN)
     torch.manual_seed(5)
@@ -58,7 +58,7 @@ def test_initial_weights_are_torch_s() -> None:
 
 
 @pytest.mark.parametrize("weight_drop", [0.0, 0.5])
-def test_outputs_and_gradients_are_those_of_a_loop_of_cells(weight_drop: float) -> None:
+def test_outputs_and_gradients_equal_a_loop_of_cells(weight_drop: float) -> None:
     """With weight drop, the loop reads the weight times the mask, and the weight must get the gradient."""
     lstm, x = make(weight_drop), inputs()
     torch.manual_seed(7)
@@ -110,7 +110,7 @@ def test_weights_are_one_buffer_in_cudnn_s_order() -> None:
     assert views[0].untyped_storage().nbytes() == offset * views[0].element_size()
 
 
-def test_state_carries_on() -> None:
+def test_state_is_carried_on() -> None:
     """Two halves, one after the other, give the results of the whole; after a reset they don't."""
     lstm, x = make(), inputs(steps=6)
     whole = lstm(x)
@@ -136,7 +136,7 @@ def test_state_is_that_of_the_last_step_detached() -> None:
     assert "carried_state" not in lstm.state_dict()
 
 
-def test_a_state_can_be_put_back() -> None:
+def test_a_state_can_be_restored() -> None:
     """As an engine does to store one state per stream; evaluation carries it, too."""
     lstm = make().eval()
     lstm(inputs(1))
@@ -156,18 +156,18 @@ def test_a_state_of_other_samples_is_refused() -> None:
     assert lstm(inputs()[:2]).shape == (2, STEPS, HIDDEN)
 
 
-def test_copies_share_nothing() -> None:
+def test_copies_share_no_tensors() -> None:
     lstm = make()
     lstm(inputs())
-    twin = copy.deepcopy(lstm)
+    copied = copy.deepcopy(lstm)
     lstm.reset_state()
-    assert twin.carried_state is not None
+    assert copied.carried_state is not None
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("weight_drop", [0.0, 0.5])
-def test_cudnn_takes_the_weights_as_they_are(weight_drop: float, recwarn: pytest.WarningsRecorder) -> None:
+def test_cudnn_uses_the_weights_without_copying(weight_drop: float, recwarn: pytest.WarningsRecorder) -> None:
     """It would warn of weights that aren't in one buffer; and its results are the CPU's."""
     lstm = make(weight_drop).float()
     x = inputs().float()

@@ -73,7 +73,7 @@ def test_describing_equals_running_every_prefix_again(seed: int) -> None:
     assert len({tuple(caption) for caption in written}) > 1
 
 
-def test_describing_ends_at_the_end() -> None:
+def test_describing_ends_at_the_end_token() -> None:
     """A model that always writes EOS writes no word; one that never does writes as many as allowed."""
     model = small()
     with torch.no_grad():

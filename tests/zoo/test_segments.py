@@ -56,7 +56,7 @@ def test_a_sample_is_two_framed_segments() -> None:
     assert fields["length"].tolist() == [27] * 100
 
 
-def test_half_of_the_second_segments_follow_and_the_others_come_from_everywhere() -> None:
+def test_half_of_the_second_segments_follow_and_the_others_are_random() -> None:
     dataset = Numbered()
     fields = [fetched(dataset, range(dataset.num_train), draw=draw) for draw in range(8)]
     follows = torch.cat([each["follows"] for each in fields]).double()
@@ -68,7 +68,7 @@ def test_half_of_the_second_segments_follow_and_the_others_come_from_everywhere(
     assert (counts - len(others) / 5).abs().max() < 5 * (len(others) / 5) ** 0.5
 
 
-def test_every_sentence_but_the_last_ones_begins_a_sample_and_none_is_asked_for_that_is_not_there() -> None:
+def test_every_sentence_but_the_last_ones_begins_a_sample_and_indices_stay_in_range() -> None:
     dataset = Numbered(columns=63, sentences=2)
     assert (dataset.num_train, dataset.num_eval) == (497, 57)
     for draw in range(5):
@@ -106,7 +106,7 @@ def test_fifteen_per_cent_of_the_words_are_hidden_eight_in_ten_of_them_by_the_ma
     assert where[1:12].min() > 30
 
 
-def test_samples_depend_on_the_draw_and_on_nothing_else() -> None:
+def test_samples_depend_on_the_draw_only() -> None:
     """Not on other samples, the order or the fields asked for; held-out samples are always the same."""
     dataset = Numbered()
     together, alone = fetched(dataset, [3, 40, 7], draw=9), fetched(dataset, [40], draw=9)
@@ -118,7 +118,7 @@ def test_samples_depend_on_the_draw_and_on_nothing_else() -> None:
     assert all(torch.equal(once[field], again[field]) for field in once)
 
 
-def test_the_example_has_the_shapes_of_what_is_fetched() -> None:
+def test_the_example_has_the_shapes_of_fetched_samples() -> None:
     dataset = Numbered()
     example, fields = dataset.example(6), fetched(dataset, range(6))
     assert {name: (value.shape, value.dtype) for name, value in example.items()} == {

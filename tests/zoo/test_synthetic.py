@@ -79,6 +79,6 @@ def test_text_is_the_same_row_and_its_next_tokens() -> None:
         dataset.fetch("test", [0], ["tokens"])
 
 
-def test_a_full_size_recipe_is_profiled_on_noise_where_its_data_is_not() -> None:
+def test_a_full_size_recipe_is_profiled_on_noise_if_its_data_is_missing() -> None:
     noise = ("dataset.name=synthetic", "dataset.shape=[3,224,224]", "train.target=null", "cluster.name=local")
     preflight(load("vgg16/single", noise, builds=False), trains=False)

@@ -6,7 +6,7 @@ import torch
 from pipebench.zoo.text import BOS, EOS, NUM_SPECIAL, PAD, SPECIAL_TOKENS, UNK, content, pad_rows, round_up
 
 
-def test_special_ids_are_mlperfs() -> None:
+def test_special_ids_equal_mlperf_s() -> None:
     assert (PAD, UNK, BOS, EOS) == (0, 1, 2, 3)
     assert len(SPECIAL_TOKENS) == len(set(SPECIAL_TOKENS)) == NUM_SPECIAL == 4
 

@@ -119,7 +119,7 @@ def as_torchs(model: Transformer) -> nn.Transformer:
     return theirs
 
 
-def test_it_is_torchs_transformer() -> None:
+def test_the_model_equals_torch_s_transformer() -> None:
     model = make()
     for module in model.modules():  # weights that start as ones and zeros matter, too
         if isinstance(module, nn.LayerNorm | nn.Linear):
@@ -139,7 +139,7 @@ def test_it_is_torchs_transformer() -> None:
     torch.testing.assert_close(model(source, length, target), model.classifier(output), rtol=1e-10, atol=1e-12)
 
 
-def test_positions_are_the_paper_s_sines() -> None:
+def test_positions_equal_the_paper_s_sines() -> None:
     found = AddPositions()(torch.zeros(1, 7, 6, dtype=torch.float64), start=3)[0]
     for row in range(7):
         for pair in range(3):
@@ -168,7 +168,7 @@ def test_padding_of_the_source_influences_nothing() -> None:
     check_padding_of_the_source(make(), rtol=1e-11, atol=1e-12)
 
 
-def test_what_is_not_padding_matters() -> None:
+def test_tokens_that_are_not_padding_matter() -> None:
     check_what_is_not_padding(make())
 
 
@@ -185,11 +185,11 @@ def test_every_mode_trains_as_its_plain_loop_does(mode: str) -> None:
     check_mode(make(), Pairs((12, 10), num_train=24), mode)
 
 
-def test_cuts_that_part_shared_matrices_are_refused() -> None:
+def test_cuts_inside_shared_matrices_are_refused() -> None:
     assert check_every_cut(make(share_embeddings=True, source_vocabulary=13), Pairs(), 3, every=9) == 0
 
 
-def test_carried_keys_translate_as_the_whole_forward_does() -> None:
+def test_carried_keys_translate_like_the_whole_forward() -> None:
     model = make(width=16).eval()
     for block in model.decoder:  # outputs that differ from sentence to sentence without training
         assert isinstance(block, DecoderBlock)

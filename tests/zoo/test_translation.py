@@ -65,7 +65,7 @@ def logits(indices: Sequence[int], dtype: torch.dtype = torch.float64) -> torch.
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 0.9])
-def test_loss_is_torchs_label_smoothing_without_padding(label_smoothing: float) -> None:
+def test_loss_equals_torch_s_label_smoothing_without_padding(label_smoothing: float) -> None:
     """Against torch's mean over tokens without padding, and against the formula of Szegedy et al., section 7."""
     dataset = Counting(label_smoothing)
     indices = [0, 1, 2, 3]
@@ -98,7 +98,7 @@ def test_padding_has_no_gradient() -> None:
     assert torch.equal(gradient.abs().sum(-1) > 0, targets["target_out"] != PAD)
 
 
-def test_token_accuracy_counts_tokens_that_are_there() -> None:
+def test_token_accuracy_ignores_padding() -> None:
     """Of 5 + 2 tokens, all but the second sentence's end are predicted correctly; padding doesn't count."""
     dataset = Counting()
     targets = dataset.fetch("eval", [0, 1], ["target_out"])
@@ -109,7 +109,7 @@ def test_token_accuracy_counts_tokens_that_are_there() -> None:
     assert dataset.summarise(sums, dataset.weight("eval", [0, 1])) == {"token_accuracy": pytest.approx(6 / 7)}
 
 
-def test_fetch_is_pure_and_reads_only_what_is_asked_for() -> None:
+def test_fetch_is_pure_and_reads_only_requested_fields() -> None:
     dataset = Counting()
     both = dataset.fetch("train", [2, 0], FIELDS)
     assert list(both) == list(FIELDS)
@@ -145,7 +145,7 @@ def test_sentences_are_translated_a_batch_at_a_time(monkeypatch: pytest.MonkeyPa
     assert model.batches == [3, 1]
 
 
-def test_only_the_first_are_scored_when_few_are_asked_for() -> None:
+def test_only_the_first_num_scored_sentences_are_scored() -> None:
     dataset, model = Counting(num_scored=2), Shifting(4)
     assert dataset.whole_model_metrics(model) == {"bleu": pytest.approx(100)}
     assert model.batches == [2]

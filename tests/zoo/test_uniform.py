@@ -6,7 +6,7 @@ from pipebench import zoo
 from pipebench.zoo.uniform import uniform
 
 
-def test_is_a_product_of_its_layers() -> None:
+def test_the_model_equals_the_product_of_its_layers() -> None:
     torch.manual_seed(0)
     model = uniform(num_layers=3, width=5)
     image = torch.randn(2, 5)

@@ -66,7 +66,7 @@ class Dictionary(nn.Module):
         return [self.known[row] for row in rows]
 
 
-def test_declared_sizes_are_mlperfs_and_need_no_file() -> None:
+def test_declared_sizes_equal_mlperf_s_and_need_no_file() -> None:
     dataset = wmt16()
     assert (dataset.num_train, dataset.num_eval, dataset.options.vocabulary) == (3_498_161, 3003, 32_320)
     assert zoo.DATASETS["wmt16"].make is wmt16
@@ -77,7 +77,7 @@ def test_declared_sizes_are_mlperfs_and_need_no_file() -> None:
     }  # fmt: skip
 
 
-def test_declared_lengths_are_those_of_a_log_normal_with_the_published_share_of_short_pairs() -> None:
+def test_declared_lengths_follow_a_log_normal_with_the_published_share_of_short_pairs() -> None:
     """By a sum over its density: 3,498,161 of 4,068,191 pairs have at most 50 tokens; minibatches are 30 wide."""
     mean, deviation, step = 3.341, 0.654, 0.001
 
@@ -96,7 +96,7 @@ def test_declared_lengths_are_those_of_a_log_normal_with_the_published_share_of_
     assert wmt16().lengths == ()
 
 
-def test_declared_lengths_are_those_of_the_buckets() -> None:
+def test_declared_lengths_equal_the_buckets_lengths() -> None:
     dataset = wmt16(lengths="declared", max_length=33)
     assert [each.columns for each in dataset.lengths] == [6, 13, 20, 27, 33]
     assert dataset.of_length(9).example(3)["target_in"].shape == (3, 9)
@@ -147,7 +147,7 @@ def test_weight_is_the_number_of_target_tokens(root: Path) -> None:
         assert dataset.weight(split, indices) == int((written != PAD).sum())
 
 
-def test_only_the_side_asked_for_is_read(root: Path) -> None:
+def test_only_the_requested_side_is_read(root: Path) -> None:
     dataset = small(root)
     dataset.weight("train", [0])  # both files are scanned once, before one goes
     expected = dataset.fetch("train", [0, 1], ["source", "source_length"])
@@ -161,7 +161,7 @@ def test_only_the_side_asked_for_is_read(root: Path) -> None:
     assert int(dataset.fetch("train", [0], ["target_in"])["target_in"].max()) == BOS
 
 
-def test_the_index_is_kept_and_made_anew_when_files_change(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_is_stored_and_made_anew_when_files_change(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scans: list[Path] = []
     scan = line_index.scan
 
@@ -192,7 +192,7 @@ def test_construction_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     small("").example(3)
 
 
-def test_sentences_are_put_back_together(root: Path) -> None:
+def test_sentences_are_detokenised(root: Path) -> None:
     dataset = small(root)
     for index, reference in enumerate(REFERENCES):
         (ids,) = dataset.tokens("target", "eval", [index])
@@ -302,7 +302,7 @@ def test_segments_are_of_any_text(root: Path) -> None:
         segments(root, max_length=20).check()
 
 
-def test_the_mask_of_segments_is_no_word(root: Path) -> None:
+def test_the_mask_of_segments_is_not_in_the_vocabulary(root: Path) -> None:
     for language in ("en", "de"):
         write(root, f"newstest2014.tok.bpe.32000.{language}", ["w1", "w2", "w3"])
     write(root, "newstest2014.de", ["w1", "w2", "w3"])

@@ -240,7 +240,7 @@ def distance_from_plain_loop(
         optimizer.step()
     apart = way = 0.0
     for name, weight in weights.items():
-        there = whole.get_parameter(name).detach()
-        apart += float((weight.detach() - there).square().sum())
-        way += float((there - before[name]).square().sum())
+        trained = whole.get_parameter(name).detach()
+        apart += float((weight.detach() - trained).square().sum())
+        way += float((trained - before[name]).square().sum())
     return math.sqrt(apart / way)

@@ -35,7 +35,7 @@ def given() -> Given:
     return Given(NARROW, cut_at(profile, 16), profile, Cluster("loopback", "local", None, (LINK,)))
 
 
-def sides_are_right(fields: dict[str, object]) -> dict[str, float]:
+def check_sides(fields: dict[str, object]) -> dict[str, float]:
     """Return every reference's distance, one from another loop, and what a broadcast carried; a job for workers."""
     given = Given.from_json(fields)
     in_double = replace(given, subject=replace(given.subject, double=True)).to_json()
@@ -57,8 +57,8 @@ def fails_on_one_rank() -> None:
 
 
 @pytest.mark.slow
-def test_both_sides_do_the_work_of_a_plain_loop(given: Given) -> None:
-    found = workers.run(sides_are_right, 2, {"fields": given.to_json()}, limit_s=PATIENCE_S)
+def test_both_sides_train_like_a_plain_loop(given: Given) -> None:
+    found = workers.run(check_sides, 2, {"fields": given.to_json()}, limit_s=PATIENCE_S)
     for rank in found:
         assert max(rank[side] for side in SAME_WORK) < 1e-9
         assert rank["cut into fewer parts"] > 1e-2  # BatchNorm sees other minibatches: the measure can tell
@@ -68,7 +68,7 @@ def test_both_sides_do_the_work_of_a_plain_loop(given: Given) -> None:
 
 
 @pytest.mark.slow
-def test_workers_that_fail_say_why_and_end() -> None:
+def test_workers_that_fail_report_the_reason_and_end() -> None:
     with pytest.raises(RuntimeError, match="what rank 1 says"):
         workers.run(fails_on_one_rank, 2, {}, limit_s=PATIENCE_S)
 
@@ -86,7 +86,7 @@ def test_every_case_of_figure_15_is_predicted(given: Given, num_processes: int) 
         assert 24 * busy_s * case.microbatches / num_processes < took_s < 25 * busy_s * case.microbatches
 
 
-def test_a_comparison_takes_turns_and_divides_theirs_by_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_alternates_and_divides_their_time_by_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     seconds = iter([2.0, 1.0, 3.0, 2.0, 2.0, 5.0])
 
@@ -118,8 +118,8 @@ print(memory.peak_bytes(make) / many)
 
 
 @pytest.mark.skipif(not memory.can_measure(), reason="needs Linux's /proc/self/clear_refs")
-def test_peak_memory_is_that_of_the_work() -> None:
-    """In a process of its own, as the bench measures: this one may have memory to spare that it needn't ask for."""
+def test_peak_memory_is_the_work_s() -> None:
+    """In a new process, as the bench measures: this one may reuse memory that it has freed."""
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
     assert 1.9 < float(done.stdout) < 2.5
 
@@ -139,15 +139,15 @@ def test_agreement() -> None:
     assert figure15.agreement([*points, point(90, 300)]).wrong_pairs == 4
 
 
-def test_a_case_s_error_is_that_of_its_median_round() -> None:
-    """The machine is twice as slow in the second round, which its prediction knows: no error comes of it."""
+def test_a_case_s_error_is_its_median_round_s() -> None:
+    """The machine is twice as slow in the second round, as is its prediction, so there is no error."""
     found = Point(Case("dp", (), (2,)), (110.0, 50.0, 104.0), (100.0, 50.0, 100.0))
     assert found.errors == pytest.approx((0.1, 0, 0.04))
     assert (found.error, found.predicted_samples_per_s, found.measured_samples_per_s) == pytest.approx((0.04, 104, 100))
     assert figure15.by_mode([found, point(1, 2)]) == {"dp": [found.error], "pipedream": [-0.5]}
 
 
-def test_the_picture_is_one(tmp_path: Path) -> None:
+def test_the_picture_is_written(tmp_path: Path) -> None:
     points = [point(100.0 + k, 105.0, mode) for k, mode in enumerate(("gpipe", "dp", "other"))]
     points.append(Point(Case("dp", (), (2,)), (50.0,), (60.0,)))
     figure15.draw(points, "three cases", tmp_path / "picture.png")

@@ -1,4 +1,4 @@
-"""Runs with checkpoints: going on with them, when they are made, what they cost, and stops that end with one."""
+"""Runs with checkpoints: resuming, when they are written, their cost, and stops that end with one."""
 
 import random
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from pipebench.train.result import DIVERGED, INTERRUPTED, MISSED, Point, RunResu
 from tests.train.test_training import Silent, prepared, recipe, train
 
 
-def kept(
+def checkpointed_run(
     given: Job,
     checkpoints: Checkpoints,
     found: Checkpoint | None = None,
@@ -48,12 +48,12 @@ def checkpointed(max_epochs: int = 3) -> Job:
 
 
 @pytest.mark.parametrize("step", [5, 12, 15, 30])
-def test_a_run_that_goes_on_ends_like_one_that_never_stopped(tmp_path: Path, step: int) -> None:
-    whole, engine = kept(checkpointed(), Checkpoints(tmp_path / "whole", keep=99))
+def test_a_resumed_run_ends_like_one_that_never_stopped(tmp_path: Path, step: int) -> None:
+    whole, engine = checkpointed_run(checkpointed(), Checkpoints(tmp_path / "whole", keep=99))
     assert Checkpoints(tmp_path / "whole").steps() == [5, 10, 12, 15, 20, 25, 30, 35, 36]  # 12 is best
     found = Checkpoints(tmp_path / "whole").at(step)
     reported: list[Point] = []
-    resumed, again = kept(checkpointed(), Checkpoints(tmp_path / "again"), found, reported.append)
+    resumed, again = checkpointed_run(checkpointed(), Checkpoints(tmp_path / "again"), found, reported.append)
     for mine, theirs in zip(again.replicas, engine.replicas, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine.tensors().values(), theirs.tensors().values(), strict=True))
     # All points are reported, also those before the checkpoint: the process may have died before recording them.
@@ -85,10 +85,10 @@ def test_the_best_point_is_the_first_of_the_best_that_are_numbers() -> None:
             assert curves.best_point is expected
 
 
-def test_what_a_checkpoint_has_of_the_curves_costs_training_little(tmp_path: Path) -> None:
+def test_curves_in_checkpoints_cost_training_little(tmp_path: Path) -> None:
     """Copying every number of 18,000 points took half a second, and their text of twice the length two seconds more."""
     store = Checkpoints(tmp_path, keep=99)
-    kept(checkpointed(), store)
+    checkpointed_run(checkpointed(), store)
     checkpoint = store.at(36)
     saved = SavedProgress.from_json(checkpoint.progress)
     data = saved.to_json()
@@ -99,16 +99,16 @@ def test_what_a_checkpoint_has_of_the_curves_costs_training_little(tmp_path: Pat
 
 
 def test_checkpoints_may_be_rarer_than_evaluations(tmp_path: Path) -> None:
-    """Every evaluation wrote one, whatever the recipe asked for."""
+    """Once every evaluation wrote one, whatever the recipe said."""
     store = Checkpoints(tmp_path / "whole", keep=99)
-    whole, engine = kept(rarely_saved(), store)
+    whole, engine = checkpointed_run(rarely_saved(), store)
     values = [point.metrics["top1"] for point in whole.points]
     best = {4 * (index + 1) for index, value in enumerate(values) if value > max(values[:index], default=-1.0)}
     assert len(values) == 9
     assert {*store.steps()} == {12, 24, 36} | best
     assert len(store.steps()) < 9
     for step in store.steps():
-        resumed, again = kept(rarely_saved(), Checkpoints(tmp_path / f"from {step}"), store.at(step))
+        resumed, again = checkpointed_run(rarely_saved(), Checkpoints(tmp_path / f"from {step}"), store.at(step))
         assert resumed.points == whole.points
         for mine, theirs in zip(again.replicas, engine.replicas, strict=True):
             pairs = zip(mine.tensors().values(), theirs.tensors().values(), strict=True)
@@ -116,7 +116,7 @@ def test_checkpoints_may_be_rarer_than_evaluations(tmp_path: Path) -> None:
 
 
 def test_checkpoint_drains_are_part_of_the_recipe() -> None:
-    """They are drains like any other: an evaluation there changes nothing, none there changes the weights."""
+    """They are drains like any other, with or without an evaluation there."""
     drained, plain = checkpointed(), prepared(recipe())
     results = [train(given)[0].points[-1].metrics["train_loss"] for given in (drained, plain)]
     assert results[0] != results[1]
@@ -136,7 +136,7 @@ class Full(Checkpoints):
 
 
 class Noted(Silent):
-    """Progress that keeps notes."""
+    """Progress that records notes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Noted(Silent):
         (RuntimeError("unexpected pos\nat: 3"), "RuntimeError: unexpected pos at: 3"),
     ],
 )
-def test_a_part_that_cannot_be_written_costs_checkpoints_but_not_the_run(
+def test_a_part_that_cannot_be_written_ends_checkpoints_but_not_the_run(
     tmp_path: Path, error: Exception, reason: str
 ) -> None:
     progress, given = Noted(), checkpointed()
@@ -206,8 +206,8 @@ def test_an_agreed_stop_ends_with_a_checkpoint_unless_the_weights_are_lost(
 
 
 @pytest.mark.parametrize("step", [12, 36])
-def test_a_run_stopped_right_before_an_evaluation_goes_on_with_it(tmp_path: Path, step: int) -> None:
-    whole, _ = kept(checkpointed(), Checkpoints(tmp_path / "whole"))
+def test_a_run_stopped_right_before_an_evaluation_resumes_with_it(tmp_path: Path, step: int) -> None:
+    whole, _ = checkpointed_run(checkpointed(), Checkpoints(tmp_path / "whole"))
     given, checkpoints = checkpointed(), Checkpoints(tmp_path / "stopped")
     TrainingLoop(
         given,
@@ -219,7 +219,7 @@ def test_a_run_stopped_right_before_an_evaluation_goes_on_with_it(tmp_path: Path
     found, _ = checkpoints.latest()
     assert found is not None
     assert (found.step, len(found.progress["points"])) == (step, step // 12 - 1)
-    resumed, _ = kept(checkpointed(), Checkpoints(tmp_path / "again"), found)
+    resumed, _ = checkpointed_run(checkpointed(), Checkpoints(tmp_path / "again"), found)
     assert (resumed.points, resumed.sentence) == (whole.points, whole.sentence)
 
 
@@ -230,7 +230,7 @@ def test_totals_add_up_over_plans_and_rates_are_of_the_last(tmp_path: Path) -> N
     store, result = Checkpoints(tmp_path), None
     for index, plan in enumerate(plans):
         given = prepared(recipe(max_epochs=index + 1, target=None), plan=plan)
-        result, _ = kept(given, store, store.latest()[0])
+        result, _ = checkpointed_run(given, store, store.latest()[0])
         metrics = result.metrics
         for name in alone[0]:
             if name.startswith("comm_bytes") and "per_sample" not in name:
@@ -247,10 +247,10 @@ def test_totals_add_up_over_plans_and_rates_are_of_the_last(tmp_path: Path) -> N
     assert "lost_time_s" not in metrics
 
 
-def test_a_run_that_goes_on_keeps_nothing_of_the_checkpoint(tmp_path: Path) -> None:
+def test_a_resumed_run_frees_the_checkpoint(tmp_path: Path) -> None:
     """In 0.2.0 every process kept the whole model's state, of sharded replicas in memory, until its end."""
     store = Checkpoints(tmp_path)
-    kept(checkpointed(1), store)
+    checkpointed_run(checkpointed(1), store)
     found = resume_point(store.at(12), given := checkpointed(2))
     assert {*found.state.optimizer} <= {*found.state.parameters} != set()
     TrainingLoop(given, on_virtual_clock(given), Silent(), lambda point: None, CheckpointPolicy(store, found)).run()
@@ -259,7 +259,7 @@ def test_a_run_that_goes_on_keeps_nothing_of_the_checkpoint(tmp_path: Path) -> N
 
 def test_lost_time_adds_up(tmp_path: Path) -> None:
     store, given = Checkpoints(tmp_path), checkpointed(1)
-    kept(given, store)
+    checkpointed_run(given, store)
     for index in range(1, 3):
         given = checkpointed(index + 1)
         found = store.latest()[0]
@@ -270,7 +270,7 @@ def test_lost_time_adds_up(tmp_path: Path) -> None:
     assert result.metrics["total_time_s"] > 14
 
 
-def test_a_stop_that_was_asked_for_ends_with_a_checkpoint_where_it_is_to_go(tmp_path: Path) -> None:
+def test_a_requested_stop_writes_a_checkpoint_to_the_given_place(tmp_path: Path) -> None:
     """The recipe wants no checkpoints: a place is asked for once, when the run is stopped."""
     given, stop, asked = prepared(recipe(max_epochs=5)), StopRequest(), []
 
@@ -291,10 +291,10 @@ def test_a_stop_that_was_asked_for_ends_with_a_checkpoint_where_it_is_to_go(tmp_
     assert resume_point(found, given).progress.samples == 46
 
 
-def test_a_run_without_checkpoints_has_one_once_the_last_is_old(
+def test_a_run_of_best_checkpoints_writes_another_once_the_last_is_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one of the best evaluation only, a kill cost days."""
+    """With checkpoints of the best evaluation only, a kill cost days."""
     now = [0.0]
     monkeypatch.setattr("pipebench.train.loop.time.monotonic", lambda: now[0])
     given = prepared(recipe(max_epochs=8), lr=0.0)  # no evaluation is better than the first
@@ -309,7 +309,7 @@ def test_a_run_without_checkpoints_has_one_once_the_last_is_old(
     assert store.steps() == [12 * epoch for epoch in (1, 4, 7, 8)]
 
 
-def test_a_run_without_checkpoints_keeps_those_of_its_best_evaluation_and_its_end(tmp_path: Path) -> None:
+def test_a_run_without_an_interval_has_checkpoints_of_its_best_evaluation_and_its_end(tmp_path: Path) -> None:
     given = prepared(recipe(max_epochs=4))
     store = Checkpoints(tmp_path, keep=1)
     policy = CheckpointPolicy(late=lambda: store, keeps=True)

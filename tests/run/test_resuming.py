@@ -1,4 +1,4 @@
-"""Runs that go on: from a copy of their folder, under another mode, after an edit of the code that they run."""
+"""Runs that are resumed: from a copy of their folder, in another mode, after an edit of their code."""
 
 import shutil
 from pathlib import Path
@@ -59,7 +59,7 @@ def resume(folder: RunFolder, *words: str) -> Result:
     return CliRunner().invoke(cli, ["run", "--resume", folder.run_id, "train.max_epochs=2", *words])
 
 
-def test_a_copy_of_a_project_goes_on_with_its_own_code(
+def test_a_copy_of_a_project_resumes_with_its_own_code(
     run_of: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """0.1.0 kept the folders of the code as absolute paths: a copy ran the original's."""
@@ -84,8 +84,8 @@ def test_code_outside_the_working_directory_is_found_where_it_was(
     assert RunFolder(path).read().code_folders[0] == str(tmp_path / "project" / "code")
 
 
-def test_microbatches_that_nobody_gave_keep_no_run_from_another_mode(run_of: RunFolder) -> None:
-    """0.1.0 kept what it had filled in, and refused it in a mode that cuts no minibatch."""
+def test_default_microbatches_do_not_prevent_resuming_in_another_mode(run_of: RunFolder) -> None:
+    """0.1.0 stored the default that it had filled in, and refused it in a mode without microbatches."""
     assert "microbatches:" not in run_of.recipe_path.read_text()
     assert run_of.recipe().recipe.parallelism.microbatches == 2
     answer = resume(run_of, "parallelism.mode=dp", "parallelism.plan=2")
@@ -95,14 +95,14 @@ def test_microbatches_that_nobody_gave_keep_no_run_from_another_mode(run_of: Run
     assert goes_on == f"pipebench: {run_of.run_id} goes on from minibatch 8"
 
 
-def test_a_run_goes_on_in_another_precision(run_of: RunFolder) -> None:
+def test_a_run_resumes_in_another_precision(run_of: RunFolder) -> None:
     """It was refused as another run's wherever inputs aren't ids: their rounding was taken for other data."""
     again = resume(run_of, "train.precision=bf16")
     assert again.exit_code == 0, again.stderr
     assert f"{run_of.run_id} goes on from minibatch 8" in again.stderr
 
 
-def test_code_that_has_changed_is_told_and_the_run_goes_on(run_of: RunFolder, tmp_path: Path) -> None:
+def test_changed_code_is_reported_and_the_run_resumes(run_of: RunFolder, tmp_path: Path) -> None:
     """The shapes are the same; 0.1.0 said nothing."""
     (helper,) = (tmp_path / "project" / "code").glob("*_parts.py")
     helper.write_text(PARTS.replace("Tanh", "ReLU"))
@@ -110,12 +110,12 @@ def test_code_that_has_changed_is_told_and_the_run_goes_on(run_of: RunFolder, tm
     assert answer.exit_code == 0, answer.output
     said = f"pipebench: code has changed since the checkpoint of step 8 was written: {helper.stem}"
     goes_on = f"pipebench: {run_of.run_id} goes on from minibatch "
-    told = [line for line in without_phases(answer.stderr).splitlines() if ": executes " not in line]
-    assert told == [said, f"{goes_on}8"]
+    lines = [line for line in without_phases(answer.stderr).splitlines() if ": executes " not in line]
+    assert lines == [said, f"{goes_on}8"]
     again = CliRunner().invoke(cli, ["run", "--resume", run_of.run_id, "train.max_epochs=3"])
     assert again.exit_code == 0
-    told = [line for line in without_phases(again.stderr).splitlines() if ": executes " not in line]
-    assert told == [f"{goes_on}16"]
+    lines = [line for line in without_phases(again.stderr).splitlines() if ": executes " not in line]
+    assert lines == [f"{goes_on}16"]
 
 
 def test_fewer_epochs_than_were_trained_are_refused_and_the_record_stays(run_of: RunFolder) -> None:
@@ -128,8 +128,8 @@ def test_fewer_epochs_than_were_trained_are_refused_and_the_record_stays(run_of:
     assert {path: path.read_bytes() for path in run_of.path.rglob("*") if path.is_file()} == before
 
 
-def test_with_other_keys_a_run_that_is_over_is_left_alone(run_of: RunFolder) -> None:
-    """Its record would tell of a plan that trained nothing, with the numbers of the one that did."""
+def test_a_finished_run_is_not_resumed_with_other_keys(run_of: RunFolder) -> None:
+    """Its record would name a plan that trained nothing, with the numbers of the other one."""
     assert resume(run_of).exit_code == 0
     before = {path: path.read_bytes() for path in run_of.path.rglob("*") if path.is_file()}
     answer = resume(run_of, "parallelism.mode=dp", "parallelism.plan=4")

@@ -1,4 +1,4 @@
-"""What tests of GPUs call, on a GPU that isn't there or the CPU: so that it doesn't rot where no GPU runs it."""
+"""Runs the tests of GPUs on an emulated GPU or on the CPU, so that machines without a GPU run their code, too."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from tests.processes import Processes
 
 # Tests that look at CUDA itself: its allocator, its streams, and how fast it is.
 OF_CUDA = {
-    "test_what_is_swapped_leaves_the_device_for_pinned_memory",
+    "test_swapped_tensors_leave_the_device_for_pinned_memory",
     "test_copies_run_beside_passes",
     "test_minibatches_are_fetched_ahead_into_pinned_memory",
     "test_the_virtual_clock_loads_large_minibatches_as_fast_as_the_wall_s",
@@ -27,8 +27,8 @@ def last_case(function: Callable[..., None]) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_needs_only_a_device_runs_without_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With narrower layers, since arithmetic doesn't rot."""
+def test_tests_of_gpus_pass_on_an_emulated_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With narrower layers, which take less time."""
     monkeypatch.setattr(test_gpu, "WIDTH", 0.03125)
     function = getattr(test_gpu, name)
     with made_up_gpu(), torch_settings(EngineRecipe()):
