@@ -30,11 +30,13 @@ from pipebench.model.graph import (
     run_node,
 )
 from pipebench.model.in_place import is_inplace
+from pipebench.model.precision import lower
 from pipebench.model.splitting import splittable
 from pipebench.model.values import tensors_in
 from pipebench.profile.clocks import Clock, Reading
 from pipebench.profile.model import LayerProfile
 from pipebench.profile.pieces import Pieces
+from pipebench.profile.shapes import without_data
 from pipebench.profile.step import LOSS, StepOutput, WalkStep
 from pipebench.profile.storages import SavedStorages
 from pipebench.recipe.users_code import message_of
@@ -126,6 +128,13 @@ def _in_turn(walked: "_Walk", pieces: Pieces, clock: Clock) -> None:
 def _untimed(work: Callable[[], Any]) -> tuple[Any, Reading]:
     """Do some work without timing it: the clock of forwards that are repeated."""
     return work(), float
+
+
+def rows_without_costs(graph: LayerGraph) -> tuple[LayerProfile, ...]:
+    """Return the rows of a model's layers and of the loss, as in a profile but for seconds and activations."""
+    root = without_data(graph.root)
+    lower([root], graph.rounding)
+    return tuple(step.row() for step in (*_steps(graph, root), WalkStep(LOSS, LOSS, {}, {}, graph.outputs, ())))
 
 
 def idle_backward_s(device: torch.device, clock: Clock) -> Reading:

@@ -1,6 +1,7 @@
 """Which profile a recipe gets, and what is refused."""
 
 import json
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -151,6 +152,34 @@ def test_a_file_is_read_and_checked(tmp_path: Path) -> None:
         choice(str(path))
     path.write_text(write_profile(replace(profile, layers={4: profile.layers[4][:-1]})))
     with pytest.raises(ProfileError, match="another model: 40 layers, expected are 41"):
+        choice(str(path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"reads": (0, 1)}, "layer features_2 reads features_0, features_1, expected is features_1"),
+        ({"inputs": ("images",)}, "layer features_2 reads images, expected is nothing"),
+        (
+            {"parameter_sizes": {"features.2.weight": 8, "features.2.bias": 32}},
+            "layer features_2 has 8 bytes in parameter_sizes for features.2.weight, expected is 2304 bytes",
+        ),
+        (
+            {"parameter_sizes": {"features.2.weight": 2304, "features.2.bias": 32, "more": 1}},
+            "layer features_2 has 1 bytes in parameter_sizes for more, expected is nothing",
+        ),
+        ({"buffer_sizes": {"mean": 8}}, "layer features_2 has 8 bytes in buffer_sizes for mean, expected is nothing"),
+        ({"untrained_sizes": {"mean": 8}}, "layer features_2 has 8 bytes in untrained_sizes for mean, expected is not"),
+        ({"master_sizes": {"features.2.bias": 8}}, "layer features_2 has 8 bytes in master_sizes for features.2.bias"),
+    ],
+)
+def test_a_file_that_contradicts_the_model_is_refused(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    """Edges were taken from the model without a word, and bytes from the file."""
+    profile = choice("analytic")
+    rows = [replace(row, **changes) if row.name == "features_2" else row for row in profile.layers[4]]
+    path = tmp_path / "profile.json"
+    path.write_text(write_profile(replace(profile, layers={4: tuple(rows)})))
+    with pytest.raises(ProfileError, match=re.escape(f"profile {path} is of another model: {problem}")):
         choice(str(path))
 
 
