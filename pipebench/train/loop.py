@@ -309,7 +309,9 @@ class TrainingLoop:
     def _metrics_without_value(self) -> str:
         """Return since which evaluation metrics are NaN or infinite, as the end of a sentence; "" if none is."""
         since = {name: num_epochs(self._epochs(point.samples)) for name, point in self._curves.metrics_without_value()}
-        found = [f"; {name} is not a finite number from the evaluation after {epochs} on" for name, epochs in since.items()]
+        found = [
+            f"; {name} is not a finite number from the evaluation after {epochs} on" for name, epochs in since.items()
+        ]
         if EVAL_LOSS in since:
             found.append("; without a loss no score counts")
         return "".join(found)
