@@ -225,7 +225,7 @@ def test_stages_have_room_while_layers_move(
     engine, found = played(choosing(starts, limit), 160)
     assert [where for _, where in found] == made
     assert max(worker.peaks.device_bytes for worker in engine.workers) <= limit
-    monkeypatch.setattr(FeasibilityCheck, "excess_on_the_way", lambda *_: [0.0] * 4)
+    monkeypatch.setattr(FeasibilityCheck, "excess_while_moving", lambda *_: [0.0] * 4)
     careless, _ = played(choosing(starts, limit), 160)
     assert max(worker.peaks.device_bytes for worker in careless.workers) > limit
 
@@ -236,7 +236,7 @@ def test_layers_stay_where_stages_that_keep_all_have_no_room_for_them_to_move(mo
     setup = replace(setup, profile=replace(profile_of(setup), state_bytes_per_byte=1)).under(setup.plan)
     setup = replace(setup, cluster=replace(setup.cluster, memory_bytes=limit))
     assert not played(setup, 120)[1]
-    monkeypatch.setattr(FeasibilityCheck, "excess_on_the_way", lambda *_: [0.0] * 3)
+    monkeypatch.setattr(FeasibilityCheck, "excess_while_moving", lambda *_: [0.0] * 3)
     _, ((at, starts), *_) = played(setup, 120)
     peaks = []
     for cuts in (starts, (1, 3)):
@@ -255,11 +255,11 @@ def test_layers_stay_where_a_stage_has_no_room_as_it_was_and_as_it_would_be(monk
     weights = [8 * (inputs + 1) * outputs for inputs, outputs in ((6, 7), (7, 8), (8, 5), (5, 4))]
     held = [21 * (2 * weights[0]), 21 * weights[1], 21 * (weights[1] + 2 * sum(weights[2:]))]  # tanhs have none
     now = layout_of(setup.plan)
-    excess = FeasibilityCheck(setup).excess_on_the_way([now, now._replace(starts=(2, 3))])
+    excess = FeasibilityCheck(setup).excess_while_moving([now, now._replace(starts=(2, 3))])
     assert excess == [max(0, each - limit) for each in held]
     assert sum(weights[1:]) * 24 < limit < max(held)
     assert not played(setup, 60)[1]
-    monkeypatch.setattr(FeasibilityCheck, "excess_on_the_way", lambda *_: [0.0] * 3)
+    monkeypatch.setattr(FeasibilityCheck, "excess_while_moving", lambda *_: [0.0] * 3)
     assert played(setup, 60)[1]
 
 

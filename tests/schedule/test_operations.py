@@ -20,8 +20,8 @@ def test_what_can_be_drawn_or_labelled_says_how() -> None:
             assert row.label, op
 
 
-def test_words_name_only_what_there_is_to_name() -> None:
+def test_descriptions_name_only_what_there_is_to_name() -> None:
     known = {UNIT: {"unit", "peer"}, MOVE: {"unit", "peer"}, ROUND: {"round", "others"}}
     for op, row in OPERATIONS.items():
-        named = {name for _, name, _, _ in string.Formatter().parse(row.words) if name}
-        assert named <= known[row.about], op
+        named = {name for _, name, _, _ in string.Formatter().parse(row.description) if name}
+        assert named <= known[row.counts], op
