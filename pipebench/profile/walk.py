@@ -191,8 +191,8 @@ class _Walk:
             value = _forward(step, self._call(step, node), clock, self._storages, index)
             if self._storages is not None and node.op != "output":
                 # Of a buffer that the next minibatch changes a stage sends a copy, which has its own storage.
-                step.puts_out = self._storages.storages([cloned(value) if step.runs_once else value])
-                step.takes = self._storages.storages(
+                step.output_storages = self._storages.storages([cloned(value) if step.runs_once else value])
+                step.input_storages = self._storages.storages(
                     self._env[each] for each in node.all_input_nodes if each.op == "placeholder"
                 )
             self._env[node] = value

@@ -48,8 +48,8 @@ def with_momentum(setup: Setup) -> Setup:
     rows = {
         size: tuple(
             replace(
-                own, saved_bytes=row.saved_bytes, saved_with=row.saved_with, keeps=row.keeps,
-                puts_out=row.puts_out, takes=row.takes,
+                own, saved_bytes=row.saved_bytes, saved_with=row.saved_with, saved_storages=row.saved_storages,
+                output_storages=row.output_storages, input_storages=row.input_storages,
             )
             for own, row in zip(layers, saved[size], strict=True)
         )

@@ -155,6 +155,17 @@ def test_a_file_is_read_and_checked(tmp_path: Path) -> None:
         choice(str(path))
 
 
+def test_a_file_of_version_7_is_read(tmp_path: Path) -> None:
+    """Runs store profiles, and go on from them."""
+    profile, path = choice("analytic"), tmp_path / "profile.json"
+    text = write_profile(profile).replace('"pipebench_profile": 8', '"pipebench_profile": 7')
+    for before, now in (("keeps", "saved_storages"), ("puts_out", "output_storages"), ("takes", "input_storages")):
+        assert f'"{now}": [\n' in text
+        text = text.replace(f'"{now}"', f'"{before}"')
+    path.write_text(text)
+    assert load_profile(path) == profile
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
@@ -217,10 +228,10 @@ MALFORMED = {
     "{": "isn't JSON: EOF while parsing an object",
     '{"a":' * 100_000: "isn't JSON: recursion limit exceeded",
     "{}": "an object with the key 'pipebench_profile' is expected",
-    '{"pipebench_profile": 6}': "is a profile of version 6, version 7 is expected: profile again",
-    '{"pipebench_profile": [7]}': "is a profile of version a list, version 7 is expected",
-    '{"pipebench_profile": 7}': "'model' is missing",
-    '{"pipebench_profile": 7, "modle": 1}': "unknown key 'modle'; did you mean 'model'?",
+    '{"pipebench_profile": 6}': "is a profile of version 6, version 8 is expected: profile again",
+    '{"pipebench_profile": [8]}': "is a profile of version a list, version 8 is expected",
+    '{"pipebench_profile": 8}': "'model' is missing",
+    '{"pipebench_profile": 8, "modle": 1}': "unknown key 'modle'; did you mean 'model'?",
 }
 # Where in a good profile of two layers and a loss, what is put there, what is said.
 WRONG: list[tuple[tuple[Any, ...], Any, str]] = [
