@@ -337,5 +337,5 @@ def choice(given: object, allowed: Iterable[str]) -> str:
     allowed_text = f"allowed are {', '.join(names)}" if names else "but there is none"
     if not isinstance(given, str):
         return f"got {shown(given)}, {allowed_text}"
-    start = given[:_MOST_SHOWN]
+    start = given if len(given) <= _MOST_SHOWN else f"{given[: _MOST_SHOWN - 3]}..."
     return f"got {start!r}, {allowed_text}{nearest(start, names)}"

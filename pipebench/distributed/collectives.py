@@ -98,7 +98,7 @@ class ProcessCollectives:
 
         def arrived(num_bytes: int, started: Moment, ended: Moment) -> None:
             span = TimeSpan(started, ended, start)
-            self._count(stage, pipeline.way, pipeline.sum_kind, f"R{round_index}", num_bytes, span)
+            self._count(stage, pipeline.algorithm, pipeline.sum_kind, f"R{round_index}", num_bytes, span)
 
         gradients = self._reducers[stage].wait(arrived)
         self.waited(start)
@@ -119,7 +119,7 @@ class ProcessCollectives:
         start, gather = self.timer.mark(), self._gathers[stage]
         span = TimeSpan(gather.set_out, gather.wait(), start)
         num_bytes = self.worker.replicas[stage].weights.version_bytes
-        self._count(stage, self.setup.pipeline.way, gather.kind, "weights", num_bytes, span)
+        self._count(stage, self.setup.pipeline.algorithm, gather.kind, "weights", num_bytes, span)
         self.waited(start)
 
     def tied(self, group: int, round_index: int) -> list[torch.Tensor | None]:
@@ -160,7 +160,7 @@ class ProcessCollectives:
                 for buffer, mean in zip(own, means, strict=True):
                     buffer.copy_(mean.view(buffer.shape))
                 span = TimeSpan(start, self.timer.mark())
-                self._count(stage, self.setup.pipeline.buffer_way, BUFFERS, "buffers", flat.nbytes, span)
+                self._count(stage, self.setup.pipeline.buffer_algorithm, BUFFERS, "buffers", flat.nbytes, span)
         for extension in self.extensions.values():
             deque(extension.drained(), maxlen=0)  # runs the generator
 
@@ -211,11 +211,11 @@ class ProcessCollectives:
             self._make_exchange(stage, ring, ranks)
             return
         like, buckets = self.worker.summed(stage) if is_member else ([], [])
-        shared = share(world, ranks, shared_bytes(buckets, like)) if setup.pipeline.way == ALL_REDUCE else None
+        shared = share(world, ranks, shared_bytes(buckets, like)) if setup.pipeline.algorithm == ALL_REDUCE else None
         if shared is not None:
             self._shared.append(shared)
         if is_member:
-            summing = Summing(group, world.host_copy, setup.pipeline.way, shared)
+            summing = Summing(group, world.host_copy, setup.pipeline.algorithm, shared)
             self._reducers[stage] = Reducer(buckets, like, summing, self.timer)
 
     def _make_exchange(self, stage: int, ring: Sequence[int], ranks: Sequence[int]) -> None:

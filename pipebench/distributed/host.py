@@ -19,10 +19,12 @@ from pipebench.distributed.reducer import RingSum, Sum
 from pipebench.distributed.shared_memory import connect
 from pipebench.distributed.shared_sum import SharedSum, share
 from pipebench.distributed.world import World
-from pipebench.engine.in_situ import InSituTimes, profile_in_situ
+from pipebench.engine.in_situ import InSituTimes, least_bytes, profile_in_situ
 from pipebench.engine.setup import Setup
-from pipebench.errors import is_out_of_memory
+from pipebench.errors import is_out_of_memory, print_notice
+from pipebench.formats import num_bytes
 from pipebench.model.allocator import release_copies
+from pipebench.model.host_memory import available_bytes
 from pipebench.simulate.costs import NO_HOST_COSTS, HostCosts, SharedProcessors
 
 _SMALL_BYTES, _LARGE_BYTES, _RING_BYTES = 1 << 14, 1 << 20, 1 << 22  # of two messages and an all-reduce
@@ -81,9 +83,12 @@ def in_situ(world: World, setup: Setup, measure: Callable[..., InSituTimes] = pr
     processes that share one take turns.
 
     Returns:
-        Times of this process's instructions; none if its stage doesn't fit on a shared GPU beside the others.
+        Times of this process's instructions; none if its stage doesn't fit on a shared GPU beside the others, or if
+        some host has too little memory for its processes.
     """
     if world.device.type == "cpu":
+        if not all(world.exchange(_fits_on_host(world, setup))):
+            return {}
         now = time.perf_counter if _shared(world) is None else time.thread_time
         return measure(setup, lambda enough: all(world.exchange(enough)), now)
 
@@ -98,6 +103,19 @@ def in_situ(world: World, setup: Setup, measure: Callable[..., InSituTimes] = pr
             release_copies(world.device, setup.graph.root)  # also if it didn't fit, because others are next
 
     return in_turns(world, measured_alone)
+
+
+def _fits_on_host(world: World, setup: Setup) -> bool:
+    """Return whether this host may have the memory for all its processes to measure at once; else print that."""
+    needed, available = least_bytes(setup) * world.place.local_size, available_bytes()
+    if needed <= available:
+        return True
+    if world.place.local_rank == 0:
+        print_notice(
+            f"stages aren't measured in use: gradients and optimizer state of {world.place.local_size} processes take "
+            f"{num_bytes(needed)}, and this host has {num_bytes(available)} left; predictions add up single layers"
+        )
+    return False
 
 
 def _shared(world: World) -> SharedProcessors | None:

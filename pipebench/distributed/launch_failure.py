@@ -4,7 +4,6 @@ When one worker dies, the others fail moments later with errors about lost conne
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import signal
@@ -89,25 +88,6 @@ def record(failure: Failure) -> None:
     data = {"message": {"message": failure.message, "extraInfo": extra}}
     # Atomically: torchrun may end this process at any moment, and then reads the file.
     files.replace(Path(name), json.dumps(data).encode())
-
-
-def is_first_of_host(mistake: Failure) -> bool:
-    """Return whether no other process that torchrun started on this host has asked about the same mistake.
-
-    torchrun makes a new folder per attempt, with a folder for every process's error file. Under other launchers every
-    process counts as the first: who else sets the file's name may set the same one every time.
-    """
-    name = os.environ.get(_ERROR_FILE)
-    if not name or "TORCHELASTIC_RUN_ID" not in os.environ:
-        return True
-    digest = hashlib.sha256(mistake.message.encode(errors="replace")).hexdigest()
-    try:
-        (Path(name).parent.parent / f"reported-{digest}").touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except OSError:  # the disk may be full
-        pass
-    return True
 
 
 def read(rank: int, exit_code: int, recorded: IO[bytes]) -> Failure:

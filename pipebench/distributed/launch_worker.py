@@ -1,5 +1,6 @@
 """The outermost function of a worker process: it records or reports a failure, and ends the process promptly."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -9,8 +10,10 @@ from types import FrameType
 from typing import NoReturn
 
 from pipebench.distributed import nccl, world
-from pipebench.distributed.launch_failure import Failure, is_first_of_host, of_exception, record, report
-from pipebench.distributed.launch_join import RUN
+from pipebench.distributed.launch_failure import Failure, of_exception, record, report
+from pipebench.distributed.launch_join import RUN, HostSlot, read_place
+from pipebench.distributed.launch_mistake import is_rank_0s, tell_the_others
+from pipebench.errors import UserError
 
 _ASKING_S = 10.0  # for the store's answer; well beyond what rank 0 waits for the others to ask
 _LOST_PATIENCE_S = 4.0  # for a worker that only lost another, so that others report first
@@ -57,6 +60,8 @@ def fail(failure: Failure, *, verbose: bool = False, asks: bool = True) -> NoRet
             print(report(failure, verbose=verbose), file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
+        if failure.kind == "user" and (place := _place_before_joining()) is not None:
+            tell_the_others(failure.message, place)
     finally:  # standard error may be closed
         os._exit(failure.exit_code)
 
@@ -73,12 +78,13 @@ def _is_recorded(failure: Failure) -> bool:
 def _is_first_to_report(failure: Failure) -> bool:
     """Return whether no other worker has reported; true if the store doesn't answer soon.
 
-    Before workers have joined, all may make the same mistake, so one on every host reports it. A worker that has only
-    lost another one lets others report first, who know more; torchrun reports a worker that was killed.
+    Before workers have joined, all may find the same mistake, which rank 0 reports. A worker that has only lost another
+    one lets others report first, who know more; torchrun reports a worker that was killed.
     """
     joined, is_lost = world.current(), failure.kind == "lost"
     if joined is None:
-        return not is_lost and (failure.kind != "user" or is_first_of_host(failure))
+        place = _place_before_joining() if failure.kind == "user" else None
+        return not is_lost and (place is None or not is_rank_0s(failure.message, place))
     if is_lost and joined.place.agent_store:
         return False
     patience_s = _LOST_PATIENCE_S if is_lost else 0.0
@@ -88,6 +94,13 @@ def _is_first_to_report(failure: Failure) -> bool:
     asking.start()
     asking.join(_ASKING_S)
     return answers != [False]
+
+
+def _place_before_joining() -> HostSlot | None:
+    """Return this worker's place if it hasn't joined; None, too, if its environment doesn't say it."""
+    with contextlib.suppress(UserError):
+        return read_place(os.environ) if world.current() is None else None
+    return None
 
 
 def fail_stalled(text: str) -> NoReturn:

@@ -10,7 +10,7 @@ from pipebench.schedule.pipeline import Pipeline
 ADMIT, EXCHANGE, BARRIER = "admit", "exchange", "barrier"
 NOTHING = "nothing"  # text of work without a name
 
-_OTHER_WORDS = {
+_OTHER_WORK = {
     "": "is between two pieces of work",
     ADMIT: "waits for all workers to agree where the run stops",
     EXCHANGE: "waits for what the other workers say at a drain",
@@ -25,7 +25,7 @@ class Activity:
     """A worker's current work."""
 
     text: str  # the instruction's text form, or the name of other work
-    words: str  # the same in words, to end a sentence about the worker
+    description: str  # the same in words, to end a sentence about the worker
     waits: bool  # for another worker
     since_s: float  # duration so far, when reported
 
@@ -45,20 +45,22 @@ def describe(
     """
     if instruction is None:
         waits = work in (ADMIT, EXCHANGE, BARRIER)
-        return Activity(work or NOTHING, _OTHER_WORDS.get(work, f"is at {work!r}"), waits, since_s)
+        return Activity(work or NOTHING, _OTHER_WORK.get(work, f"is at {work!r}"), waits, since_s)
     row = OPERATIONS[instruction.op]
-    if row.about != ROUND:
-        unit = _unit(pipeline, instruction.number, whole=bool(work) or row.about == MOVE)
+    if row.counts != ROUND:
+        unit = _unit(pipeline, instruction.number, whole=bool(work) or row.counts == MOVE)
         peer = pipeline.worker(instruction.peer, instruction.number)
-        words = row.words.format(unit=unit, peer=peer)
+        description = row.description.format(unit=unit, peer=peer)
     else:
         group = instruction.stage if instruction.peer < 0 else instruction.peer
         others = [str(peer) for peer in pipeline.members(group) if peer != worker]
-        words = row.words.format(
+        description = row.description.format(
             round=_round(pipeline, instruction.stage, instruction.number, num_minibatches),
             others=f"worker{'s' if len(others) > 1 else ''} {', '.join(others)}",
         )
-    return Activity(str(instruction), words + (f" in {work!r}" if work else ""), instruction.op in _WAITS, since_s)
+    return Activity(
+        str(instruction), description + (f" in {work!r}" if work else ""), instruction.op in _WAITS, since_s
+    )
 
 
 def _unit(pipeline: Pipeline, unit: int, *, whole: bool) -> str:
@@ -104,7 +106,7 @@ def stall_report(
             lines.append(f"  worker {worker} ({name}): {silence or 'not heard of yet'}")
         else:
             last = f"; {silence}" if silence else ""
-            lines.append(f"  worker {worker} ({name}): {said.text} for {said.since_s:.1f} s: {said.words}{last}")
+            lines.append(f"  worker {worker} ({name}): {said.text} for {said.since_s:.1f} s: {said.description}{last}")
     return "\n".join(lines)
 
 
@@ -119,11 +121,15 @@ def _first_line(
     where = f"minibatches are those of segment {segment}, from 0"
     if silent_s:
         worker = max(silent_s, key=lambda worker: (silent_s[worker], -worker))
-        last = f"; last it was at {activities[worker].text}: {activities[worker].words}" if worker in activities else ""
+        last = (
+            f"; last it was at {activities[worker].text}: {activities[worker].description}"
+            if worker in activities
+            else ""
+        )
         silence = f"worker {worker} ({names[worker]}) has not been heard of for {silent_s[worker]:.0f} s"
         return f"{silence}{last}; {where}; {limit}"
     stuck = [w for w, d in activities.items() if not d.waits and d.since_s >= _STUCK_FRACTION * stall_limit_s]
     worker = max(stuck or activities, key=lambda worker: (activities[worker].since_s, -worker))
     activity = activities[worker]
     since = f"has been at {activity.text} for {activity.since_s:.1f} s"
-    return f"worker {worker} ({names[worker]}) {since}: it {activity.words}; {where}; {limit}"
+    return f"worker {worker} ({names[worker]}) {since}: it {activity.description}; {where}; {limit}"

@@ -24,6 +24,7 @@ from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr
 from pipebench.distributed import nccl
 from pipebench.distributed.interfaces import address_towards, prepare_sockets
 from pipebench.distributed.launch_join import HostSlot, connect, meet, peers, read_place
+from pipebench.distributed.launch_mistake import found_none
 from pipebench.distributed.members import check_members, shared_secret
 from pipebench.errors import UserError
 
@@ -261,10 +262,9 @@ def join(
         PeerLostError: rank 0 gave up, and reports why itself.
     """
     place = place or read_place(os.environ)
-    if device != "cpu":
-        nccl.set_environment(os.environ, place.rank)
     chosen, facts = _device(device, place)
     connection = connect(place, limit_s)
+    found_none(connection, place)
     token, everyone = meet(connection, place, facts, limit_s)
     direct = chosen.type == "cuda" and nccl.takes(everyone)
     remark = "" if direct or chosen.type == "cpu" else nccl.sharing_remark(everyone)
@@ -378,7 +378,9 @@ def _writing_problem(path: Path) -> str:
 
 
 def _device(device: str, place: HostSlot) -> tuple[torch.device, dict[str, Any]]:
-    """Return this worker's device, and facts about it for the others."""
+    """Set NCCL's variables; return this worker's device, and facts about it for the others."""
+    if device != "cpu":
+        nccl.set_environment(os.environ, place.rank)
     address = "" if place.one_host else address_towards(place.address)
     facts: dict[str, Any] = {"host": socket.gethostname(), "address": address, "gpu": None}
     if device == "cpu" or not torch.cuda.is_available():

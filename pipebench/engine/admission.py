@@ -33,7 +33,7 @@ from pipebench.schedule.pipeline import Pipeline
 from pipebench.schedule.programs import NOTHING, programs
 
 STOPPING = "pipebench: stopping at the next drain; Ctrl-C again ends now"
-_ROUND_OPS = tuple(op for op, row in OPERATIONS.items() if row.about == ROUND)
+_ROUND_OPS = tuple(op for op, row in OPERATIONS.items() if row.counts == ROUND)
 
 
 class Position(NamedTuple):

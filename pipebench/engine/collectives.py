@@ -15,7 +15,7 @@ from pipebench.engine.setup import Setup
 from pipebench.engine.weights import Weights
 from pipebench.engine.worker import Worker
 from pipebench.simulate.simulation import RunPart
-from pipebench.simulate.sums import WAYS
+from pipebench.simulate.sums import ALGORITHMS
 from pipebench.simulate.timeline import BUFFERS, CONTROL
 
 
@@ -95,7 +95,9 @@ class InProcessCollectives:
     def _count_half(self, stage: int, kind: str, num_bytes: int) -> None:
         """Count the bytes of a reduce-scatter or an all-gather."""
         ring = self.of_stage(stage)
-        for sender, receiver, sent in WAYS[self.setup.pipeline.way].traffic(num_bytes, self.setup.servers(ring)):
+        for sender, receiver, sent in ALGORITHMS[self.setup.pipeline.algorithm].traffic(
+            num_bytes, self.setup.servers(ring)
+        ):
             self.count(kind, ring[sender], ring[receiver], sent)
 
     def tied(self, group: int, round_index: int) -> list[torch.Tensor | None]:
@@ -129,7 +131,9 @@ class InProcessCollectives:
 
     def sum_buffers(self, ring: Sequence[int], buffers: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the sum of a ring's running statistics, and count its bytes."""
-        return SUMS[self.setup.pipeline.buffer_way](buffers, self.setup.servers(ring), self._counter(BUFFERS, ring))
+        return SUMS[self.setup.pipeline.buffer_algorithm](
+            buffers, self.setup.servers(ring), self._counter(BUFFERS, ring)
+        )
 
     def _counter(self, kind: str, ring: Sequence[int]) -> Callable[[int, int, int], None]:
         """Return a function that counts the bytes one member of a ring sends another."""
@@ -154,7 +158,7 @@ class InProcessCollectives:
             ]
             if pipeline.is_sharded:
                 self._count_half(stage, pipeline.sum_kind, flats[0].nbytes)
-            total = SUMS[pipeline.way](flats, self.setup.servers(ring), self._counter(pipeline.sum_kind, ring))
+            total = SUMS[pipeline.algorithm](flats, self.setup.servers(ring), self._counter(pipeline.sum_kind, ring))
             pieces = torch.split(total, [like[i].numel() for i in indices])
             for i, piece in zip(indices, pieces, strict=True):
                 result[i] = None if all(m[i] is None for m in members) else piece.view(like[i].shape)

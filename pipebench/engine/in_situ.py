@@ -87,6 +87,22 @@ def profile_in_situ(
     return found
 
 
+def least_bytes(setup: Setup) -> float:
+    """Return the bytes of gradients and optimizer state that `profile_in_situ` holds at once, for the largest group.
+
+    Beside them are copies of parameters, in memory that measuring layers has taken, and activations.
+    """
+    profile, stages = setup.profile, setup.plan.stages
+    state = profile.state_bytes_per_byte + profile.has_masters
+
+    def of_worker(index: int) -> float:
+        own = (stages[stage] for stage in setup.pipeline.stages_of(index))
+        held = [ParameterBytes.of(profile.rows[stage.start : stage.stop]) for stage in own]
+        return sum(each.trained + each.stepped * state for each in held)
+
+    return max(sum(map(of_worker, group)) for group in _in_order(setup.pipeline))
+
+
 def _in_order(pipeline: Pipeline) -> list[list[int]]:
     """Return the workers of every stage's first replica, in groups that need activations from earlier groups only."""
     groups: list[list[int]] = []

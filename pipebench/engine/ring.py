@@ -80,7 +80,7 @@ def _not_counted(sender: int, receiver: int, num_bytes: int) -> None:
     """Count nothing."""
 
 
-# Sums by the `way` of a `syncs.Sync`; `simulate/sums.py` says what each sends, and when.
+# Sums by the `algorithm` of a `syncs.Sync`; `simulate/sums.py` says what each sends, and when.
 SUMS: Final[dict[str, Callable[[Sequence[torch.Tensor], Groups, Count], torch.Tensor]]] = {
     ALL_REDUCE: all_reduce,
     PARAMETER_SERVER: lambda buffers, _, count: server_sum(buffers, count),

@@ -168,10 +168,10 @@ class Worker(WorkerReplicas):
         setup = self.setup
         sampler, rounding = setup.sampler if self.is_training else setup.held_out, setup.graph.rounding
         training = "training" if rounding is None else f"training in {precision_of(rounding)} (train.precision)"
-        about = OPERATIONS[it.op].about
-        if about == MOVE:
+        counts = OPERATIONS[it.op].counts
+        if counts == MOVE:
             return f"{training}, {it}"
-        if about == ROUND:
+        if counts == ROUND:
             size, update = setup.pipeline.round_size(it.stage), "update of "
             first = self.feed.minibatch(0)[0] + it.number * size
         else:

@@ -314,6 +314,11 @@ def _tied(layers: Sequence[_Layer], kind: str, name: str, users: Sequence[int]) 
     )
 
 
+def stay_together(layers: Sequence[str], parameter: str, stage: int) -> str:
+    """Return a sentence on layers that share a parameter in one stage."""
+    return f"{' and '.join(layers)} share {parameter} and stay together in stage {stage}"
+
+
 def too_few_places(layers: Sequence[_Layer], problem: str, *, ties: bool) -> str:
     """Return `problem`, that a model can be cut in too few places, with the tie that spans the most layers, if any.
 

@@ -186,12 +186,12 @@ def _ranges(holds: Sequence[_Hold]) -> Iterator[tuple[int, int, int, int]]:
 def _holds(rows: Sequence[LayerProfile], again: set[int], swapped: set[int]) -> Iterable[list[_Hold]]:
     """Return the holders of every tensor that isn't swapped, by the rules of `simulate.memory.kept_bytes`."""
     held: dict[object, list[_Hold]] = defaultdict(list)
-    tells_storages, gone, run = any(row.puts_out for row in rows), again | swapped, 0
+    tells_storages, gone, run = any(row.output_storages for row in rows), again | swapped, 0
     for index, row in enumerate(rows):
         if index not in again:
             run = index + 1
         if index in again:
-            for number, num_bytes in row.takes:
+            for number, num_bytes in row.input_storages:
                 held[number].append(_Hold(index, num_bytes))
             for source in row.reads:
                 # An output of the run itself is held only in stages that begin after it.
@@ -200,12 +200,12 @@ def _holds(rows: Sequence[LayerProfile], again: set[int], swapped: set[int]) -> 
                     held[run, source].append(_Hold(index, rows[source].output_bytes, after))
                     continue
                 copied = rows[source].runs_once  # unless the value comes from another stage, and is a copy already
-                for number, num_bytes in rows[source].puts_out:
+                for number, num_bytes in rows[source].output_storages:
                     if copied:
                         held[run, number].append(_Hold(index, num_bytes, until=source))
                     held[number].append(_Hold(index, num_bytes, source if copied else after))
         elif tells_storages:
-            for number, num_bytes in row.keeps if index not in swapped else ():
+            for number, num_bytes in row.saved_storages if index not in swapped else ():
                 held[number].append(_Hold(index, num_bytes))
         elif index not in swapped:
             held[index, "own"].append(_Hold(index, row.saved_bytes))

@@ -84,7 +84,8 @@ def _too_few_places(estimator: Estimator) -> str:
 
 def _without_activations(profile: Profile) -> Profile:
     """Return a profile whose layers neither save nor send anything: bytes independent of the minibatch remain."""
-    nothing: dict[str, Any] = dict.fromkeys(("saved_with", "keeps", "puts_out", "takes", "output_parts"), ())
+    tensors = ("saved_with", "saved_storages", "output_storages", "input_storages", "output_parts")
+    nothing: dict[str, Any] = dict.fromkeys(tensors, ())
     nothing |= dict.fromkeys(("saved_bytes", "output_bytes", "gradient_bytes"), 0)
     layers = {size: tuple(replace(row, **nothing) for row in rows) for size, rows in profile.layers.items()}
     return replace(profile, layers=layers, lengths=())

@@ -34,7 +34,7 @@ from pipebench.planner.predict import arranged
 from pipebench.schedule.syncs import ALL_REDUCE
 from pipebench.simulate.costs import StageCosts, stage_costs
 from pipebench.simulate.network import Network
-from pipebench.simulate.sums import WAYS, Port
+from pipebench.simulate.sums import ALGORITHMS, Port
 
 
 class _Crossing(NamedTuple):
@@ -217,7 +217,7 @@ class Floors:
             if replicas > 1 and weights:
                 ring = sorted(sketch.devices[index])
                 servers = self._cluster.servers(ring)
-                for sender, receiver, num_bytes in WAYS[ALL_REDUCE].traffic(weights, servers):
+                for sender, receiver, num_bytes in ALGORITHMS[ALL_REDUCE].traffic(weights, servers):
                     for port in self._ports(ring[sender], ring[receiver]):
                         load[port] += num_bytes / replicas
         for (source, target), (sent, returned, _) in edges.items():

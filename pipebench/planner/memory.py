@@ -32,15 +32,15 @@ from pipebench.schedule.programs import most_in_flight
 from pipebench.schedule.syncs import GRADIENTS, NOT_SHARDED, PARAMETERS
 
 
-class Shared(NamedTuple):
+class Sharded(NamedTuple):
     """Bytes of stages that replicas shard; arrays are [start, stop]."""
 
-    out: Floats  # divided by the number of replicas, if there are several
-    alone: Floats  # instead, if a stage has one replica: at least half of `out`
+    divided: Floats  # divided by the number of replicas, if there are several
+    alone: Floats  # instead, if a stage has one replica: at least half of `divided`
 
     def num_bytes(self, m: Floats | float) -> Floats:
         """Return the bytes of one of m replicas [start, stop]."""
-        return np.where(np.asarray(m) > 1, self.out / m, self.alone)
+        return np.where(np.asarray(m) > 1, self.divided / m, self.alone)
 
 
 class MemoryLine(NamedTuple):
@@ -48,12 +48,12 @@ class MemoryLine(NamedTuple):
 
     constant: Floats  # bytes at d = 0
     each: Floats  # bytes per unit in flight
-    shared: Shared | None  # in addition; None: nothing is sharded
+    sharded: Sharded | None  # in addition; None: nothing is sharded
 
     def num_bytes(self, in_flight: Floats | int, m: Floats | int) -> Floats:
         """Return the bytes of one of m replicas [start, stop]."""
         lowest: Floats = (self.constant + in_flight * self.each).min(axis=0)
-        return lowest if self.shared is None else lowest + self.shared.num_bytes(m)
+        return lowest if self.sharded is None else lowest + self.sharded.num_bytes(m)
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class MemoryRule:
 
     def beside_activations(self, states: States, start: int, stop: int, m: int = 1) -> tuple[float, float]:
         """Return (constant bytes, bytes per unit in flight) of one of m replicas of a stage without activations."""
-        constant, each, shared = self._beside(StageGrid(UnitWork(states), np.array([start]), stop))
-        return float((constant if shared is None else constant + shared.num_bytes(m))[0, 0]), float(each[0, 0])
+        constant, each, sharded = self._beside(StageGrid(UnitWork(states), np.array([start]), stop))
+        return float((constant if sharded is None else constant + sharded.num_bytes(m))[0, 0]), float(each[0, 0])
 
     def whole_at_once(self, m: int) -> int:
         """Return the sets of whole parameters that a group in use holds beside its shards: gradients, weights."""
@@ -103,8 +103,8 @@ class MemoryRule:
             after: workers in later stages, [stop].
             at_most: more replicas than this may be returned as infinity.
         """
-        if parts.shared is not None:
-            return self._least_sharing(parts, after, at_most)
+        if parts.sharded is not None:
+            return self._least_sharded(parts, after, at_most)
         constant, each = parts.constant[:, 0], parts.each[:, 0]
         with np.errstate(all="ignore"):
             room = np.floor((self.limit_bytes - constant) / each)
@@ -116,7 +116,7 @@ class MemoryRule:
             needed = np.maximum(np.ceil((after + self.beyond) / (room - 1)), 1.0)
         return np.where(room >= 1, np.where(after == 0, 1.0, np.where(room > 1, needed, np.inf)), np.inf)
 
-    def _least_sharing(self, parts: MemoryLine, after: Floats, at_most: int) -> Floats:
+    def _least_sharded(self, parts: MemoryLine, after: Floats, at_most: int) -> Floats:
         """Return `least` by bisection: where stages are sharded, no replica holds more if there are more replicas."""
 
         def fit(m: Floats) -> NDArray[np.bool_]:
@@ -151,16 +151,16 @@ class MemoryRule:
     def parts(self, grid: StageGrid) -> MemoryLine:
         """Return the memory lines of a grid's stages."""
         states, unit = grid.work.states, grid.unit
-        constant, stashed, shared = self._beside(grid)
+        constant, stashed, sharded = self._beside(grid)
         constant = constant + grid.sums(states.recomputed_bytes)
         if unit is None:
             resumed, _ = grid.cuts(states.sent_bytes * states.resumes + states.parted_bytes)
-            return MemoryLine(constant[None], (stashed + grid.sums(states.saved_bytes) + resumed)[None], shared)
+            return MemoryLine(constant[None], (stashed + grid.sums(states.saved_bytes) + resumed)[None], sharded)
         lines = on_device(unit.swapped_bytes, unit.forward_s, unit.pcie_bytes_per_s)
         once, each = (np.stack(parts) for parts in zip(*lines, strict=True))
-        return MemoryLine(constant + once, stashed + unit.stays_bytes + each, shared)
+        return MemoryLine(constant + once, stashed + unit.stays_bytes + each, sharded)
 
-    def _beside(self, grid: StageGrid) -> tuple[Floats, Floats, Shared | None]:
+    def _beside(self, grid: StageGrid) -> tuple[Floats, Floats, Sharded | None]:
         """Return constant bytes and bytes per unit in flight, both without activations, and what replicas shard."""
         states, (weights, stepped, untrained) = grid.work.states, grid.held
         before, after = grid.cuts(states.sent_bytes * (not self.in_place))
@@ -173,8 +173,8 @@ class MemoryRule:
         # The gradient of a shard has the weights' type; only the part that an update reads is converted.
         gradients, gathered = (self.shard in kinds for kinds in ((GRADIENTS, PARAMETERS), (PARAMETERS,)))
         whole = (0.0 if gradients else 1.0) * weights + (0.0 if gathered else 1.0) * versions
-        out = stepped * state + (weights if gradients else 0.0) + (versions if gathered else 0.0)
-        return whole + rest, stashed, Shared(out, stepped * (1 + state) + versions - whole)
+        divided = stepped * state + (weights if gradients else 0.0) + (versions if gathered else 0.0)
+        return whole + rest, stashed, Sharded(divided, stepped * (1 + state) + versions - whole)
 
 
 class StraightPlans:

@@ -234,7 +234,7 @@ def payload(
         **({ALL_GATHER: gathered} if mode.is_sharded else {}),
         ACTIVATION: units * float(sum(rows[value].output_bytes for value in sent)),
         GRADIENT: units * float(sum(rows[value].gradient_bytes for value in sent)),
-        REDUCE_SCATTER if mode.is_sharded else SYNCS[mode.sync].way: summed,
+        REDUCE_SCATTER if mode.is_sharded else SYNCS[mode.sync].algorithm: summed,
     }
     tensor = {TENSOR: units * float(unit_bytes(rows, slices, again))} if slices > 1 else {}
     return {kind: slices * num_bytes for kind, num_bytes in of_one.items()} | tensor

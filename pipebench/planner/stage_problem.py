@@ -21,7 +21,8 @@ from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 
 def input_bytes_of(rows: Sequence[LayerProfile]) -> dict[str, int]:
     """Return the bytes of model inputs that are the only input of some layer; a profile doesn't say those of others."""
-    return {row.inputs[0]: sum(size for _, size in row.takes) for row in rows if len(row.inputs) == 1 and row.takes}
+    alone = [row for row in rows if len(row.inputs) == 1 and row.input_storages]
+    return {row.inputs[0]: sum(size for _, size in row.input_storages) for row in alone}
 
 
 class Sums(NamedTuple):

@@ -30,7 +30,7 @@ from pipebench.profile.load import load_profile
 from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import LayerProfile, Profile
 from pipebench.profile.request import ProfileRequest
-from pipebench.profile.step import LOSS
+from pipebench.profile.walk import rows_without_costs
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.ranges import ANEW, MEASURED, TIMINGS
 from pipebench.recipe.schema import Recipe
@@ -189,27 +189,46 @@ def fitting(profile: Profile, path: str, graph: LayerGraph, sizes: Sequence[int]
         ProfileError: it is of another model, or lacks a size; names `path`.
     """
     check_sizes(profile, path, sizes)
-    return profile.with_rows(lambda rows: _fitting_rows(profile, rows, path, graph))
+    expected = rows_without_costs(graph)
+    return profile.with_rows(lambda rows: _fitting_rows(profile, rows, path, expected))
 
 
 def _fitting_rows(
-    profile: Profile, rows: Sequence[LayerProfile], path: str, graph: LayerGraph
+    profile: Profile, rows: Sequence[LayerProfile], path: str, expected: Sequence[LayerProfile]
 ) -> tuple[LayerProfile, ...]:
     """Return the rows without those of model inputs, with the edges of the model's layers."""
-    expected = [*(layer.name for layer in graph.layers), LOSS]
-    reads = [(layer.reads, layer.inputs) for layer in graph.layers] + [(graph.outputs, ())]
     work = [row for row in rows if not row.is_input]
     for index, (ours, row) in enumerate(zip(expected, work, strict=False)):
-        if ours != row.name:
-            raise ProfileError(f"profile {path} is of another model: layer {index} is {row.name}, expected is {ours}")
-        wanted = {*graph.layers[index].parameters} if index < len(graph.layers) else set()
-        if _says_samples(profile) and {*row.parameters} != wanted:
-            problem = f"layer {ours} has {len(row.parameters)} parameters, expected are {len(wanted)}"
-            other = next(iter({*row.parameters} ^ wanted))
-            raise ProfileError(f"profile {path} is of another model: {problem} ({other} is in one of them only)")
+        if ours.name != row.name:
+            raise ProfileError(
+                f"profile {path} is of another model: layer {index} is {row.name}, expected is {ours.name}"
+            )
+        reads = [rows[read].name for read in row.reads], [expected[read].name for read in ours.reads]
+        if _says_samples(profile) and (problem := _contradiction(row, ours, reads)):
+            raise ProfileError(f"profile {path} is of another model: layer {ours.name} {problem}")
     if len(work) != len(expected):
         raise ProfileError(f"profile {path} is of another model: {len(work)} layers, expected are {len(expected)}")
-    return tuple(replace(row, reads=own, inputs=inputs) for row, (own, inputs) in zip(work, reads, strict=True))
+    return tuple(replace(row, reads=ours.reads, inputs=ours.inputs) for row, ours in zip(work, expected, strict=True))
+
+
+def _contradiction(row: LayerProfile, expected: LayerProfile, reads: tuple[list[str], list[str]]) -> str:
+    """Return what a layer's row says of the model that isn't so, as the end of a sentence; "" if all is.
+
+    `reads` are the names of the layers that it reads, in the profile and in the model.
+    """
+    for given, wanted in (reads, ([*row.inputs], [*expected.inputs])):
+        if given != wanted:
+            names = (", ".join(each) or "nothing" for each in (given, wanted))
+            return f"reads {next(names)}, expected is {next(names)}"
+    for kind in ("parameter_sizes", "master_sizes", "buffer_sizes", "untrained_sizes"):
+        found, needed = getattr(row, kind), getattr(expected, kind)
+        if kind == "untrained_sizes" and not found:  # profiles of earlier versions have none
+            continue
+        for name in {**needed, **found}:
+            if found.get(name) != needed.get(name):
+                sizes = (f"{each[name]} bytes" if name in each else "nothing" for each in (found, needed))
+                return f"has {next(sizes)} in {kind} for {name}, expected is {next(sizes)}"
+    return ""
 
 
 def _check_lengths(profile: Profile, path: str, dataset: Dataset) -> None:

@@ -54,9 +54,11 @@ class LayerProfile:
     # (number, bytes) of each storage saved for its backward, without parameters and buffers. Numbers are unique in the
     # model, so that the storages of any set of layers can be counted once. Empty where a profile has only
     # `saved_bytes` and `saved_with`
-    keeps: tuple[tuple[Count, Count], ...] = ()
-    puts_out: tuple[tuple[Count, Count], ...] = ()  # (number, bytes) of the storages of its output
-    takes: tuple[tuple[Count, Count], ...] = ()  # (number, bytes) of the storages of the model inputs that it reads
+    saved_storages: tuple[tuple[Count, Count], ...] = ()
+    output_storages: tuple[tuple[Count, Count], ...] = ()  # (number, bytes) of the storages of its output
+    input_storages: tuple[
+        tuple[Count, Count], ...
+    ] = ()  # (number, bytes) of the storages of the model inputs that it reads
     reads_samples: bool = False  # of the loss: whether targets can only be loaded together with the inputs
     runs_once: bool = False  # whether it returns a buffer that layers change, so that no plan recomputes it
     workspace_bytes: Count = 0  # peak of its forward or backward beside live tensors; 0 if it wasn't measured

@@ -38,9 +38,9 @@ class WalkStep:
     # The next five are as in `LayerProfile`, storages as number to bytes.
     saved_bytes: int = 0
     saved_with: Counter[int] = field(default_factory=Counter)
-    keeps: dict[int, int] = field(default_factory=dict)
-    puts_out: dict[int, int] = field(default_factory=dict)
-    takes: dict[int, int] = field(default_factory=dict)
+    saved_storages: dict[int, int] = field(default_factory=dict)
+    output_storages: dict[int, int] = field(default_factory=dict)
+    input_storages: dict[int, int] = field(default_factory=dict)
     masters: Mapping[str, torch.Tensor] = field(default_factory=dict)  # the optimizer's in fp32, by parameter's name
     untrained: Mapping[str, torch.Tensor] = field(default_factory=dict)  # untrained parameters, and buffers, by name
     runs_once: bool = False
@@ -70,9 +70,9 @@ class WalkStep:
             untrained_sizes={name: tensor.nbytes for name, tensor in self.untrained.items()},
             output_parts=self.output_parts if len(self.output_parts) > 1 else (),
             saved_with=tuple(sorted(self.saved_with.items())),
-            keeps=tuple(self.keeps.items()),
-            puts_out=tuple(self.puts_out.items()),
-            takes=tuple(self.takes.items()),
+            saved_storages=tuple(self.saved_storages.items()),
+            output_storages=tuple(self.output_storages.items()),
+            input_storages=tuple(self.input_storages.items()),
             runs_once=self.runs_once,
             reads_samples=self.reads_samples,
         )

@@ -61,7 +61,7 @@ class SavedStorages:
             if number == _NOT_COUNTED or holder == index:
                 return tensor.detach()
             num_bytes = self._bytes[number]
-            step.keeps[number] = num_bytes
+            step.saved_storages[number] = num_bytes
             if holder is None:
                 step.saved_bytes += num_bytes
             else:

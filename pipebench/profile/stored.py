@@ -10,7 +10,9 @@ from pipebench.errors import ProfileError
 from pipebench.profile.model import LayerProfile, LengthProfile, Profile
 from pipebench.typed_json import JsonError, read, shown
 
-VERSION = 7
+VERSION = 8
+# Keys of version 7, whose files are read, too.
+_RENAMED = {"keeps": "saved_storages", "puts_out": "output_storages", "takes": "input_storages"}
 # Fields of the profile, and of a row, that are left out if they have these values.
 _OPTIONAL = {"slices": 1, "loaders": 0, "device_bytes": 0, "num_local_gpus": 0}
 _OPTIONAL_IN_ROWS: Mapping[str, object] = {"workspace_bytes": 0, "reads_samples": False, "untrained_sizes": {}}
@@ -35,14 +37,20 @@ def read_profile(text: str) -> Profile:
         if _KEY not in data:
             raise JsonError(f"isn't a pipebench profile: an object with the key {_KEY!r} is expected")
         version = data.pop(_KEY)
-        if type(version) is not int or version != VERSION:
+        if type(version) is not int or version not in (7, VERSION):
             raise JsonError(f"is a profile of version {shown(version)}, version {VERSION} is expected: profile again")
+        if version == 7:
+            data = json.loads(json.dumps(data), object_hook=_with_new_keys)
         profile = read(Profile, data)
         _check_complete(data)
     except JsonError as error:
         raise ProfileError(str(error)) from None
     check_profile(profile)
     return profile
+
+
+def _with_new_keys(data: dict[str, Any]) -> dict[str, Any]:
+    return {_RENAMED.get(key, key): value for key, value in data.items()}
 
 
 def _check_complete(data: Mapping[str, Any]) -> None:

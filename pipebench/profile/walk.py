@@ -30,11 +30,13 @@ from pipebench.model.graph import (
     run_node,
 )
 from pipebench.model.in_place import is_inplace
+from pipebench.model.precision import lower
 from pipebench.model.splitting import splittable
 from pipebench.model.values import detached, tensors_in
 from pipebench.profile.clocks import Clock, Reading
 from pipebench.profile.model import LayerProfile
 from pipebench.profile.pieces import Pieces
+from pipebench.profile.shapes import without_data
 from pipebench.profile.step import LOSS, StepOutput, WalkStep
 from pipebench.profile.storages import SavedStorages
 from pipebench.recipe.users_code import message_of
@@ -123,6 +125,13 @@ def _in_turn(walked: "_Walk", pieces: Pieces, clock: Clock) -> None:
             walked.move_sums(piece, pieces.to_host)
 
 
+def rows_without_costs(graph: LayerGraph) -> tuple[LayerProfile, ...]:
+    """Return the rows of a model's layers and of the loss, as in a profile but for seconds and activations."""
+    root = without_data(graph.root)
+    lower([root], graph.rounding)
+    return tuple(step.row() for step in (*_steps(graph, root), WalkStep(LOSS, LOSS, {}, {}, graph.outputs, ())))
+
+
 def idle_backward_s(device: torch.device, clock: Clock) -> Reading:
     """Time the backward of a layer that computes nothing: the cost of entering and leaving autograd."""
     value = torch.ones(1, device=device, requires_grad=True)
@@ -177,8 +186,8 @@ class _Walk:
             value = _forward(step, self._call(step, node), clock, self._storages, index)
             if self._storages is not None and node.op != "output":
                 # Of a buffer that the next minibatch changes a stage sends a copy, which has its own storage.
-                step.puts_out = self._storages.storages([cloned(value) if step.runs_once else value])
-                step.takes = self._storages.storages(
+                step.output_storages = self._storages.storages([cloned(value) if step.runs_once else value])
+                step.input_storages = self._storages.storages(
                     self._env[each] for each in node.all_input_nodes if each.op == "placeholder"
                 )
             self._env[node] = value

@@ -35,10 +35,10 @@ def _shards(mode: str, row: Mode, shard: str | None, sync: str | None) -> Proble
         why = f"{given_shard} with weights {row.weights}, whose backwards use weights that aren't gathered"
         stashed = either(WEIGHT_POLICIES, lambda policy: policy.stashed and policy.waits)
         yield key, f"{why}: allowed is none, or weights {stashed}"
-    if SYNCS[row.sync].way != ALL_REDUCE or not SYNCS[row.sync].waits:
+    if SYNCS[row.sync].algorithm != ALL_REDUCE or not SYNCS[row.sync].waits:
         if sync is not None:
             why = f"got sync {row.sync} with shard {row.shard}, whose replicas scatter sums"
-            yield "parallelism.sync", f"{why}: allowed is {either(SYNCS, lambda each: each.way == ALL_REDUCE)}"
+            yield "parallelism.sync", f"{why}: allowed is {either(SYNCS, lambda each: each.algorithm == ALL_REDUCE)}"
         else:
             why = f"{given_shard} with mode {mode}, whose replicas sum nothing together"
             yield key, f"{why}: allowed is none, or mode dp"
@@ -53,7 +53,7 @@ def _only_where(row: Mode, sums: str | None, reshard_after_forward: bool | None)
     if sums is not None and not SYNCS[row.sync].waits:
         why = f"got {sums} with sync {row.sync}, whose servers add gradients as they come"
         yield "parallelism.sums", f"{why}: allowed is null, or sync: {ALL_REDUCE}"
-    if sums not in (None, ORDERED) and SYNCS[row.sync].way != ALL_REDUCE and SYNCS[row.sync].waits:
+    if sums not in (None, ORDERED) and SYNCS[row.sync].algorithm != ALL_REDUCE and SYNCS[row.sync].waits:
         why = f"got {sums} with sync {row.sync}, whose servers add in the order of replicas"
         yield "parallelism.sums", f"{why}: allowed is null or {ORDERED}"
 

@@ -58,7 +58,7 @@ def unshared(recipe: Recipe, row: Mode) -> str | None:
         return "the mode is no pipeline"
     if not WEIGHT_POLICIES[row.weights].stashed:
         return f"weights {row.weights} are changed between updates, which shards don't support"
-    if sync.way != ALL_REDUCE or not sync.waits:
+    if sync.algorithm != ALL_REDUCE or not sync.waits:
         return f"sync {row.sync} has no sums to scatter"
     if not row.flush and (optimizer.clip_norm is not None or recipe.train.precision == "fp16"):
         return "without a flush no replica knows its stage's norm"

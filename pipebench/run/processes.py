@@ -52,7 +52,7 @@ from pipebench.show.console import print_link
 from pipebench.show.progress import Silent, lasting
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking.entries import outcome_status
-from pipebench.tracking.record import read_record
+from pipebench.tracking.record import read_record, starts_of
 from pipebench.tracking.run_log import RunLog, Tracking
 from pipebench.train.checkpointing import CheckpointPolicy, load_checked
 from pipebench.train.interfaces import OnPoint, ProgressSink
@@ -100,6 +100,7 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder, log: RunLog, ready
         folder.update(verbose=suite.verbose, silent=suite.silent)
     resume = ["--resume", str(folder.path)] if suite.resumed else []
     start = _start(suite, ["run", *resume, *request.words], choose_device(job.recipe.engine.device).type)
+    num_starts = len(starts_of(folder.record_path))
     with receiving_progress(suite.on_progress) as passed:
         code = run_workers(
             start,
@@ -109,7 +110,9 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder, log: RunLog, ready
             verbose=suite.verbose,
             passed={**passed, **ready},
         )
-    result = folder.result() if code == 0 else None
+    # Before workers have begun to record, the record has the result of the run that this one goes on with.
+    has_ended = code == 0 or (code == INTERRUPTED and len(starts_of(folder.record_path)) > num_starts)
+    result = folder.result() if has_ended else None
     if result is None:
         if code == 0:
             why = "was the disk full, or was it removed?"
@@ -120,15 +123,29 @@ def _launch(request: RunRequest, job: Job, folder: RunFolder, log: RunLog, ready
         if code not in (_USER_ERROR, INTERRUPTED):
             close_record(folder, log)
         raise WorkersFailedError(code or _FAILED)
+    return _ended(request, job, folder, log, result, interrupted=code == INTERRUPTED)
+
+
+def _ended(
+    request: RunRequest, job: Job, folder: RunFolder, log: RunLog, result: RunResult, *, interrupted: bool
+) -> Run:
+    """Return a run whose result is recorded; raises an EndedRunInterrupt if a signal ended its workers then.
+
+    They may have been drawing pictures. A user who interrupts shouldn't wait for MLflow, either.
+    """
+    suite, run = request.suite, Run(result, folder.mlflow_run_id, record=folder.record_path)
+    prints = suite.prints and not request.is_one_of_many
     try:
+        if interrupted:
+            raise KeyboardInterrupt
         end_record(folder, result, log)
-        prints = suite.prints and not request.is_one_of_many
         if prints:
             print_link(log.where())
-        folder.finish(result, suite.changes, job.recipe.train.checkpoint_keep, prints=prints)
     except KeyboardInterrupt as error:
-        raise EndedRunInterrupt(Run(result, folder.mlflow_run_id, record=folder.record_path)) from error
-    return Run(result, folder.mlflow_run_id, record=folder.record_path)
+        raise EndedRunInterrupt(run) from error
+    finally:
+        folder.finish(result, suite.changes, job.recipe.train.checkpoint_keep, prints=prints)
+    return replace(run, mlflow_run_id=folder.mlflow_run_id)
 
 
 def close_record(folder: RunFolder, log: RunLog) -> None:

@@ -12,7 +12,7 @@ ENDS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)  # those that it ends with
 # Copies between a device and its host, which run asynchronously.
 COPIES = with_role(COPY)
 # Transfers of layers, numbered by the first minibatch of the move.
-MOVE_OPS = tuple(op for op, row in OPERATIONS.items() if row.about == MOVE)
+MOVE_OPS = tuple(op for op, row in OPERATIONS.items() if row.counts == MOVE)
 # Instructions that send to their peer.
 _TOWARDS = (*with_role(SEND), Op.RECUT)
 

@@ -59,8 +59,8 @@ class Operation(NamedTuple):
 
     letters: str  # its name in the text form of instructions
     role: str  # one of COMPUTE, SEND, RECEIVE, WAIT, COPY, OTHER
-    words: str  # what a worker is doing, to be filled in with `{unit}`, `{round}`, worker `{peer}` or `{others}`
-    about: str = UNIT  # what the instruction's number counts: UNIT, ROUND or MOVE
+    description: str  # what a worker is doing, to be filled in with `{unit}`, `{round}`, worker `{peer}` or `{others}`
+    counts: str = UNIT  # what the instruction's number counts: UNIT, ROUND or MOVE
     kind: str = ""  # kind of its message, copy or computation
     label: str = ""  # prefix of its span's label; of a wait, what it waits for
     cell: str = ""  # its letter in drawings; "" if it isn't drawn

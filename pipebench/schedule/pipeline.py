@@ -87,22 +87,22 @@ class Pipeline:
         return self.shard == PARAMETERS and self.shards_stage(0)
 
     @property
-    def way(self) -> str:
+    def algorithm(self) -> str:
         """The algorithm by which replicas sum a buffer or, if they are sharded, reduce-scatter and all-gather it."""
         if self.is_sharded:
             return ALL_TO_ALL if self.sums == ORDERED else RING
-        way = SYNCS[self.sync].way
-        return PARAMETER_SERVER if self.sums == ORDERED and way == ALL_REDUCE else way
+        algorithm = SYNCS[self.sync].algorithm
+        return PARAMETER_SERVER if self.sums == ORDERED and algorithm == ALL_REDUCE else algorithm
 
     @property
-    def buffer_way(self) -> str:
+    def buffer_algorithm(self) -> str:
         """The algorithm by which replicas sum running statistics."""
         return PARAMETER_SERVER if self.sums == ORDERED else ALL_REDUCE
 
     @property
     def sum_kind(self) -> str:
         """The kind of transfer as which the bytes of a sum of gradients are counted."""
-        return REDUCE_SCATTER if self.is_sharded else SYNCS[self.sync].way
+        return REDUCE_SCATTER if self.is_sharded else SYNCS[self.sync].algorithm
 
     @property
     def num_stages(self) -> int:

@@ -25,7 +25,7 @@ class Sync:
 
     summary: str  # one line, for lists
     # How a buffer is summed, and as which kind its bytes are counted: ALL_REDUCE, in a ring, or PARAMETER_SERVER
-    way: str
+    algorithm: str
     overlaps: bool = True  # whether buckets are sent during a backward (wait-free backpropagation), else after it
     extension: str = ""  # of a way in which replicas don't wait for each other, the extension that implements it
 

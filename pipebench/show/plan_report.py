@@ -10,7 +10,7 @@ from rich.text import Text
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import printable
 from pipebench.formats import num_bytes, number, percent, ratio, seconds, shortened
-from pipebench.model.plan import Plan
+from pipebench.model.plan import Plan, stay_together
 from pipebench.planner.plans import PlanEstimate, StageTime
 from pipebench.planner.searches import MOST_COMPONENTS, searches_levels
 from pipebench.profile.graph_txt import UNKNOWN_DEVICE
@@ -168,10 +168,10 @@ def _choices(answer: PlanFindings, best: PlanEstimate) -> str:
 def _ties(answer: PlanFindings) -> Iterator[tuple[str, str]]:
     """Yield the parameters that several layers share, and the cost of their copies."""
     for tied in ties(answer):
-        text = f"{' and '.join(tied.layers)} share {tied.parameter}"
         if len(tied.stages) == 1:
-            yield "tied", f"{text} and stay together in stage {tied.stages[0]}"
+            yield "tied", stay_together(tied.layers, tied.parameter, tied.stages[0])
             continue
+        text = f"{' and '.join(tied.layers)} share {tied.parameter}"
         sums = f"{num_bytes(tied.bytes_per_update)} and {seconds(tied.update_s)} per update"
         yield "tied", f"{text}: stages {' and '.join(map(str, tied.stages))} have a copy each, whose sums take {sums}"
 

@@ -187,7 +187,7 @@ def kept_bytes(
         inputs: bytes of model inputs, for profiles that don't identify storages.
         on_host: whether to leave out what swapped layers save.
     """
-    if any(row.puts_out for row in rows):
+    if any(row.output_storages for row in rows):
         return sum(_held(rows, stage, on_host=on_host).values())
     again, total = {*_with_policy(rows, stage, RECOMPUTE)}, 0
     gone = again | {*(_with_policy(rows, stage, SWAP) if on_host else ())}
@@ -219,15 +219,15 @@ def _held(rows: Sequence[LayerProfile], stage: StagePlan, *, on_host: bool) -> d
     run = stage.start  # first layer of a recomputed run
     for index in _layers(rows, stage):
         if index in again:
-            held.update(rows[index].takes)
+            held.update(rows[index].input_storages)
             for source in rows[index].reads:
                 own_copy = rows[source].runs_once and source >= stage.start
-                for number, num_bytes in rows[source].puts_out if source < run else ():
+                for number, num_bytes in rows[source].output_storages if source < run else ():
                     held[(run, number) if own_copy else number] = num_bytes
             continue
         run = index + 1
         if not (on_host and index in swapped):
-            held.update(rows[index].keeps)
+            held.update(rows[index].saved_storages)
     return held
 
 
@@ -237,15 +237,15 @@ def _again_bytes(rows: Sequence[LayerProfile], stage: StagePlan) -> int:
     If a profile doesn't identify storages, inputs count unless an earlier layer saves them.
     """
     again = _with_policy(rows, stage, RECOMPUTE)
-    if not any(row.puts_out for row in rows):
+    if not any(row.output_storages for row in rows):
         return sum(rows[index].saved_bytes for index in again)
     total = 0
     for _, run in itertools.groupby(enumerate(again), lambda each: each[1] - each[0]):
         own = [index for _, index in run]
         sources = {source for index in own for source in rows[index].reads if source < own[0]}
-        read = {number for source in sources for number, _ in rows[source].puts_out}
-        read |= {number for index in own for number, _ in rows[index].takes}
-        saved = {number: num_bytes for index in own for number, num_bytes in rows[index].keeps}
+        read = {number for source in sources for number, _ in rows[source].output_storages}
+        read |= {number for index in own for number, _ in rows[index].input_storages}
+        saved = {number: num_bytes for index in own for number, num_bytes in rows[index].saved_storages}
         total += sum(num_bytes for number, num_bytes in saved.items() if number not in read)
     return total
 

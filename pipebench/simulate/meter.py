@@ -30,8 +30,8 @@ RECORDED_SPANS = 4000  # enough for fill, steady state and drain of most segment
 COMPUTED = {op: (row.kind, row.label) for op, row in OPERATIONS.items() if row.role == COMPUTE}
 _SENDS = {op: row.label for op, row in OPERATIONS.items() if row.role == SEND}
 _WAIT_LABELS = {op: f"wait for {row.label}" for op, row in OPERATIONS.items() if row.role in (RECEIVE, WAIT)}
-_OF_ROUNDS = tuple(op for op, row in OPERATIONS.items() if row.about == ROUND and row.role == WAIT)
-_OF_WEIGHTS = {op: row.label for op, row in OPERATIONS.items() if row.about == ROUND and row.role == OTHER}
+_OF_ROUNDS = tuple(op for op, row in OPERATIONS.items() if row.counts == ROUND and row.role == WAIT)
+_OF_WEIGHTS = {op: row.label for op, row in OPERATIONS.items() if row.counts == ROUND and row.role == OTHER}
 _WAIT_LABELS[Op.LOAD_INPUT] = OPERATIONS[Op.LOAD_INPUT].label
 
 

@@ -21,7 +21,7 @@ from pipebench.cluster import Cluster, Level
 from pipebench.schedule.operations import ACTIVATION, GRADIENT
 from pipebench.simulate.agenda import Action, Agenda
 from pipebench.simulate.sharing import NEVER, OVER, Flow, Resource, Sharing, Uses, YieldingFlow
-from pipebench.simulate.sums import WAYS, Phases, Port
+from pipebench.simulate.sums import ALGORITHMS, Phases, Port
 from pipebench.simulate.timeline import Transfer
 
 _LANE = -1  # level of a `Port` between a device, in place of the component, and its host
@@ -61,7 +61,7 @@ class Message(Flow):
 class ReductionGroup:
     """Workers that sum buffers together."""
 
-    sync: str  # how, a name in `sums.WAYS`
+    sync: str  # how, a name in `sums.ALGORITHMS`
     kind: str  # of bytes
     ring: Sequence[int]  # the workers in the order of devices, so that a ring enters and leaves every component once
     servers: Sequence[Sequence[int]]  # positions in the ring of workers that sum first, see `Cluster.servers`
@@ -231,8 +231,8 @@ class Network:
         if found is None:
             ring = sorted(workers, key=self.devices.__getitem__)
             servers = self.cluster.servers([self.devices[worker] for worker in ring])
-            phases = WAYS[sync].phases(self, ring, servers) if len(ring) > 1 else []
-            crossed = {self.path(ring[i], ring[j])[0] for i, j, _ in WAYS[sync].traffic(0, servers)}
+            phases = ALGORITHMS[sync].phases(self, ring, servers) if len(ring) > 1 else []
+            crossed = {self.path(ring[i], ring[j])[0] for i, j, _ in ALGORITHMS[sync].traffic(0, servers)}
             levels = [self.cluster.levels[index] for index in sorted(crossed)]
             # A single worker crosses no level.
             level = min(levels, key=lambda each: each.sum_bytes_per_s, default=self.cluster.levels[0])
@@ -244,7 +244,7 @@ class Network:
         found = group.sent.get(num_bytes)
         if found is None:
             found = group.sent[num_bytes] = Counter()
-            for sender, receiver, sent in WAYS[group.sync].traffic(num_bytes, group.servers):
+            for sender, receiver, sent in ALGORITHMS[group.sync].traffic(num_bytes, group.servers):
                 index, *_ = self.path(group.ring[sender], group.ring[receiver])
                 found[self.cluster.levels[index].name] += sent
         return found

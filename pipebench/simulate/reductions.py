@@ -26,7 +26,7 @@ class _PendingReduction:
 
     buckets: Sequence[SimulatedBucket]
     workers: Sequence[int]
-    way: str  # a name in `sums.WAYS`
+    algorithm: str  # a name in `sums.ALGORITHMS`
     kind: str  # of bytes
     host_s: float = 0.0  # seconds on each member's processor
     overlaps: bool = True  # whether buckets are sent while the backward still runs
@@ -63,15 +63,17 @@ class Reductions:
             num_bytes, workers = sum(bucket.num_bytes for bucket in each.buckets), pipeline.places[stage]
             host_s = (costs.host.exchange if pipeline.is_sharded else costs.host.all_reduce)(num_bytes, len(workers))
             kind, overlaps = pipeline.sum_kind, sync.overlaps
-            self._groups[stage] = _PendingReduction(each.buckets, workers, pipeline.way, kind, host_s, overlaps)
+            self._groups[stage] = _PendingReduction(each.buckets, workers, pipeline.algorithm, kind, host_s, overlaps)
             if pipeline.is_sharded:
                 whole = (SimulatedBucket(num_bytes, 1.0),) if num_bytes else ()
-                self._groups[_GATHERS - stage] = _PendingReduction(whole, workers, pipeline.way, ALL_GATHER, host_s)
+                self._groups[_GATHERS - stage] = _PendingReduction(
+                    whole, workers, pipeline.algorithm, ALL_GATHER, host_s
+                )
         self._gathers: Counter[tuple[int, int]] = Counter()  # number joined, by worker and stage
         for tie in range(len(pipeline.ties)):
             buckets, members = costs.ties[tie : tie + 1], pipeline.members(pipeline.num_stages + tie)
             host_s = costs.host.all_reduce(sum(bucket.num_bytes for bucket in buckets), len(members))
-            group = _PendingReduction(buckets, members, pipeline.way, sync.way, host_s, overlaps=False)
+            group = _PendingReduction(buckets, members, pipeline.algorithm, sync.algorithm, host_s, overlaps=False)
             self._groups[pipeline.num_stages + tie] = group
 
     def join(
@@ -139,7 +141,7 @@ class Reductions:
 
     def _start(self, each: _Round, bucket: SimulatedBucket, now_s: float) -> None:
         group, (stage, round_index), done = each.group, each.key, partial(self._summed, each)
-        members = self._network.group(group.way, group.kind, group.workers, 0 if self._together else stage)
+        members = self._network.group(group.algorithm, group.kind, group.workers, 0 if self._together else stage)
         label = f"{'G' if group.kind == ALL_GATHER else 'R'}{round_index}"
         self._network.sum_up(members, label, bucket.num_bytes, now_s, done)
 

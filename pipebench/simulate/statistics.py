@@ -20,4 +20,4 @@ def average_statistics(pipeline: Pipeline, costs: Costs, network: Network, clock
     """Begin the sums of all these stages over an idle network; `done` runs at the end of each."""
     for stage in stages_that_average(pipeline, costs):
         num_bytes, workers = costs.stages[stage].buffer_bytes, pipeline.places[stage]
-        network.sum_up(network.group(pipeline.buffer_way, BUFFERS, workers), "buffers", num_bytes, clock_s, done)
+        network.sum_up(network.group(pipeline.buffer_algorithm, BUFFERS, workers), "buffers", num_bytes, clock_s, done)

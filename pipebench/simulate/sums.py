@@ -1,4 +1,4 @@
-"""Ways in which a group sums a buffer: what its members send each other, and the time that it takes.
+"""Algorithms by which a group sums a buffer: what its members send each other, and the time that it takes.
 
 A ring all-reduce is one flow over all ports of its ring, at the pace of the slowest: 2 (r-1) steps in which every
 member passes on a chunk (bandwidth-optimal ring; PipeDream section 3.1). A step waits only for the neighbour's step
@@ -21,7 +21,7 @@ from pipebench.schedule.syncs import ALL_REDUCE, ALL_TO_ALL, ORDERED, PARAMETER_
 from pipebench.simulate.sharing import NEVER, Resource, Uses
 
 Port = tuple[int, int, bool]  # level, component of the level below, whether it is outgoing
-_CLEARLY_FASTER = 0.99  # of the time of another way, so that rounding doesn't decide
+_CLEARLY_FASTER = 0.99  # of the time of another algorithm, so that rounding doesn't decide
 Groups = Sequence[Sequence[int]]  # positions in a ring of members that sum first, see `Cluster.servers`
 
 
@@ -58,8 +58,8 @@ class Part:
 Phases = list[list[Part]]  # in sequence; the parts of each run at the same time
 
 
-class Way(NamedTuple):
-    """One way to sum a buffer over a group."""
+class SumAlgorithm(NamedTuple):
+    """An algorithm that sums a buffer over a group."""
 
     traffic: Callable[[int, Groups], Iterator[tuple[int, int, int]]]  # yields (sender, receiver, bytes) of a buffer
     phases: Callable[[Links, Sequence[int], Groups], Phases]  # returns those of workers in the order of their devices
@@ -67,7 +67,7 @@ class Way(NamedTuple):
 
 def traffic(sync: str, num_bytes: int, size: int) -> Iterator[tuple[int, int, int]]:
     """Yield (sender, receiver, bytes) of a group that sums a buffer as one."""
-    return WAYS[sync].traffic(num_bytes, [range(size)])
+    return ALGORITHMS[sync].traffic(num_bytes, [range(size)])
 
 
 def faster_sums(cluster: Cluster, devices: Sequence[int]) -> str:
@@ -226,9 +226,9 @@ def server_phases(links: Links, ring: Sequence[int], servers: Groups) -> Phases:
     return [phase, phase]
 
 
-WAYS: Final[dict[str, Way]] = {
-    ALL_REDUCE: Way(all_reduce_traffic, all_reduce_phases),
-    PARAMETER_SERVER: Way(server_traffic, server_phases),
-    RING: Way(ring_traffic, ring_phases),
-    ALL_TO_ALL: Way(all_to_all_traffic, lambda links, ring, servers: server_phases(links, ring, servers)[:1]),
+ALGORITHMS: Final[dict[str, SumAlgorithm]] = {
+    ALL_REDUCE: SumAlgorithm(all_reduce_traffic, all_reduce_phases),
+    PARAMETER_SERVER: SumAlgorithm(server_traffic, server_phases),
+    RING: SumAlgorithm(ring_traffic, ring_phases),
+    ALL_TO_ALL: SumAlgorithm(all_to_all_traffic, lambda links, ring, servers: server_phases(links, ring, servers)[:1]),
 }

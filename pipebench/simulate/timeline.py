@@ -16,7 +16,7 @@ from pipebench.schedule.syncs import ALL_GATHER, REDUCE_SCATTER, SYNCS
 
 EVALUATE = "evaluate"
 PASSES = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
-SYNC_KINDS = (*dict.fromkeys(sync.way for sync in SYNCS.values()), REDUCE_SCATTER, ALL_GATHER)
+SYNC_KINDS = (*dict.fromkeys(sync.algorithm for sync in SYNCS.values()), REDUCE_SCATTER, ALL_GATHER)
 TENSOR = "tensor"  # sums and gathers among the devices of a worker whose layers are sliced
 TRAINING_KINDS = (ACTIVATION, GRADIENT, *SYNC_KINDS, TENSOR)  # counted in totals
 BUFFERS, EVALUATION, CONTROL = "buffers", "evaluation", "control"  # not counted in totals, like migration

@@ -10,6 +10,7 @@ from dataclasses import astuple
 from pathlib import Path
 
 from pipebench.tracking.connection import StoreConnection
+from pipebench.tracking.entries import outcome_status
 from pipebench.tracking.record import ENTRIES, LOG_FILE, LogEntry, RecordFolder, Status, read_sent, starts_of
 from pipebench.tracking.sender import Sender
 from pipebench.tracking.store import Store
@@ -74,14 +75,14 @@ def _close(folder: Path, store: Store, on_progress: Callable[[], None]) -> None:
         return
     record = RecordFolder(folder, exclusive=True)
     try:
-        start, status, at_ms = None, None, 0
+        start, status, result, at_ms = None, None, None, 0
         parent_id, parent = None, None
         for entry in record.earlier():
             if entry.start is not None:
-                start, status = entry.start, None
+                start, status, result = entry.start, None, None
                 parent_id, parent = start.parent_id or parent_id, start.parent or parent
             else:
-                status = entry.status or status
+                status, result = entry.status or status, entry.result or result
             if status is None or entry.status is not None:  # what a run gets after its end does not prolong it
                 at_ms = entry.at_ms
         if record.path is None or start is None:
@@ -90,7 +91,7 @@ def _close(folder: Path, store: Store, on_progress: Callable[[], None]) -> None:
             store.connect()
             parent_id = parent_id or store.find_run(*astuple(parent))
         sender = Sender(record, start, None if parent_id is None else lambda: parent_id, system_metrics=False)
-        final_status: Status = status or "KILLED"
+        final_status: Status = status or ("KILLED" if result is None else outcome_status(result))
         if status is None and (folder / LOG_FILE).is_file():
             sender.add(LogEntry(at_ms=at_ms, artifact=LOG_FILE))
         sender.add(LogEntry(at_ms=at_ms, status=final_status))

@@ -13,12 +13,17 @@ from pipebench.train.result import Point
 
 
 def _counted(point: Point, metric: str) -> float:
-    """Return a metric of an evaluation, NaN if its loss is.
+    """Return a metric of an evaluation, NaN if it is infinite or if the loss is NaN.
 
     Scores of outputs that aren't numbers mean nothing: `argmax` takes the first NaN, so an accuracy would be the share
     of the first class.
     """
-    return math.nan if math.isnan(point.metrics.get(EVAL_LOSS, 0.0)) else point.metrics[metric]
+    value = point.metrics[metric]
+    return value if math.isfinite(value) and not math.isnan(point.metrics.get(EVAL_LOSS, 0.0)) else math.nan
+
+
+def _is_not_finite(value: float) -> bool:
+    return not math.isfinite(value)
 
 
 class Curves:
@@ -57,20 +62,24 @@ class Curves:
         return any(point.samples == samples for point in self.points)
 
     def best(self, metric: str) -> float:
-        """Return the best value of a metric, NaN only if no evaluation gave a number; requires an evaluation."""
+        """Return the best finite value of a metric, NaN if no evaluation gave one; requires an evaluation."""
         counted = [_counted(point, metric) for point in self.points]
         values = [value for value in counted if not math.isnan(value)] or counted
         return max(values) if self._metrics[metric] == "max" else min(values)
 
-    def nan_metrics(self) -> Iterator[tuple[str, Point]]:
-        """Yield the metrics that are NaN at the last point, each with the point since which it is."""
+    def metrics_without_value(self) -> Iterator[tuple[str, Point]]:
+        """Yield the metrics that are NaN or infinite at the last point, each with the point since which it is.
+
+        Scores count beside an infinite loss, so of the loss only NaN is yielded.
+        """
         for name in (EVAL_LOSS, *self._metrics):
-            count = len([*takewhile(math.isnan, (point.metrics.get(name, 0.0) for point in reversed(self.points)))])
+            lacks = math.isnan if name == EVAL_LOSS else _is_not_finite
+            count = len([*takewhile(lacks, (point.metrics.get(name, 0.0) for point in reversed(self.points)))])
             if count:
                 yield name, self.points[-count]
 
     def _is_best(self, point: Point) -> bool:
-        """Return whether a point is better than all before; any number is better than NaN."""
+        """Return whether a point is better than all before; any finite number is better than NaN or infinity."""
         name = self._target.metric if self._target is not None else next(iter(self._metrics), EVAL_LOSS)
         if self.best_point is None:
             return True

@@ -113,7 +113,7 @@ class TrainingLoop:
         try:
             self._train_to_target()
             outcome, sentence = self._outcome()
-            sentence += self._nan_metrics()
+            sentence += self._metrics_without_value()
         except DivergedError as diverged:
             outcome, sentence, total_s = DIVERGED, str(diverged), self._end_early()
         except _StoppedError as stopped:
@@ -305,10 +305,12 @@ class TrainingLoop:
         value, after = reached.metrics[target.metric], self._epochs(reached.samples)
         return REACHED, f"reached {goal} ({target.metric} {value:.4g}) after {num_epochs(after)}"
 
-    def _nan_metrics(self) -> str:
-        """Return since which evaluation metrics are NaN, as the end of a sentence; "" if none is."""
-        since = {name: num_epochs(self._epochs(point.samples)) for name, point in self._curves.nan_metrics()}
-        found = [f"; {name} is not a number from the evaluation after {epochs} on" for name, epochs in since.items()]
+    def _metrics_without_value(self) -> str:
+        """Return since which evaluation metrics are NaN or infinite, as the end of a sentence; "" if none is."""
+        since = {name: num_epochs(self._epochs(point.samples)) for name, point in self._curves.metrics_without_value()}
+        found = [
+            f"; {name} is not a finite number from the evaluation after {epochs} on" for name, epochs in since.items()
+        ]
         if EVAL_LOSS in since:
             found.append("; without a loss no score counts")
         return "".join(found)

@@ -11,6 +11,7 @@ from pipebench.engine.engine import facts_by_extension
 from pipebench.engine.setup import Setup
 from pipebench.formats import a_or_an, seconds
 from pipebench.metrics import as_number
+from pipebench.model.plan import PARAMETER, shared, stage_of_layers, stay_together
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.options import zoo_options
 from pipebench.recipe.plan_file import is_plan_file
@@ -56,6 +57,7 @@ def recipe_notes(job: Job) -> dict[str, str]:
         of_plan.append(f"{job.chosen}, chosen as the fastest of what fits in memory")
     if job.recipe.parallelism.row.sums == AUTO:
         of_plan.append(f"sums: {job.setup.pipeline.sums}, chosen for the cluster's links")
+    of_plan += _gathered_together(job.setup)
     if of_plan:
         notes[PLAN] = "; ".join(of_plan)
     if job.recipe.parallelism.accumulate == LARGEST:
@@ -64,6 +66,17 @@ def recipe_notes(job: Job) -> dict[str, str]:
         notes |= each.notes(job.setup)
     rates = "; ".join(filter(None, (_short_updates(job), loading_note(job))))
     return notes | ({THROUGHPUT: rates} if rates else {})
+
+
+def _gathered_together(setup: Setup) -> Iterator[str]:
+    """Yield a sentence on every parameter that layers share, if parameters are sharded.
+
+    These layers, and all between them, are one group, which is gathered and freed as a whole.
+    """
+    layers, stage_of = setup.graph.layers, stage_of_layers(setup.plan.stages)
+    for (kind, name), users in shared(layers).items() if setup.pipeline.gathers else ():
+        if kind == PARAMETER:
+            yield stay_together([layers[index].name for index in users], name, stage_of[users[0]])
 
 
 # A note is written if updates have, on average, less than this share of their full samples. An incomplete last update

@@ -177,7 +177,7 @@ def modes_page() -> Iterator[str]:
     yield "What a worker's list is made of, as `pipebench draw`, timelines and reports of stalled workers call it."
     yield table(
         ("letters", "what a worker does"),
-        ([f"`{row.letters}`", row.words.format(unit="a unit", round="a round", peer="w", others="others")]
+        ([f"`{row.letters}`", row.description.format(unit="a unit", round="a round", peer="w", others="others")]
          for row in OPERATIONS.values()),
     )  # fmt: skip
 

@@ -161,7 +161,7 @@ def rows_of(model: str) -> Sequence[LayerProfile]:
 
 def saved_bytes(model: str) -> int:
     """Return the bytes that all layers of a model save for their backward of a minibatch."""
-    return sum(dict(storage for row in rows_of(model) for storage in row.keeps).values())
+    return sum(dict(storage for row in rows_of(model) for storage in row.saved_storages).values())
 
 
 def pcie_bytes_per_s(model: str) -> float:

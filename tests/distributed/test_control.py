@@ -61,7 +61,7 @@ def test_a_stall_names_the_worker_that_computes_while_its_peer_waits(server: TCP
 def test_a_stall_names_the_worker_without_heartbeats(server: TCPStore) -> None:
     reports: list[str] = []
     control = Control(server, 0, 2, straight(), stall_limit_s=3.0, on_stall=reports.append, heartbeat_s=0.02)
-    beat = {"count": 7, "text": "RA3<0", "words": "waits", "waits": True, "since_s": 0.1}
+    beat = {"count": 7, "text": "RA3<0", "description": "waits", "waits": True, "since_s": 0.1}
     server.set("pipebench/heartbeat/1", json.dumps(beat))
     control.start()
     control.at(None, "exchange")

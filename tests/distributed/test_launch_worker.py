@@ -5,13 +5,13 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from pipebench.distributed import launch_worker, world
 from pipebench.distributed.launch_failure import Failure
+from pipebench.distributed.launch_join import HostSlot
 
 FORWARDED = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]  # by torchrun
 
@@ -61,37 +61,31 @@ def test_a_copy_of_a_worker_can_be_terminated(monkeypatch: pytest.MonkeyPatch) -
     assert os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) == -signal.SIGTERM
 
 
-def test_an_error_before_joining_is_reported_once_per_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of only a process with LOCAL_RANK 1 was reported by none."""
-    monkeypatch.setattr(world, "_joined", [])
-
-    def reports(local_rank: int, kind: str, message: str, error_file: str | None = None) -> bool:
-        name = str(tmp_path / "attempt_0" / str(local_rank) / "error.json") if error_file is None else error_file
-        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", name)
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-        return launch_worker._is_first_to_report(Failure(local_rank, kind, message))
-
-    (tmp_path / "attempt_0").mkdir()
-    assert reports(1, "user", "of all")
-    assert not reports(0, "user", "of all")
-    assert reports(0, "user", "of one")
-    assert reports(1, "failed", "so")
-    assert not reports(1, "lost", "so")
-    assert reports(1, "user", "of all", error_file="")
-    monkeypatch.chdir(tmp_path)
-    assert reports(1, "user", "of all", error_file="error.json")
-
-
-def test_another_launcher_s_error_file_hides_no_error_of_the_next_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "variables", "reports"),
+    [
+        ("user", {}, False),
+        ("user", {"RANK": "2"}, True),  # it isn't below WORLD_SIZE
+        ("user", {"RANK": "0"}, True),
+        ("failed", {}, True),
+        ("lost", {}, False),
+    ],
+)
+def test_before_joining_rank_0_alone_reports_its_mistake(
+    kind: str, variables: dict[str, str], reports: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked: list[str] = []
+
+    def is_rank_0s(mistake: str, place: HostSlot) -> bool:
+        asked.append(mistake)
+        return place.rank > 0
+
     monkeypatch.setattr(world, "_joined", [])
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "errors" / "error.json"))
-    (tmp_path / "errors").mkdir()
-    assert [launch_worker._is_first_to_report(Failure(0, "user", "so")) for _ in range(2)] == [True, True]
-    assert [each.name for each in tmp_path.iterdir()] == ["errors"]
+    monkeypatch.setattr(launch_worker, "is_rank_0s", is_rank_0s)
+    given = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **variables}
+    monkeypatch.setattr(os, "environ", given)
+    assert launch_worker._is_first_to_report(Failure(1, kind, "so")) == reports
+    assert asked == (["so"] if kind == "user" and given["RANK"] != "2" else [])
 
 
 @pytest.mark.parametrize(("answer", "reports"), [(True, True), (False, False), (None, True)])

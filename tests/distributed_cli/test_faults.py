@@ -247,6 +247,18 @@ def test_too_few_processes_are_reported_once(tmp_path: Path) -> None:
     assert said.startswith("pipebench: error: plan 1-1-1 needs 3 workers, got 2: start torchrun so that"), said
 
 
+def test_a_mistake_of_all_processes_is_reported_once_and_one_of_another_too(tmp_path: Path) -> None:
+    """Before they had joined each reported its own, as under `srun`."""
+    wrong = [*IN_PROCESSES, "train.max_epochs=0"]
+    codes, said = started_apart(tmp_path, 2, wrong, wrong, [*IN_PROCESSES, "train.seed=-1"])
+    assert codes == [2, 2, 2], said
+    lines = sorted(line for line in said.splitlines() if "pipebench: error: " in line)
+    assert [line.partition(" got ")[0].rpartition("line: ")[2] for line in lines] == [
+        "train.max_epochs:",
+        "train.seed:",
+    ]
+
+
 def test_hosts_with_different_recipes_are_reported(tmp_path: Path) -> None:
     """Each host reads its own recipe; only what comes from the environment may differ, and where files are.
 

@@ -48,8 +48,8 @@ def with_momentum(setup: Setup) -> Setup:
     rows = {
         size: tuple(
             replace(
-                own, saved_bytes=row.saved_bytes, saved_with=row.saved_with, keeps=row.keeps,
-                puts_out=row.puts_out, takes=row.takes,
+                own, saved_bytes=row.saved_bytes, saved_with=row.saved_with, saved_storages=row.saved_storages,
+                output_storages=row.output_storages, input_storages=row.input_storages,
             )
             for own, row in zip(layers, saved[size], strict=True)
         )
@@ -225,7 +225,7 @@ def test_stages_have_room_while_layers_move(
     engine, found = played(choosing(starts, limit), 160)
     assert [where for _, where in found] == made
     assert max(worker.peaks.device_bytes for worker in engine.workers) <= limit
-    monkeypatch.setattr(FeasibilityCheck, "excess_on_the_way", lambda *_: [0.0] * 4)
+    monkeypatch.setattr(FeasibilityCheck, "excess_while_moving", lambda *_: [0.0] * 4)
     careless, _ = played(choosing(starts, limit), 160)
     assert max(worker.peaks.device_bytes for worker in careless.workers) > limit
 
@@ -236,7 +236,7 @@ def test_layers_stay_if_a_move_does_not_fit_in_memory(monkeypatch: pytest.Monkey
     setup = replace(setup, profile=replace(profile_of(setup), state_bytes_per_byte=1)).under(setup.plan)
     setup = replace(setup, cluster=replace(setup.cluster, memory_bytes=limit))
     assert not played(setup, 120)[1]
-    monkeypatch.setattr(FeasibilityCheck, "excess_on_the_way", lambda *_: [0.0] * 3)
+    monkeypatch.setattr(FeasibilityCheck, "excess_while_moving", lambda *_: [0.0] * 3)
     _, ((at, starts), *_) = played(setup, 120)
     peaks = []
     for cuts in (starts, (1, 3)):
@@ -255,11 +255,11 @@ def test_layers_stay_if_a_move_at_a_drain_does_not_fit_in_memory(monkeypatch: py
     weights = [8 * (inputs + 1) * outputs for inputs, outputs in ((6, 7), (7, 8), (8, 5), (5, 4))]
     held = [21 * (2 * weights[0]), 21 * weights[1], 21 * (weights[1] + 2 * sum(weights[2:]))]  # tanhs have none
     now = layout_of(setup.plan)
-    excess = FeasibilityCheck(setup).excess_on_the_way([now, now._replace(starts=(2, 3))])
+    excess = FeasibilityCheck(setup).excess_while_moving([now, now._replace(starts=(2, 3))])
     assert excess == [max(0, each - limit) for each in held]
     assert sum(weights[1:]) * 24 < limit < max(held)
     assert not played(setup, 60)[1]
-    monkeypatch.setattr(FeasibilityCheck, "excess_on_the_way", lambda *_: [0.0] * 3)
+    monkeypatch.setattr(FeasibilityCheck, "excess_while_moving", lambda *_: [0.0] * 3)
     assert played(setup, 60)[1]
 
 

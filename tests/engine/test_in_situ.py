@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipebench.engine import in_situ
-from pipebench.engine.in_situ import Key, entries, in_use, mean, profile_in_situ, update_costs
+from pipebench.engine.in_situ import Key, entries, in_use, least_bytes, mean, profile_in_situ, update_costs
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker
 from pipebench.profile.enough import StopRule
@@ -216,3 +216,12 @@ def test_update_costs_of_many_stages_are_least_squares() -> None:
 def test_processes_are_averaged_through_json() -> None:
     key, other = Key(Op.FORWARD, 0, 4), Key(Op.UPDATE, 1, 0)
     assert mean([entries({key: 1.0, other: 2.0}), entries({key: 3.0, other: 2.0})]) == {key: 2.0, other: 2.0}
+
+
+@pytest.mark.parametrize(("mode", "layers"), [("dp", [(0, 7)]), ("pipedream", [(0, 2), (2, 3), (3, 7)])])
+def test_the_least_memory_is_that_of_the_largest_stage(mode: str, layers: list[tuple[int, int]]) -> None:
+    setup = setup_of(mode)
+    setup = replace(setup, profile=replace(setup.profile, state_bytes_per_byte=2))
+    rows = setup.profile.rows
+    parameters = [sum(row.parameter_bytes for row in rows[start:stop]) for start, stop in layers]
+    assert least_bytes(setup) == 3 * max(parameters) > 0

@@ -40,8 +40,9 @@ def with_storages(seed: int, num_layers: int) -> tuple[LayerProfile, ...]:
         LayerProfile(
             f"layer{index}", "Linear", 1.0, 2.0, 5, 5,
             tuple(sorted({max(0, index - 1 - draw.randrange(3)) for _ in range(2)})) if index else (),
-            saved_bytes=draw.randrange(9), keeps=some(range(12), 4), puts_out=some(range(12), 3) or ((0, sizes[0]),),
-            takes=some(range(12, 15), 2), runs_once=draw.random() < 0.3,
+            saved_bytes=draw.randrange(9), saved_storages=some(range(12), 4),
+            output_storages=some(range(12), 3) or ((0, sizes[0]),),
+            input_storages=some(range(12, 15), 2), runs_once=draw.random() < 0.3,
         )
         for index in range(num_layers + 1)
     )  # fmt: skip

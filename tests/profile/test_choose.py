@@ -1,6 +1,7 @@
 """The choice of a recipe's profile, and refusals."""
 
 import json
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -154,6 +155,45 @@ def test_a_file_is_read_and_checked(tmp_path: Path) -> None:
         choice(str(path))
 
 
+def test_a_file_of_version_7_is_read(tmp_path: Path) -> None:
+    """Runs store profiles, and go on from them."""
+    profile, path = choice("analytic"), tmp_path / "profile.json"
+    text = write_profile(profile).replace('"pipebench_profile": 8', '"pipebench_profile": 7')
+    for before, now in (("keeps", "saved_storages"), ("puts_out", "output_storages"), ("takes", "input_storages")):
+        assert f'"{now}": [\n' in text
+        text = text.replace(f'"{now}"', f'"{before}"')
+    path.write_text(text)
+    assert load_profile(path) == profile
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"reads": (0, 1)}, "layer features_2 reads features_0, features_1, expected is features_1"),
+        ({"inputs": ("images",)}, "layer features_2 reads images, expected is nothing"),
+        (
+            {"parameter_sizes": {"features.2.weight": 8, "features.2.bias": 32}},
+            "layer features_2 has 8 bytes in parameter_sizes for features.2.weight, expected is 2304 bytes",
+        ),
+        (
+            {"parameter_sizes": {"features.2.weight": 2304, "features.2.bias": 32, "more": 1}},
+            "layer features_2 has 1 bytes in parameter_sizes for more, expected is nothing",
+        ),
+        ({"buffer_sizes": {"mean": 8}}, "layer features_2 has 8 bytes in buffer_sizes for mean, expected is nothing"),
+        ({"untrained_sizes": {"mean": 8}}, "layer features_2 has 8 bytes in untrained_sizes for mean, expected is not"),
+        ({"master_sizes": {"features.2.bias": 8}}, "layer features_2 has 8 bytes in master_sizes for features.2.bias"),
+    ],
+)
+def test_a_file_that_contradicts_the_model_is_refused(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    """Edges were taken from the model without a word, and bytes from the file."""
+    profile = choice("analytic")
+    rows = [replace(row, **changes) if row.name == "features_2" else row for row in profile.layers[4]]
+    path = tmp_path / "profile.json"
+    path.write_text(write_profile(replace(profile, layers={4: tuple(rows)})))
+    with pytest.raises(ProfileError, match=re.escape(f"profile {path} is of another model: {problem}")):
+        choice(str(path))
+
+
 def test_a_graph_txt_gives_times_and_the_model_bytes(tmp_path: Path) -> None:
     profile = choice("analytic")
     path = tmp_path / "graph.txt"
@@ -188,10 +228,10 @@ MALFORMED = {
     "{": "isn't JSON: EOF while parsing an object",
     '{"a":' * 100_000: "isn't JSON: recursion limit exceeded",
     "{}": "an object with the key 'pipebench_profile' is expected",
-    '{"pipebench_profile": 6}': "is a profile of version 6, version 7 is expected: profile again",
-    '{"pipebench_profile": [7]}': "is a profile of version a list, version 7 is expected",
-    '{"pipebench_profile": 7}': "'model' is missing",
-    '{"pipebench_profile": 7, "modle": 1}': "unknown key 'modle'; did you mean 'model'?",
+    '{"pipebench_profile": 6}': "is a profile of version 6, version 8 is expected: profile again",
+    '{"pipebench_profile": [8]}': "is a profile of version a list, version 8 is expected",
+    '{"pipebench_profile": 8}': "'model' is missing",
+    '{"pipebench_profile": 8, "modle": 1}': "unknown key 'modle'; did you mean 'model'?",
 }
 # Where in a good profile of two layers and a loss, what is put there, what is said.
 WRONG: list[tuple[tuple[Any, ...], Any, str]] = [

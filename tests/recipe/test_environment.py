@@ -53,7 +53,7 @@ def test_no_message_shows_the_value_of_an_environment_variable(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("parallelism.mode=${oc.env:TOKEN}", "parallelism.mode: got '${oc.env:TOKEN}', allowed are single, dp,"),
+        ("parallelism.mode=${oc.env:TOKEN}", "parallelism.mode: got '${oc.env:TOKEN}...', allowed are single, dp,"),
         ("train.seed=${oc.env:TOKEN}", "'${oc.env:TOKEN}' gives a wrong value: got '${oc.env:TOKEN}..., allowed"),
         (
             "train.seed=${oc.env:SIZE}",

@@ -148,6 +148,7 @@ OVERRIDES = [
     # missing
     ("train.optimizer.lr='???'", "train.optimizer.lr: is missing and has no default"),
     ("train.target={metric: top1}", None),
+    (f"parallelism.mode={'x' * 70}", r"parallelism.mode: got 'x{57}\.\.\.', allowed are single, dp, "),
     # values of another kind than a name: described, not quoted
     ("model.name={a: 1}", "model.name: got a mapping, allowed are alexnet, "),
     ("dataset={name: null, target: 'a:b', loss: {a: 1}}", "dataset.loss: got a mapping, allowed are cross_entropy, "),

@@ -1,12 +1,14 @@
 """A command of several runs that ends early prints how to make the remaining ones."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
 from pipebench.cli.main import cli
+from pipebench.distributed import launch
 from pipebench.recipe.load import load, load_each
 from pipebench.run import drawings, processes
 from pipebench.run.request import RunRequest
@@ -78,6 +80,39 @@ def test_a_run_in_processes_interrupted_while_its_end_is_sent_is_done(monkeypatc
     done = CliRunner().invoke(cli, ["run", "quickstart/dp", "dataset.num_train=256", "cluster.count=2", *train])
     assert done.exit_code == 130
     assert [line for line in done.stderr.splitlines() if "1 of 2 runs done" in line]
+
+
+def test_a_run_in_processes_is_done_that_is_interrupted_while_rank_0_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second Ctrl-C ends the workers, whatever they do."""
+
+    def killed_at_its_end(*given: Any, **options: Any) -> int:
+        assert launch.run_workers(*given, **options) == 0
+        (record,) = Path("pipebench-runs").glob("*/record/record.jsonl")
+        lines = record.read_text().splitlines(keepends=True)
+        (end,) = [index for index, line in enumerate(lines) if '"result"' in line]
+        record.write_text("".join(lines[: end + 1]))
+        return launch.INTERRUPTED
+
+    monkeypatch.setattr(processes, "run_workers", killed_at_its_end)
+    keys = ["train.max_epochs=1", "train.checkpoint_keep=0", "engine.kind=distributed", "engine.timing=analytic"]
+    words = ["quickstart/dp", "dataset.num_train=256", "cluster.count=2", *keys, "train.seed=0,1"]
+    done = CliRunner().invoke(cli, ["run", *words])
+    assert done.exit_code == 130
+    assert [line for line in done.stderr.splitlines() if "1 of 2 runs done" in line], done.output
+    assert "--resume" not in done.output
+    assert not [*Path("pipebench-runs").glob("*/checkpoints/step-*")]
+
+
+def test_an_interrupted_start_is_not_done_though_the_run_that_it_goes_on_with_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = ["engine.kind=distributed", "engine.timing=analytic", "cluster.count=2", "train.checkpoint_keep=1"]
+    CliRunner().invoke(cli, ["run", "quickstart/dp", "dataset.num_train=256", *keys, "train.max_epochs=1"])
+    monkeypatch.setattr(processes, "run_workers", lambda *_, **__: launch.INTERRUPTED)
+    (folder,) = Path("pipebench-runs").iterdir()
+    done = CliRunner().invoke(cli, ["run", "--resume", folder.name, "train.max_epochs=2"])
+    assert done.exit_code == 130
+    assert f"its checkpoints are kept: pipebench run --resume {folder.name} train.max_epochs=2" in done.stderr
 
 
 def test_the_remaining_seeds_and_recipes_of_a_list() -> None:

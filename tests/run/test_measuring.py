@@ -5,15 +5,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 import yaml
 
+from pipebench.distributed import host
 from pipebench.distributed.host import in_situ
 from pipebench.distributed.world import World
 from pipebench.engine import replica
+from pipebench.engine.in_situ import InSituTimes, least_bytes
+from pipebench.formats import num_bytes
 from pipebench.model.device import torch_settings
 from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import Profile
@@ -39,6 +43,7 @@ class Peers:
     size: int = 2
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     script: list[Callable[[Any], list[Any]]] = field(default_factory=list)  # answers to the first exchanges
+    place: Any = field(default_factory=lambda: SimpleNamespace(local_rank=0, local_size=2))
 
     def exchange(self, value: Any) -> list[Any]:
         return self.script.pop(0)(value) if self.script else [value] * self.size
@@ -126,6 +131,24 @@ def test_only_measurements_that_a_change_affects_are_repeated(
 ) -> None:
     prepared(loaded(**change))
     assert measured == again
+
+
+@pytest.mark.parametrize("answer", [[True, False], [False, False]])
+def test_lists_are_left_out_where_a_host_lacks_memory(
+    answer: list[bool], first: tuple[Job, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Processes held gradients and optimizer state of whole models at once, and the system ended one of them."""
+
+    def never(*_: object) -> InSituTimes:
+        raise AssertionError("it would take memory")
+
+    setup = first[0].setup
+    needed = 2 * least_bytes(setup)
+    monkeypatch.setattr(host, "available_bytes", lambda: needed if answer[0] else needed - 1)
+    world = cast("World", Peers(script=[lambda own: [own, answer[1]]]))
+    assert in_situ(world, setup, never) == {}
+    said = f"stages aren't measured in use: gradients and optimizer state of 2 processes take {num_bytes(needed)}"
+    assert capsys.readouterr().err.startswith(f"pipebench: {said}") == (not answer[0])
 
 
 def test_lists_of_compiled_stages_are_measured_again(measured: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,5 +23,5 @@ def test_operations_that_are_drawn_or_labelled_have_colour_and_label() -> None:
 def test_descriptions_name_only_existing_fields() -> None:
     known = {UNIT: {"unit", "peer"}, MOVE: {"unit", "peer"}, ROUND: {"round", "others"}}
     for op, row in OPERATIONS.items():
-        named = {name for _, name, _, _ in string.Formatter().parse(row.words) if name}
-        assert named <= known[row.about], op
+        named = {name for _, name, _, _ in string.Formatter().parse(row.description) if name}
+        assert named <= known[row.counts], op

@@ -16,7 +16,7 @@ from pipebench.planner.cost_models import ring_s
 from pipebench.schedule.syncs import ALL_REDUCE, SYNCS, Sync
 from pipebench.simulate.network import Network
 from pipebench.simulate.steady import simulate_segment
-from pipebench.simulate.sums import WAYS, Groups, Links, Part, Phases, Port, Way
+from pipebench.simulate.sums import ALGORITHMS, Groups, Links, Part, Phases, Port, SumAlgorithm
 from tests.checkpoint.support import captured
 from tests.checkpoint.test_round_trips import bits
 from tests.support import Mlp, flat_cluster, make_engine, make_setup
@@ -54,7 +54,7 @@ def star_sum(buffers: Sequence[torch.Tensor], servers: Groups, count: Callable[[
 @pytest.fixture(autouse=True)
 def _made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SYNCS, STAR, Sync("the first replica adds up", STAR))
-    monkeypatch.setitem(WAYS, STAR, Way(star_traffic, star_phases))
+    monkeypatch.setitem(ALGORITHMS, STAR, SumAlgorithm(star_traffic, star_phases))
     monkeypatch.setitem(SUMS, STAR, star_sum)
 
 

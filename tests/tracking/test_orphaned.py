@@ -7,6 +7,7 @@ import socket
 import sqlite3
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from pipebench.train.result import Point
 from tests.commands import run_code
 from tests.patience import PATIENCE_S
 from tests.recipes import uniform_recipe
+from tests.results import DP
 
 # Logs two points and is killed once MLflow has the first; of the second only the record knows.
 KILLED = """\
@@ -91,6 +93,21 @@ def test_the_next_run_closes_runs_of_killed_processes() -> None:
     record = read_record(Path("pipebench-runs/child-12345678/record"))
     assert record is not None
     assert record.status == "KILLED"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status"), [("missed", "FINISHED"), ("diverged", "FAILED"), ("interrupted", "KILLED")]
+)
+def test_a_run_that_was_killed_after_its_result_ends_as_that_says(outcome: str, status: str) -> None:
+    """One that a second Ctrl-C ended while it drew pictures was recorded as killed."""
+    Tracking("left").start("parent", params={}, tags={}).finish(status="FINISHED")
+    folder = Path("pipebench-runs/child-12345678/record")
+    killed = RecordFolder(folder)
+    killed.append(LogEntry(start=Start("child", virtual=True, suite="left")))
+    killed.append(LogEntry(result=replace(DP, outcome=outcome)))
+    killed.release()
+    close_orphaned(default_uri(), [folder])
+    assert statuses() == {"parent": "FINISHED", "child": status}
 
 
 @pytest.mark.parametrize("refused", ["parent", "child"])

@@ -128,14 +128,16 @@ def test_a_run_whose_stages_clip_alone_says_so(clip_norm: float | None) -> None:
     assert [note for note in result.notes.values() if said in note] == [said] * (clip_norm is not None)
 
 
-def test_a_metric_that_becomes_nan_is_reported_with_its_epoch_and_a_finite_best(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_metric_that_is_not_finite_is_reported_with_its_epoch_and_a_finite_best(
+    value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scores = iter([0.5, math.nan, math.nan])
+    """An infinite one was the best, and reached every target."""
+    scores = iter([0.5, value, value])
     evaluate = TrainingEngine.evaluate
     monkeypatch.setattr(TrainingEngine, "evaluate", lambda engine: evaluate(engine) | {"top1": next(scores)})
     result, _, _ = train(prepared(recipe()))
-    since = "top1 is not a number from the evaluation after 2 epochs on"
+    since = "top1 is not a finite number from the evaluation after 2 epochs on"
     assert result.sentence == f"missed top1 2: the best in 3 epochs was top1 0.5; {since}"
     assert result.metrics["best_top1"] == 0.5
 
@@ -146,7 +148,7 @@ def test_an_evaluation_without_a_loss_neither_reaches_a_target_nor_is_the_best(m
     values = ({"eval_loss": loss, "top1": top1} for loss, top1 in scores)
     monkeypatch.setattr(TrainingEngine, "evaluate", lambda engine: next(values))
     result, _, _ = train(prepared(recipe(target=TargetRecipe("top1", 0.9))))
-    since = "eval_loss is not a number from the evaluation after 2 epochs on; without a loss no score counts"
+    since = "eval_loss is not a finite number from the evaluation after 2 epochs on; without a loss no score counts"
     assert result.sentence == f"missed top1 0.9: the best in 3 epochs was top1 0.5; {since}"
     assert result.metrics["best_top1"] == 0.5
 
@@ -163,7 +165,14 @@ def test_a_point_without_a_number_is_not_the_best() -> None:
     for samples, top1 in enumerate((math.nan, 0.25, 0.5, 0.25)):
         curves.add(Point(samples, 0.0, {"top1": top1}), 0.0, 0.0)
     assert curves.best_point == curves.points[2]
-    assert not [*curves.nan_metrics()], "the last evaluation gave a number"
+    assert not [*curves.metrics_without_value()], "the last evaluation gave a number"
+
+
+def test_scores_beside_an_infinite_loss_count() -> None:
+    curves = Curves(TargetRecipe("top1", 0.5), {"top1": "max"})
+    curves.add(Point(1, 0.0, {"eval_loss": math.inf, "top1": 0.5}), 0.0, 0.0)
+    assert curves.reached == curves.points[0]
+    assert not [*curves.metrics_without_value()]
 
 
 def test_a_reached_target_stops_the_run_with_its_time() -> None:

@@ -72,7 +72,7 @@ class ServerMemory(MemoryExtension):
 
     def __init__(self, pipeline: Pipeline, memories: Sequence[StageMemoryCosts]) -> None:
         (self._memory,) = memories
-        self._kind = SYNCS[pipeline.sync].way
+        self._kind = SYNCS[pipeline.sync].algorithm
         self._first = FirstReplicaMemory(self._memory)
 
     def replica(self, worker: int, stage: int) -> PushingMemory:

@@ -25,7 +25,7 @@ class ProcessServer(Server):
         self._collectives, setup = collectives, collectives.setup
         self._own = collectives.worker.index
         self._server_rank = collectives.ranks[0]
-        self._kind = SYNCS[setup.pipeline.sync].way
+        self._kind = SYNCS[setup.pipeline.sync].algorithm
         self._order = setup.pipeline.extensions.get(ASYNCHRONOUS, {})
         self._weights = connect(collectives.worker, self)
         self._all_ranks: Any = None  # the group of all links by NCCL, once made

@@ -41,7 +41,7 @@ class Pushing(SimulationExtension):
         self._update_s = stage.update_s
         self._num_bytes = sum(bucket.num_bytes for bucket in stage.buckets)  # of a gradient, and of the weights
         self._own_s = simulation.costs.host.message(self._num_bytes)  # a worker's own seconds per message
-        self._kind = SYNCS[simulation.pipeline.sync].way
+        self._kind = SYNCS[simulation.pipeline.sync].algorithm
         order = simulation.pipeline.extensions.get(ASYNCHRONOUS, {})
         self._turns = Turns() if part is None else Turns(order.get(part.first), part.limit)
         self._there: dict[int, tuple[int, Instruction]] = {}  # arrived pushes that wait for their turn, by minibatch

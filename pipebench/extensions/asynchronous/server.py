@@ -178,7 +178,7 @@ class InProcessServer(Server):
 
     def __init__(self, collectives: InProcessCollectives) -> None:
         self._collectives = collectives
-        self._kind = SYNCS[collectives.setup.pipeline.sync].way
+        self._kind = SYNCS[collectives.setup.pipeline.sync].algorithm
         self._weights = [connect(worker, self) for worker in collectives.workers]
         self._num_bytes = sum(parameter.nbytes for parameter in self._weights[0].newest.parameters)
         self.here = ParameterServer(collectives.setup, self._weights[0])

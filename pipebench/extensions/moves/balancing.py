@@ -85,7 +85,7 @@ class FeasibilityCheck:
         held = [max(peaks[worker].num_bytes for worker in workers) for workers in pipeline.places]
         return [max(0.0, most - self.limit_bytes) for most in held]
 
-    def excess_on_the_way(self, layouts: Sequence[CutLayout]) -> list[float]:
+    def excess_while_moving(self, layouts: Sequence[CutLayout]) -> list[float]:
         """Return by how many bytes each stage exceeds its limit, at most, in moves from the first layout to the last.
 
         If layers move at drains, nothing is in flight then, but a device holds its stage under both layouts.
@@ -217,7 +217,7 @@ class RepartitionController:
         if wanted is None or self._num_unfit(layout):  # if the current layout doesn't fit, move at once
             return wanted, None
         while wanted is not None:
-            found = self._on_the_way(stages, tight, wanted)
+            found = self._fitting_while_moving(stages, tight, wanted)
             if found is not None:
                 return found
             starts = halfway(layout.starts, wanted.starts)
@@ -253,7 +253,7 @@ class RepartitionController:
         """Return how many stages exceed their memory."""
         return sum(more > 0 for more in self._check.excess(layout) or ())
 
-    def _on_the_way(
+    def _fitting_while_moving(
         self, stages: RepartitionSearch, tight: "_LowerLimits", wanted: CutLayout
     ) -> tuple[CutLayout, CutLayout | None] | None:
         """Return the next layout and the one right after it such that all stages fit while layers move, or None.
@@ -271,10 +271,10 @@ class RepartitionController:
         room, first, roomy = _LowerLimits(stages), now, set[int]()
         unused = [max(0.0, self._check.limit_bytes - held) for held in stages.predicted_bytes]
         for trial in range(_MOST_TRIALS):
-            way = [wanted] if first == now else [first, wanted]
-            excess = self._check.excess_on_the_way([now, *way])
+            steps = [wanted] if first == now else [first, wanted]
+            excess = self._check.excess_while_moving([now, *steps])
             if not any(excess):
-                return way[0], None if first == now else wanted
+                return steps[0], None if first == now else wanted
             if trial % 2:
                 tight.tighten(excess)
                 wanted = tight.stages.chosen_again(wanted.starts) or wanted
