@@ -14,6 +14,7 @@ from torch import nn
 from pipebench.zoo.registry import DataError
 
 Measure = Callable[[Any, Any], Any]
+_PARTS = (torch.Tensor, torch.fx.Proxy, tuple, list, Mapping, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,14 @@ class Metric:
 
 
 def plain_output(output: Any) -> Any:
-    """Return a model's output; as a dict if it is a mapping, or an object with an attribute `loss`."""
-    if isinstance(output, Mapping):
-        return dict(output)
-    held = getattr(output, "__dict__", {})
-    return dict(held) if "loss" in held else output
+    """Return a model's output; as a dict if it is a mapping, or an object with an attribute `loss`.
+
+    What is beside a loss and neither data nor a container of it, such as a cache of keys and values, is left out.
+    """
+    held = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+    if "loss" in held:
+        return {name: part for name, part in held.items() if isinstance(part, _PARTS)}
+    return dict(output) if isinstance(output, Mapping) else output
 
 
 def loss_of_model(output: Any, target: Any) -> Any:

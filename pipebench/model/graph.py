@@ -19,6 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from pipebench.errors import GraphError, nearest
+from pipebench.model.examples import Example
 from pipebench.model.in_place import MADE, make_cuttable, memory_owner, overwritten_buffer
 from pipebench.model.slice_modules import Slices
 from pipebench.model.tracing import Fed, TracedModule, fed_arguments, record
@@ -93,16 +94,18 @@ def trace(
     leaves: Sequence[str] = (),
     fed: Fed = None,
     rewrite: Callable[[fx.GraphModule], None] = lambda module: None,
+    examples: Sequence[Example] = (),
 ) -> LayerGraph:
     """Turn a model into a layer graph. The model is not changed; its parameters are shared.
 
     Args:
         model: any module that torch.fx traces.
         leaves: qualified names or class names of modules that become one layer each, besides those that declare
-            themselves as one (zoo/registry.py).
+            themselves as one (zoo/registry.py) and BatchNorm's subclasses.
         fed: number or names of the arguments of its forward that get data; others keep their defaults. None: those
             without a default get data.
         rewrite: changes the traced module; it is called for training and for evaluation.
+        examples: see `record`.
 
     Raises:
         TracingError: torch.fx can't trace it; names the module, the line and the way out.
@@ -112,10 +115,11 @@ def trace(
 
     def is_leaf(module: nn.Module, name: str) -> bool:
         named = name in leaves or type(module).__name__ in leaves
-        return named or getattr(module, "one_layer", False) or carries_state(module)
+        # A subclass of BatchNorm may call a function that changes its statistics, which torch.fx doesn't record.
+        return named or getattr(module, "one_layer", False) or carries_state(module) or isinstance(module, _NormBase)
 
     def traced() -> fx.GraphModule:
-        module = record(model, is_leaf, fed)
+        module = record(model, is_leaf, fed, examples)
         make_cuttable(module, module.graph)
         rewrite(module)
         module.recompile()

@@ -7,7 +7,7 @@ tensors that a forward makes are made in every forward, and nodes with side effe
 from torch import fx, nn
 
 from pipebench.errors import GraphError
-from pipebench.model.tracing import set_item
+from pipebench.model.traced_values import set_item
 
 MADE = "_tensor_constant"  # torch.fx's names of tensors made in forward begin with this; a number follows
 # Functions and modules that may return their first argument or a view of it, which an in-place layer after them

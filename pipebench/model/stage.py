@@ -15,7 +15,8 @@ from pipebench.model.in_place import is_inplace, may_share_memory
 from pipebench.model.plan import Plan
 from pipebench.model.recompute import Recomputed
 from pipebench.model.sampling import mix, name_hash, seed_default_generator
-from pipebench.model.tracing import TracedModule, set_item, with_item
+from pipebench.model.traced_values import set_item, with_item
+from pipebench.model.tracing import TracedModule
 from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 
 LossFunction = Callable[[Any], torch.Tensor]

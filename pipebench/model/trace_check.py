@@ -59,14 +59,22 @@ def check_traced(graph: LayerGraph, dataset: Dataset, sizes: Sequence[int] = ())
     *first, last = dict.fromkeys((min(_SAMPLES, dataset.num_train), *sorted(sizes)))
     # Attributes are restored at the end only, so that a layer which counts its calls gives differences.
     with attributes_as_before(graph.model):
-        for count in first:
-            try:
-                return _compare(graph, dataset, count)
-            except GraphError:
-                raise
-            except Exception as error:  # the user's code may raise anything
-                _LOG.debug("%d samples are no minibatch for it: %s", count, error)
-        return _compare(graph, dataset, last)
+        if not any(_taken(graph, dataset, count) for count in first):
+            _compare(graph, dataset, last)
+        elif 1 in sizes:  # tracing decided by shapes of several samples
+            _taken(graph, dataset, 1)
+
+
+def _taken(graph: LayerGraph, dataset: Dataset, count: int) -> bool:
+    """Compare on so many samples; return False if the model doesn't take so few."""
+    try:
+        _compare(graph, dataset, count)
+    except GraphError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        _LOG.debug("%d samples are no minibatch for it: %s", count, error)
+        return False
+    return True
 
 
 def _compare(graph: LayerGraph, dataset: Dataset, num_samples: int) -> None:

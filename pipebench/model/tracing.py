@@ -5,10 +5,9 @@ during tracing; its result would be frozen, its side effects lost. If that would
 is refused, with the line that does it.
 """
 
-import dis
+import contextlib
 import inspect
 import linecache
-import operator
 import pickle
 import random
 import sys
@@ -16,7 +15,6 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -25,16 +23,18 @@ from torch.fx.graph import PythonCode
 from torch.overrides import TorchFunctionMode
 
 from pipebench.errors import TracingError
+from pipebench.model import traced_values
+from pipebench.model.examples import Example, Examples
+from pipebench.model.traced_values import IN_PLACE, Tracer, makers_recorded
 from pipebench.zoo.measures import plain_output
 
 IsLeaf = Callable[[nn.Module, str], bool]
 Fed = int | Collection[str] | None  # how many arguments of a forward get data, or their names; None: not known
 # Key of a node's `meta`: the path of every module whose call returned the node's value, to the call's arguments' names.
 CALLS = "pipebench_calls"
-_IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
 
 
-def record(model: nn.Module, is_leaf: IsLeaf, fed: Fed = None) -> fx.GraphModule:
+def record(model: nn.Module, is_leaf: IsLeaf, fed: Fed = None, examples: Sequence[Example] = ()) -> fx.GraphModule:
     """Trace a model in the mode that its modules are in; the graph shares its parameters, buffers and leaves.
 
     Args:
@@ -42,14 +42,15 @@ def record(model: nn.Module, is_leaf: IsLeaf, fed: Fed = None) -> fx.GraphModule
         is_leaf: takes a module and its qualified name; returns whether it is one layer even if torch.fx would trace
             into it.
         fed: number or names of the forward's arguments that get data; None if unknown.
+        examples: minibatches of several sizes, for decisions by shapes and types; none: such decisions are refused.
 
     Raises:
         TracingError: it can't be traced, or something would be frozen; names the module, the line and the way out.
     """
     versions = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
     try:
-        with _nothing_drawn(), attributes_as_before(model):
-            graph = _Tracer(is_leaf, fed).trace(model)
+        with _nothing_drawn(), makers_recorded(), attributes_as_before(model):
+            graph = _Tracer(is_leaf, fed, Examples(model, examples, attributes_as_before)).trace(model)
             held = {name: attrgetter(name)(model) for name, _, _ in versions}
     except Exception as error:  # tracing runs the user's forward: anything can come out of it
         raise TracingError(_why_not_traced(model, error)) from error
@@ -68,7 +69,7 @@ def _is_value_of(held: Any, buffer: torch.Tensor, name: str) -> bool:
     if not isinstance(held, fx.Proxy):
         return held is buffer
     node: Any = held.node
-    while node.target in _IN_PLACE:
+    while node.target in IN_PLACE:
         node = node.args[0]
     return bool(node.op == "get_attr" and node.target == name)
 
@@ -135,70 +136,17 @@ def fed_arguments(forward: Callable[..., Any], fed: Fed = None) -> tuple[list[st
     return positional, by_keyword
 
 
-class _Value(fx.Proxy):
-    """torch.fx's proxy of a value, which also records item assignment and passes assertions."""
-
-    def __bool__(self) -> bool:
-        # An assertion is taken to hold: it doesn't change the result, and otherwise the model couldn't run at all.
-        return _is_in_an_assertion(sys._getframe(1)) or super().__bool__()
-
-    def __iadd__(self, other: Any) -> Any:
-        return self._in_place(operator.iadd, other)
-
-    def __isub__(self, other: Any) -> Any:
-        return self._in_place(operator.isub, other)
-
-    def __imul__(self, other: Any) -> Any:
-        return self._in_place(operator.imul, other)
-
-    def __itruediv__(self, other: Any) -> Any:
-        return self._in_place(operator.itruediv, other)
-
-    def _in_place(self, operation: Callable[..., Any], other: Any) -> Any:
-        """Record an in-place operation on a buffer; for other values `x += y` becomes `x = x + y`, as in torch.fx."""
-        of_buffer = self.node.op == "get_attr" or self.node.target in _IN_PLACE
-        return self.tracer.create_proxy("call_function", operation, (self, other), {}) if of_buffer else NotImplemented
-
-    def __setitem__(self, index: Any, item: Any) -> None:
-        self.tracer.create_proxy("call_function", set_item, (self, index, item), {})
-
-
-def _is_in_an_assertion(frame: FrameType) -> bool:
-    """Return whether a frame is evaluating an assertion's condition."""
-    if linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("assert "):
-        return True
-    to_come = (step for step in dis.get_instructions(frame.f_code) if step.offset >= frame.f_lasti)
-    decisive = (s.opname for s in to_come if s.opname not in ("TO_BOOL", "NOT_TAKEN", "CACHE", "EXTENDED_ARG"))
-    jump, then = next(decisive, ""), next(decisive, "")
-    return jump.endswith("IF_TRUE") and then in ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT")
-
-
-def set_item(value: torch.Tensor, index: Any, item: Any) -> torch.Tensor:
-    """Assign to a part of a tensor and return the tensor, as in-place operations do."""
-    value[index] = item
-    return value
-
-
-def with_item(value: torch.Tensor, index: Any, item: Any) -> torch.Tensor:
-    """Return a copy of a tensor with a part of it assigned to."""
-    return set_item(value.clone(), index, item)
-
-
-class _Tracer(fx.Tracer):
+class _Tracer(Tracer):
     """torch.fx's tracer with the user's leaves, which traces into torch's own containers."""
 
     # Buffers are values, as parameters are. Otherwise operations on buffers alone would run during tracing.
     proxy_buffer_attributes = True
 
-    def __init__(self, is_leaf: IsLeaf, fed: Fed) -> None:
-        super().__init__()
+    def __init__(self, is_leaf: IsLeaf, fed: Fed, examples: Examples) -> None:
+        super().__init__(examples)
         self._is_leaf = is_leaf
         self._fed = fed
         self._contexts = _contexts()
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        """Return the proxy of a node's value."""
-        return _Value(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether the module is one layer."""
@@ -219,6 +167,8 @@ class _Tracer(fx.Tracer):
         positional, by_keyword = fed_arguments(root_fn, self._fed)
         values = [self.create_proxy("placeholder", name, (), {}) for name in positional]
         named = {name: self.create_proxy("placeholder", name, (), {}) for name in by_keyword}
+        for position, value in enumerate((*values, *named.values())):
+            self.examples.feed(value.node, position)
 
         def forward(*given: Any) -> Any:
             return plain_output(root_fn(*given, **named))
@@ -228,8 +178,13 @@ class _Tracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Record a module as one layer, or trace into it."""
-        path = self.path_of_module(m)
+        """Record a module as one layer, or trace into it; always into one that a forward makes."""
+        try:
+            path = self.path_of_module(m)
+        except NameError:
+            if [*m.parameters(), *m.buffers()]:
+                raise
+            return forward(*args, **kwargs)
         found = None
         if type(m) in _CONTAINERS and not self._is_leaf(m, path):
             found = _CONTAINERS[type(m)](m, *args, **kwargs)
@@ -326,10 +281,11 @@ def _contexts() -> tuple[bool, ...]:
 
 def _why_not_traced(model: nn.Module, error: Exception) -> str:
     """Return the sentence that names the model, the line, the reason and the remedy."""
+    ours = (__file__, traced_values.__file__, contextlib.__file__)
     steps = [
         (frame, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if "/torch/" not in frame.f_code.co_filename and frame.f_code.co_filename != __file__
+        if "/torch/" not in frame.f_code.co_filename and frame.f_code.co_filename not in ours
     ]
     where = ""
     if steps:

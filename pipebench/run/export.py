@@ -14,14 +14,13 @@ from pipebench.checkpoint.store import Checkpoint, reason_of
 from pipebench.errors import PipebenchError, RecipeError, TracingError, UserError
 from pipebench.model.graph import LayerGraph, as_one_layer, trace
 from pipebench.model.optimizer import average_in
-from pipebench.model.tracing import Fed
 from pipebench.recipe.make import make_dataset
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.targets import import_target
 from pipebench.run.folder import RunFolder, find_trusted
 from pipebench.run.ownership import require_own_code
 from pipebench.train.fit import check_weights
-from pipebench.train.profiled_model import initial_model
+from pipebench.train.profiled_model import Arguments, arguments_of, initial_model
 
 _LOADS = "model.load_state_dict(torch.load(FILE, weights_only=True))"
 
@@ -68,9 +67,10 @@ class _ExportedModel:
     @cached_property
     def traced(self) -> LayerGraph:
         """Return the layer graph. A model that can't be traced is one layer, as in modes that cut nothing."""
-        model, fed = initial_model(self._recipe), _fed(self._recipe)
+        model, args = initial_model(self._recipe), _arguments(self._recipe)
+        fed, examples = args or (None, ())
         try:
-            return trace(model, list(self._recipe.model.get("leaves") or ()), fed)
+            return trace(model, list(self._recipe.model.get("leaves") or ()), fed, examples=examples)
         except TracingError:
             return as_one_layer(model, fed)
 
@@ -90,13 +90,12 @@ class _ExportedModel:
             raise CheckpointError(f"{checkpoint.path}: {error} (recipe {self._recipe.name})") from None
 
 
-def _fed(recipe: Recipe) -> Fed:
-    """Return the arguments that the data set gives a user's model; None if the data are gone."""
+def _arguments(recipe: Recipe) -> Arguments | None:
+    """Return what the data set gives a user's model; None if the data are gone."""
     if recipe.model.get("target") is None:
         return None
     try:
-        dataset = make_dataset(recipe.dataset)
-        return dataset.argument_names or len(dataset.inputs)
+        return arguments_of(recipe, make_dataset(recipe.dataset))
     except (PipebenchError, OSError, TypeError, ValueError):
         return None
 

@@ -4,7 +4,7 @@ The model is traced to layers and checked against its data set. A profile has th
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from torch import nn
 
 from pipebench.cluster import Cluster
 from pipebench.errors import GraphError, PlanError, ProfileError, TracingError
+from pipebench.model.examples import Example
 from pipebench.model.graph import LayerGraph, as_one_layer, trace
 from pipebench.model.precision import in_precision
 from pipebench.model.rounded_data import RoundedData
@@ -41,6 +42,7 @@ from pipebench.recipe.schema import Recipe
 from pipebench.recipe.weightless import weightless
 from pipebench.schedule.modes import AUTO
 from pipebench.train.request import sizes_to_plan, source_of_one, travelling_sizes, whole_minibatches
+from pipebench.zoo.plain import DatasetPair
 from pipebench.zoo.registry import Dataset
 from pipebench.zoo.seeding import seeded
 
@@ -89,14 +91,14 @@ def profile_model(
     is_users = recipe.model.get("target") is not None
     on_meta = not trains and not is_users and not measures
     model = initial_model(recipe, "meta" if on_meta else "cpu")
-    fed, slices = dataset.argument_names or len(dataset.inputs), _num_slices(recipe)
+    slices, args = _num_slices(recipe), arguments_of(recipe, dataset)
     slicer = Slicer(Alone(slices), in_processes=engine_kind(recipe).in_processes)
-    graph = _layer_graph(recipe, model, fed, slicer)
+    graph = _layer_graph(recipe, model, args, slicer)
     dataset = dataset.feeding(graph.inputs)
     _check_fed(model, graph, dataset, str(recipe.dataset.get("name") or recipe.dataset.get("target")))
     decides = profile_given is None and (trains or engine_kind(recipe).in_processes)
     # Costs are those of one slice. The graph that is checked, and trains in one process, computes all of them.
-    trained = _sliced(recipe, model, fed, wanted.group) if slices > 1 and (trains or (is_users and decides)) else graph
+    trained = _sliced(recipe, model, args, wanted.group) if slices > 1 and (trains or (is_users and decides)) else graph
     exact, graph = (trained, dataset), in_precision(graph, recipe.train.precision)
     if graph.rounding is not None:
         dataset = RoundedData(dataset, graph.rounding.low_type)
@@ -204,28 +206,48 @@ def _num_slices(recipe: Recipe) -> int:
     return 1 if tensor == AUTO else int(tensor)
 
 
-def _layer_graph(recipe: Recipe, model: nn.Module, fed: int | Collection[str], slicer: Slicer) -> LayerGraph:
+class Arguments(NamedTuple):
+    """What a data set gives a model."""
+
+    fed: int | Collection[str]  # number or names of the arguments
+    examples: Sequence[Example]  # minibatches of several sizes, if all samples of the data set have one size
+
+
+def arguments_of(recipe: Recipe, dataset: Dataset) -> Arguments:
+    """Return what a recipe's data set gives its model."""
+    fed = dataset.argument_names or len(dataset.inputs)
+    if not isinstance(dataset, DatasetPair):
+        return Arguments(fed, ())
+    # A single sample is left out: what decides by it, broadcasts mostly, is compared with the model itself.
+    sizes = {2, 3, *travelling_sizes(recipe, dataset)} - {1}
+    found = [dataset.example(size) for size in sorted(sizes)]
+    keys: Sequence[str | int] = dataset.argument_names or range(len(dataset.inputs))
+    pairs = [*zip(keys, dataset.inputs, strict=True)]
+    return Arguments(fed, [{key: each[field] for key, field in pairs} for each in found])
+
+
+def _layer_graph(recipe: Recipe, model: nn.Module, args: Arguments, slicer: Slicer) -> LayerGraph:
     """Return a model as layers; as a single layer if it can't be traced and the mode needs no cuts.
 
-    `fed` is the number or names of the arguments that the data set feeds; `slicer` divides layers, if they are divided.
+    `slicer` divides layers, if they are divided.
     """
     mode = recipe.parallelism.mode
     try:
         rewrites = {} if _num_slices(recipe) == 1 else {"rewrite": slicer}
-        return trace(model, list(recipe.model.get("leaves") or ()), fed, **rewrites)
+        return trace(model, list(recipe.model.get("leaves") or ()), args.fed, examples=args.examples, **rewrites)
     except TracingError as error:
         if mode == AUTO or not recipe.parallelism.row.is_one_stage:
             raise
         _LOG.info("%s: run as one layer, since mode %s cuts nothing", error, mode)
-        return as_one_layer(model, fed)
+        return as_one_layer(model, args.fed)
 
 
-def _sliced(recipe: Recipe, model: nn.Module, fed: int | Collection[str], group: SliceGroup | None) -> LayerGraph:
+def _sliced(recipe: Recipe, model: nn.Module, args: Arguments, group: SliceGroup | None) -> LayerGraph:
     """Return a model in slices with weights: with those of one process of a group, or with all, computed in turn."""
     if group is None:
-        return _layer_graph(recipe, model, fed, SlicerInTurn(_num_slices(recipe)))
+        return _layer_graph(recipe, model, args, SlicerInTurn(_num_slices(recipe)))
     slicer = ProcessSlicer(group)
-    return replace(_layer_graph(recipe, model, fed, slicer), slices=Slices(group, slicer.cuts))
+    return replace(_layer_graph(recipe, model, args, slicer), slices=Slices(group, slicer.cuts))
 
 
 def _check_fed(model: nn.Module, graph: LayerGraph, dataset: Dataset, name: str) -> None:

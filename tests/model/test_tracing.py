@@ -107,7 +107,7 @@ def assigns(net: Net, x: torch.Tensor) -> torch.Tensor:
         (inference, r"inference_mode and autocast, .* are lost"),
         (reverse, r"return x.view_as\(x\).* the backward of an autograd.Function, are lost"),
         (frozen_noise, r"test_tracing.py:\d+ \(return x \+ torch.randn.*the random numbers of randn"),
-        (layer_drop, "random numbers of Python's random module would be drawn once"),
+        (layer_drop, "by torch.fx: random numbers of Python's random module would be drawn once"),
         (numpy_noise, "random numbers of NumPy would be drawn once"),
         (calls_compiled, "torch.compile has compiled it; leave that out, and set engine.compile: true"),
         (assigns, r"Net changes its buffer steps while .* write into it \(self.steps.copy_\(...\)\), or name"),
