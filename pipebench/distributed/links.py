@@ -209,6 +209,7 @@ def copies(device: torch.device, num_bytes: int) -> Callable[[], None]:
     mine, theirs = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     out, back = (torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2))
     streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize(device)  # these streams don't wait for what has made the tensors
 
     def run() -> None:
         for stream, (target, source) in zip(streams, ((out, mine), (theirs, back)), strict=True):

@@ -219,19 +219,22 @@ class VirtualEngine(TrainingEngine):
             if verbose:
                 duration_s = event.end_s - event.start_s
                 _LOG.debug("t=%.9f s worker %d %s (%.3g s)", event.start_s, event.worker, event.instruction, duration_s)
-            worker = self.workers[event.worker]
-            worker.busy_until_s = event.end_s
-            worker.took(event.instruction, event.end_s - event.start_s)
-            loss = worker.execute(event.instruction, self._transport, self.collectives)
-            if loss is not None:
-                self._on_loss(*loss, self.now_s)
-                if not loss.total.is_cuda or self._num_losses % CUDA_LOSS_EVERY == 0:
-                    self._latest_loss = float(loss.total) / loss.weight
-                self._num_losses += 1
-                self._on_unit(loss.samples, self._latest_loss, self.now_s)
+            self._execute(event)
             self._observe(event)
             self.meter.event(event)
         self.clock_s = simulation.end_s
+
+    def _execute(self, event: TimelineEvent) -> None:
+        worker = self.workers[event.worker]
+        worker.busy_until_s = event.end_s
+        worker.took(event.instruction, event.end_s - event.start_s)
+        loss = worker.execute(event.instruction, self._transport, self.collectives)
+        if loss is not None:
+            self._on_loss(*loss, self.now_s)
+            if not loss.total.is_cuda or self._num_losses % CUDA_LOSS_EVERY == 0:
+                self._latest_loss = float(loss.total) / loss.weight
+            self._num_losses += 1
+            self._on_unit(loss.samples, self._latest_loss, self.now_s)
 
     # Exchanges at a drain: they begin when the pipeline is empty, and end when all messages have arrived.
 

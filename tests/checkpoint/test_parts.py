@@ -58,7 +58,7 @@ def meter(**changed: Any) -> dict[str, Any]:
     return {"meter": types.SimpleNamespace(**{name: types.SimpleNamespace(seconds=s) for name, s in phases.items()})}
 
 
-VIRTUAL = {"busy_s": 1.0, "stall_s": 0.0, "evaluation_s": 0.0}
+VIRTUAL = {"busy_s": 1.0, "stall_s": 0.0, "again_s": 0.0, "swap_stall_s": 0.0, "evaluation_s": 0.0}
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def opened() -> tuple[Any, ...]:
     return KEPT
 
 
-@pytest.mark.parametrize("target", ["pair", "kept", "OpeningOfTheZoo"])
+@pytest.mark.parametrize("target", ["pair", "opened", "OpeningOfTheZoo"])
 def test_loader_processes_share_no_file_that_was_opened_before(target: str) -> None:
     """Forked processes share a file's position: each would move that of the others."""
     given = {
