@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from pipebench.zoo.registry import DataError
 
@@ -91,6 +92,24 @@ class Top:
             raise ValueError(f"top{self.k} needs an output per class, {self.k + 1} at least, and is given {given}")
         best = output.topk(self.k, dim=1).indices
         return (best == target.unsqueeze(1)).any(dim=1)
+
+
+@dataclass(frozen=True)
+class OfClass:
+    """A loss or metric that objects of a class compute, such as torch.nn's.
+
+    Every call makes an object, so that none keeps anything from one call to the next.
+    """
+
+    make: Callable[..., Measure]
+    arguments: Mapping[str, Any]
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        """Return what an object gives for an output and a target; its tensors are moved to their device."""
+        measure = self.make(**self.arguments)
+        if isinstance(measure, nn.Module):
+            measure.to(next(part.device for part in tree_leaves([output, target]) if isinstance(part, torch.Tensor)))
+        return measure(output, target)
 
 
 LOSSES: dict[str, Measure] = {"cross_entropy": cross_entropy, "mse": squared_error, "model": loss_of_model}

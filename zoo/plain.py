@@ -5,12 +5,14 @@ caller's number only, and a loss and metrics that are sums over samples.
 """
 
 import copy
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -36,7 +38,7 @@ class DatasetPair(Dataset):
 
     Fields are `input` and `target`, or `input.0`, `input.1`, ... and `input.NAME` if samples have several tensors in a
     tuple or dict. The loss and the metrics get the target in the samples' structure. The keys of inputs in a dict are
-    names of the arguments of the model's `forward`.
+    names of the arguments of the model's `forward`, unless it has none of them.
 
     Args:
         train: samples (input, target) by index, with a length.
@@ -113,6 +115,16 @@ class DatasetPair(Dataset):
         ordered = copy.copy(self)
         ordered.inputs = tuple(wanted)
         return ordered
+
+    def for_model(self, model: nn.Module) -> Dataset:
+        """See `Dataset`: as samples of data sets of others, such as {image, label}, are given to a forward(x)."""
+        taken = inspect.signature(model.forward).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+        if takes_any or not taken.keys().isdisjoint(self.argument_names):
+            return self
+        in_order = copy.copy(self)
+        in_order._names_inputs = False
+        return in_order
 
     def arguments(self, fields: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         """Return the arguments of a call of the whole model; they are named if samples have inputs in a dict."""
@@ -219,7 +231,7 @@ class DatasetPair(Dataset):
                 needed = in_words(like.new_empty((1, *like.shape[1:]))[0])
                 raise DataError(
                     f"{name} of sample {indices[0]} of {split} is {was}, needed is {needed} as in the first sample of "
-                    "train: plans and costs are for one size"
+                    "train: plans and costs are for one size; pad samples to it, or see pipebench.zoo.Dataset"
                 )
 
     def _check_labels(self, split: str, indices: Sequence[int], given: Mapping[str, torch.Tensor]) -> None:
@@ -278,7 +290,8 @@ def _unloaded(split: str, data: Any) -> Any:
         if is_own:
             raise DataError(
                 f"the loader of {split} has a {what} of its own, and minibatches are made from the run's seed by "
-                "torch's default_collate: give its data set, `loader.dataset`"
+                "torch's default_collate: give its data set, `loader.dataset`, with samples that go into a minibatch "
+                "as they are, such as padded ones"
             )
     if data.drop_last:
         raise DataError(

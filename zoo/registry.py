@@ -135,6 +135,10 @@ class Dataset(ABC):
         """The names of the model's arguments that the inputs are for; empty if the data set doesn't know them."""
         return ()
 
+    def for_model(self, model: torch.nn.Module) -> Dataset:
+        """Return this data set with inputs in its own order, if it names them and the model has no such argument."""
+        return self
+
     def feeding(self, names: Sequence[str]) -> Dataset:
         """Return this data set with its inputs in the order of a model's arguments, if it knows their names."""
         return self

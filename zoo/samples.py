@@ -53,7 +53,8 @@ def how_to_name(sample: Any) -> str:
         return ""
     names = [*sample] if isinstance(sample, Mapping) else [*range(len(sample))]
     labels = [name for name in names if str(name) in _LABELS] or names[-1:]
-    inputs = [name for name in names if name not in labels]
+    parts = sample if isinstance(sample, Mapping) else [*sample]
+    inputs = [name for name in names if name not in labels and not isinstance(parts[name], str | bytes | None)]
     written = (f"[{', '.join(map(str, each))}]" for each in (inputs, labels))
     return "; or name what is whose in dataset: `inputs: {}, targets: {}`".format(*written)
 

@@ -9,7 +9,7 @@ from pipebench.metrics import CURVES
 from pipebench.recipe.options import OF_PAIRS, target_options
 from pipebench.recipe.targets import import_target, target_in
 from pipebench.recipe.users_code import users_code
-from pipebench.zoo.measures import LOSSES, METRICS, Measure, Metric
+from pipebench.zoo.measures import LOSSES, METRICS, Measure, Metric, OfClass
 from pipebench.zoo.plain import DatasetPair
 from pipebench.zoo.registry import Dataset
 from pipebench.zoo.samples import Fields
@@ -110,15 +110,20 @@ def _metrics(given: Any) -> dict[str, Metric]:
 
 
 def _measure(given: Any, key: str) -> Measure:
-    """Return the function of a target, with its arguments bound."""
+    """Return the function of a target, with its arguments bound; of a class, one that makes an object and calls it."""
     target = target_in(given)
     assert target is not None
     made = import_target(target)
-    if isinstance(made, type):
+    given_arguments = given.items() if isinstance(given, Mapping) else ()
+    arguments = {name: value for name, value in given_arguments if name not in ("target", "best")}
+    if not isinstance(made, type):
+        return partial(made, **arguments)
+    with users_code(f"{target} can't be made", key):
+        tried = made(**arguments)
+    if not callable(tried):
         raise UserCodeError(
-            f"{target} is a class, needed is a function of the model's output and the target, such as those of "
-            "torch.nn.functional: write one that makes an object of the class and calls it",
+            f"{target} makes a {type(tried).__name__}, which can't be called, needed is a function of the model's "
+            "output and the target, or a class of objects that are called with them, such as those of torch.nn",
             key,
         )
-    arguments = given.items() if isinstance(given, Mapping) else ()
-    return partial(made, **{name: value for name, value in arguments if name not in ("target", "best")})
+    return OfClass(made, arguments)

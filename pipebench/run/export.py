@@ -67,8 +67,8 @@ class _ExportedModel:
     @cached_property
     def traced(self) -> LayerGraph:
         """Return the layer graph. A model that can't be traced is one layer, as in modes that cut nothing."""
-        model, args = initial_model(self._recipe), _arguments(self._recipe)
-        fed, examples = args or (None, ())
+        model = initial_model(self._recipe)
+        fed, examples = _arguments(self._recipe, model) or (None, ())
         try:
             return trace(model, list(self._recipe.model.get("leaves") or ()), fed, examples=examples)
         except TracingError:
@@ -90,12 +90,12 @@ class _ExportedModel:
             raise CheckpointError(f"{checkpoint.path}: {error} (recipe {self._recipe.name})") from None
 
 
-def _arguments(recipe: Recipe) -> Arguments | None:
+def _arguments(recipe: Recipe, model: nn.Module) -> Arguments | None:
     """Return what the data set gives a user's model; None if the data are gone."""
     if recipe.model.get("target") is None:
         return None
     try:
-        return arguments_of(recipe, make_dataset(recipe.dataset))
+        return arguments_of(recipe, make_dataset(recipe.dataset).for_model(model))
     except (PipebenchError, OSError, TypeError, ValueError):
         return None
 

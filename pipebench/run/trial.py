@@ -56,7 +56,7 @@ def try_out(loaded: LoadedRecipe) -> None:
             raise UserCodeError(none, "model.target")
         if own:
             _refuse_what_gets_lost(model)
-            _try_minibatch(recipe, model, make_dataset(recipe.dataset))
+            _try_minibatch(recipe, model, make_dataset(recipe.dataset).for_model(model))
         if tries_optimizer:
             schedule = recipe.train.schedule
             changes_rates = schedule.name != "constant" or schedule.warmup_epochs > 0

@@ -16,10 +16,10 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from pipebench.errors import UserCodeError
 from pipebench.recipe.named import KINDS, SCHEDULE, given_arguments
+from pipebench.recipe.options import arguments_of
 from pipebench.recipe.schema import PeriodRecipe, ScheduleRecipe, TrainRecipe
 from pipebench.recipe.targets import import_target
 from pipebench.recipe.users_code import users_code
@@ -177,17 +177,18 @@ def own_schedule(schedule: ScheduleRecipe) -> Callable[[float], float]:
     """Return the factor of the learning rate as a function of the fraction of all training samples seen before.
 
     The rate may depend on samples seen only: every stage makes its own number of updates, and a run may resume under
-    another plan. So torch's schedulers, which count steps, are refused here.
+    another plan. So schedulers, which count an optimizer's steps, are refused here.
 
     Raises:
-        UserCodeError: the target is a scheduler of torch's, raises, or returns no factor of at least 0.
+        UserCodeError: the target is a class, takes an optimizer, raises, or returns no factor of at least 0.
     """
     target = str(schedule.target)
     make = import_target(target)
-    if isinstance(make, type) and issubclass(make, LRScheduler):
+    if isinstance(make, type) or "optimizer" in (arguments_of(make) or ()):
         raise UserCodeError(
             f"{target} counts steps, of which every stage makes its own number; needed is a "
-            "function of the fraction of training that is done, 0 to 1, that gives a factor of the rate",
+            "function of the fraction of training that is done, 0 to 1, that gives a factor of the rate, or a name "
+            "that `pipebench ls schedules` lists",
             "train.schedule.target",
         )
     own: Callable[[float], Any] = partial(make, **given_arguments(schedule))

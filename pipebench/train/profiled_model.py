@@ -91,6 +91,7 @@ def profile_model(
     is_users = recipe.model.get("target") is not None
     on_meta = not trains and not is_users and not measures
     model = initial_model(recipe, "meta" if on_meta else "cpu")
+    dataset = dataset.for_model(model)
     slices, args = _num_slices(recipe), arguments_of(recipe, dataset)
     slicer = Slicer(Alone(slices), in_processes=engine_kind(recipe).in_processes)
     graph = _layer_graph(recipe, model, args, slicer)

@@ -161,12 +161,16 @@ REFUSED: list[tuple[Sequence[str], str]] = [
         "dataset.loss: the loss has a parameter [] that isn't the model's, so nothing would train it",
     ),
     (
-        ["dataset.loss=torch.nn:CrossEntropyLoss"],
-        "dataset.loss: torch.nn:CrossEntropyLoss is a class, needed is a function of the model's output and the target",
+        ["dataset.loss={target: 'torch.nn:CrossEntropyLoss', label_smothing: 0.1}"],
+        "dataset.loss: torch.nn:CrossEntropyLoss can't be made: TypeError: .*label_smothing",
     ),
     (
-        ["dataset.metrics={right: {target: 'torch.nn:L1Loss', best: min}}"],
-        "dataset.metrics.right: torch.nn:L1Loss is a class, needed is a function",
+        ["dataset.metrics={right: {target: 'collections:Counter', best: min}}"],
+        "dataset.metrics.right: collections:Counter makes a Counter, which can't be called, needed",
+    ),
+    (
+        ["dataset.loss={target: 'torch.nn:PReLU', num_parameters: 30}"],
+        "dataset.loss: the loss of OWN:data doesn't suit the output of OWN:Net: the loss fails on the output, a tensor",
     ),
     (["dataset.loss=OWN:drawn"], "dataset.loss: the loss of the same samples is first"),
     (
@@ -244,6 +248,8 @@ def test_faults_of_users_code_are_one_sentence(overrides: Sequence[str], message
         ["dataset.loss=torch.nn.functional:cross_entropy"],
         ["dataset.loss={target: 'torch.nn.functional:cross_entropy', label_smoothing: 0.1}"],
         ["dataset.loss=OWN:weighted"],
+        ["dataset.loss={target: 'torch.nn:CrossEntropyLoss', label_smoothing: 0.1}"],
+        ["dataset.metrics={loss: {target: 'torch.nn:CrossEntropyLoss', best: min}}", "dataset.loader_processes=1"],
         [*_JUDGING],
         [*_OPTIMIZER, "train.optimizer.amsgrad=true", "train.optimizer.weight_decay=0.1"],
         ["train.optimizer.name=adamw", *_SCHEDULE, f"train.schedule.target={OWN}:falling", "train.schedule.power=2"],

@@ -1,12 +1,14 @@
 """Users' data sets, and the processes that read them ahead."""
 
 import os
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch import nn
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from pipebench.errors import UserCodeError
 from pipebench.model.loading import Loaders
@@ -57,6 +59,35 @@ class Naming(OpeningOfTheZoo):
 def test_a_data_set_of_the_zoo_whose_metric_has_the_name_of_a_curve_is_refused() -> None:
     with pytest.raises(UserCodeError, match="a metric train_loss, the name of what every run records"):
         own_dataset({"target": f"{__name__}:Naming"})
+
+
+class Counting(nn.Module):
+    """A loss of how often it has been called."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.calls = 0
+        self.factor: torch.Tensor
+        self.register_buffer("factor", torch.tensor(factor))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return output.mean() + self.factor * self.calls
+
+
+def numbers() -> tuple[Any, ...]:
+    return TensorDataset(torch.zeros(4, 2), torch.zeros(4)), TensorDataset(torch.zeros(2, 2), torch.zeros(2))
+
+
+def test_an_object_of_a_class_computes_one_loss_and_is_on_the_output_s_device() -> None:
+    count = {"target": f"{__name__}:Counting", "factor": 3.0}
+    given = {"target": f"{__name__}:numbers", "loss": count, "metrics": {"count": {**count, "best": "min"}}}
+    data = pickle.loads(pickle.dumps(own_dataset(given)))  # as for other processes
+    for device in ("cpu", "cpu", "meta"):
+        output, targets = torch.zeros(2, device=device), {"target": torch.zeros(2, device=device)}
+        measured = data.loss(output, targets), data.score(output, targets)["count"]
+        assert {each.device.type for each in measured} == {device}
+        assert device == "meta" or measured == (6.0, 6.0)
 
 
 def pair() -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from pipebench.recipe.named import KINDS, SCHEDULE
 from pipebench.recipe.ranges import CHOICES
 from pipebench.recipe.schema import OptimizerRecipe, PeriodRecipe, ScheduleRecipe, TrainRecipe
 from pipebench.schedule.pipeline import Pipeline, chain
-from pipebench.train.learning_rate import LR_SCALINGS, learning_rate, lr_scales, steps_before
+from pipebench.train.learning_rate import LR_SCALINGS, learning_rate, lr_scales, own_schedule, steps_before
 
 NUM_TRAIN, SIZE, EPOCHS, LR = 46, 10, 6, 0.3  # minibatches of 10, 10, 10, 10 and 6
 NUM_MINIBATCHES = 5
@@ -209,3 +209,19 @@ def test_pipemare_s_rates_grow_to_the_recipe_s(
         for stage, tau in enumerate((3, 2, 1, 1)):
             assert rate(stage, before, 10) == pytest.approx(plain(stage, before, 10) / tau**p)
     assert learning_rate(given, pipeline, 100, 0.0)(0, 0, 10) == plain(0, 0, 10)
+
+
+def with_warmup(optimizer: torch.optim.Optimizer, num_warmup_steps: int = 0) -> None:
+    """As functions of transformers that make a scheduler."""
+    raise AttributeError(optimizer)
+
+
+class CosineLRScheduler:
+    """As timm's, which derives from no class of torch."""
+
+
+@pytest.mark.parametrize("name", ["with_warmup", "CosineLRScheduler"])
+def test_schedulers_of_other_packages_are_refused_as_torch_s_are(name: str) -> None:
+    """0.2.0: 'float' object has no attribute 'param_groups' was all that was said."""
+    with pytest.raises(UserCodeError, match=f"{name} counts steps, .* needed is a function of the fraction"):
+        own_schedule(ScheduleRecipe(name=None, target=f"{__name__}:{name}"))

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from pipebench.zoo.measures import LOSSES, METRICS, Metric, Top
 from pipebench.zoo.plain import DatasetPair
 from pipebench.zoo.registry import DataError
+from pipebench.zoo.samples import Fields
 
 POINTS, LABELS = torch.arange(24.0).reshape(8, 3), torch.arange(8) % 3
 
@@ -80,6 +81,45 @@ def test_inputs_in_a_dict_are_named_as_the_model_names_them() -> None:
     positional, named = data.arguments(data.fetch("train", [0], data.inputs))
     assert positional == []
     assert named.keys() == {"mask", "ids"}
+
+
+class Reading(nn.Module):
+    """Reads one tensor."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return x * scale
+
+
+class ReadingAny(nn.Module):
+    """Reads tensors by any names."""
+
+    def forward(self, **given: torch.Tensor) -> torch.Tensor:
+        return given["image"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "model", "named"),
+    [
+        (["image"], Reading(), False),
+        (["image"], nn.Sequential(Reading()), False),
+        (["image", "mask"], Reading(), False),
+        (["x"], Reading(), True),
+        (["scale", "image"], Reading(), True),
+        (["image"], ReadingAny(), True),
+    ],
+)
+def test_inputs_in_a_dict_are_in_order_if_the_model_has_none_of_their_names(
+    keys: list[str], model: nn.Module, named: bool
+) -> None:
+    """0.2.0: the dicts of Hugging Face's data sets didn't go into models of torchvision and timm, nor Sequential."""
+    fields = Fields(keys, ["label"])
+    samples = Made(lambda i: {"label": LABELS[i]} | {key: POINTS[i] + n for n, key in enumerate(keys)})
+    data = DatasetPair(samples, samples, LOSSES["cross_entropy"], {}, fields=fields).for_model(model)
+    fetched = data.fetch("train", [0], data.inputs)
+    positional, by_name = data.arguments(fetched)
+    assert [*data.argument_names] == (keys if named else [])
+    assert [*by_name] == (keys if named else [])
+    assert [float(each[0, 0]) for each in positional] == ([] if named else [float(n) for n in range(len(keys))])
 
 
 def test_targets_are_cached_when_inputs_are_read() -> None:
@@ -163,13 +203,14 @@ def test_metrics_of_all_forms_are_means() -> None:
 REFUSED: list[tuple[Callable[[int], Any], str]] = [
     (lambda i: POINTS[i], r"sample 0 of train is a tensor \[3\] float32, needed is a pair"),
     (lambda i: (POINTS[i], LABELS[i], 1), "sample 0 of train is a tuple of .*needed is a pair"),
+    (lambda i: {"text": "a", "ids": POINTS[i], "y": 1}, r"is whose in dataset: `inputs: \[ids\], targets: \[y\]`"),
     (lambda i: (POINTS[i], "a"), "target of the samples is a list of a str, needed is a tensor or number|target.0 of"),
     (lambda i: ((POINTS[i], {"x": POINTS[i]}), LABELS[i]), "input.1 of the samples is a dict of x: a tensor"),
     (lambda i: (POINTS[i], object()), r"sample 0 of train doesn't go into a minibatch .*a tuple of .*, a object"),
     (lambda i: ((), LABELS[i]), "the input of a sample is empty"),
     (
         lambda i: (POINTS[i][: 3 - i // 4], LABELS[i]),
-        r"input of sample 4 of train is a tensor \[2\] float32, needed is a tensor \[3\] float32",
+        r"input of sample 4 of train is a tensor \[2\] float32, needed is a tensor \[3\] float32 .*; pad samples",
     ),
     (lambda i: (POINTS[i] if i < 6 else POINTS[i].double(), LABELS[i]), "input of sample 7 of train .*float64, needed"),
 ]
