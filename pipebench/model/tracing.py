@@ -12,6 +12,7 @@ import pickle
 import random
 import sys
 import traceback
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -25,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from pipebench.errors import TracingError
 from pipebench.model import traced_values
 from pipebench.model.examples import Example, Examples
+from pipebench.model.in_place import MADE
 from pipebench.model.traced_values import IN_PLACE, Tracer, makers_recorded
 from pipebench.zoo.measures import plain_output
 
@@ -50,7 +52,7 @@ def record(model: nn.Module, is_leaf: IsLeaf, fed: Fed = None, examples: Sequenc
     versions = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
     try:
         with _nothing_drawn(), makers_recorded(), attributes_as_before(model):
-            graph = _Tracer(is_leaf, fed, Examples(model, examples, attributes_as_before)).trace(model)
+            graph = _Tracer(is_leaf, fed, Examples(model, examples)).trace(model)
             held = {name: attrgetter(name)(model) for name, _, _ in versions}
     except Exception as error:  # tracing runs the user's forward: anything can come out of it
         raise TracingError(_why_not_traced(model, error)) from error
@@ -74,16 +76,27 @@ def _is_value_of(held: Any, buffer: torch.Tensor, name: str) -> bool:
     return bool(node.op == "get_attr" and node.target == name)
 
 
+_HELD = (dict, OrderedDict, defaultdict, list, set)
+
+
 @contextmanager
 def attributes_as_before(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes and buffers of modules that are assigned to within the context; new attributes stay."""
-    before = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    """Undo what is assigned to attributes of modules within the context, and what is kept in their lists and dicts.
+
+    Tensors of their own that torch.fx gives a model stay.
+    """
+    tables: list[Any] = [vars(module) for module in model.modules()]
+    tables += [held for table in tables for held in table.values() if type(held) in _HELD]
+    before = [(table, table.copy()) for table in tables]
     try:
         yield
     finally:
-        for attributes, earlier, buffers in before:
-            attributes.update(earlier)
-            attributes["_buffers"].update(buffers)
+        for table, earlier in before:
+            if isinstance(table, dict):
+                earlier.update({name: held for name, held in table.items() if str(name).startswith(MADE)})
+            table.clear()
+            add = table.extend if isinstance(table, list) else table.update
+            add(earlier)
 
 
 class TracedModule(fx.GraphModule):
@@ -151,6 +164,12 @@ class _Tracer(Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether the module is one layer."""
         return self._is_leaf(m, module_qualified_name) or super().is_leaf_module(m, module_qualified_name)
+
+    def create_arg(self, a: Any) -> Any:
+        """Return what a node stores of an argument; refuse a value of another call, kept outside the model."""
+        if isinstance(a, fx.Proxy) and a.tracer is not self:
+            raise _Frozen(f"{a.node} is a value of an earlier call, which something outside the model has kept")
+        return super().create_arg(a)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Record an operation; refuse it under a context, such as `torch.no_grad`, that the graph would lose."""
