@@ -169,7 +169,13 @@ class _Tracer(Tracer):
         """Return what a node stores of an argument; refuse a value of another call, kept outside the model."""
         if isinstance(a, fx.Proxy) and a.tracer is not self:
             raise _Frozen(f"{a.node} is a value of an earlier call, which something outside the model has kept")
-        return super().create_arg(a)
+        try:
+            return super().create_arg(a)
+        except NotImplementedError as error:
+            raise _Frozen(
+                f"a layer is given a {type(a).__name__}, which is neither data nor a container of it (a cache of keys "
+                "and values is switched off by use_cache: false, an option of Hugging Face's models)"
+            ) from error
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Record an operation; refuse it under a context, such as `torch.no_grad`, that the graph would lose."""
@@ -324,7 +330,10 @@ def _way_out(model: nn.Module, holder: nn.Module | None) -> str:
     """Return what the user can do about a line that can't be traced; `holder` is the module that holds it."""
     name = next((name for name, module in model.named_modules() if module is holder), "")
     if name:
-        return f"name the module that holds this line, {name}, in model.leaves to make it one layer"
+        kind = type(holder).__name__
+        several = sum(type(module).__name__ == kind for module in model.modules()) > 1
+        also = f" (or its class, {kind}, for all of them)" if several else ""
+        return f"name the module that holds this line, {name}{also}, in model.leaves to make it one layer"
     return (
         "put what this line does into a module of its own and name that in model.leaves to make it one layer, or use "
         "modes single and dp, which need no cut"

@@ -304,6 +304,32 @@ def test_what_others_keep_of_an_earlier_trace_is_refused() -> None:
         traced(remembers)
 
 
+def test_a_cache_between_layers_is_refused_with_the_way_out() -> None:
+    own = Drawing()
+
+    def caches(net: Net, h: Any) -> Any:
+        return own(h, cache=Blobs())
+
+    model = Net(caches)
+    model.own = own
+    with pytest.raises(TracingError, match=r"a layer is given a Blobs, which is neither data .* use_cache: false"):
+        trace(model, [], 1, examples=examples_of())
+
+
+def test_the_class_of_a_module_that_can_not_be_traced_is_named_if_there_are_several() -> None:
+    """A refusal named the first one, and the next refusal the second one."""
+
+    class Deciding(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if x.sum() > 0 else x
+
+    for several in (False, True):
+        model = nn.Sequential(Deciding(), nn.Linear(6, 4), *(Deciding() for _ in range(several)))
+        also = r" \(or its class, Deciding, for all of them\)" if several else ""
+        with pytest.raises(TracingError, match=f"name the module that holds this line, 0{also}, in model.leaves"):
+            trace(model, [], 1, examples=examples_of())
+
+
 def test_einops_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     einops = ModuleType("einops.einops")
 
