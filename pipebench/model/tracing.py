@@ -22,11 +22,11 @@ import torch
 from torch import fx, nn
 from torch.fx.graph import PythonCode
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from pipebench.errors import TracingError
 from pipebench.model import traced_values
 from pipebench.model.examples import Example, Examples
-from pipebench.model.in_place import MADE
 from pipebench.model.traced_values import IN_PLACE, Tracer, makers_recorded
 from pipebench.zoo.measures import plain_output
 
@@ -76,15 +76,17 @@ def _is_value_of(held: Any, buffer: torch.Tensor, name: str) -> bool:
     return bool(node.op == "get_attr" and node.target == name)
 
 
+def _is_traced(held: Any) -> bool:
+    """Return whether something is, or contains, a traced value."""
+    return any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(held))
+
+
 _HELD = (dict, OrderedDict, defaultdict, list, set)
 
 
 @contextmanager
 def attributes_as_before(model: nn.Module) -> Iterator[None]:
-    """Undo what is assigned to attributes of modules within the context, and what is kept in their lists and dicts.
-
-    Tensors of their own that torch.fx gives a model stay.
-    """
+    """Restore attributes and buffers of modules, and their lists and dicts; new ones stay unless they hold proxies."""
     tables: list[Any] = [vars(module) for module in model.modules()]
     tables += [held for table in tables for held in table.values() if type(held) in _HELD]
     before = [(table, table.copy()) for table in tables]
@@ -93,7 +95,8 @@ def attributes_as_before(model: nn.Module) -> Iterator[None]:
     finally:
         for table, earlier in before:
             if isinstance(table, dict):
-                earlier.update({name: held for name, held in table.items() if str(name).startswith(MADE)})
+                new = {name: held for name, held in table.items() if name not in earlier}
+                earlier |= {name: held for name, held in new.items() if not _is_traced(held)}
             table.clear()
             add = table.extend if isinstance(table, list) else table.update
             add(earlier)
@@ -168,7 +171,7 @@ class _Tracer(Tracer):
     def create_arg(self, a: Any) -> Any:
         """Return what a node stores of an argument; refuse a value of another call, kept outside the model."""
         if isinstance(a, fx.Proxy) and a.tracer is not self:
-            raise _Frozen(f"{a.node} is a value of an earlier call, which something outside the model has kept")
+            raise _Frozen(f"{a.node} is a value of an earlier call, which something has kept")
         try:
             return super().create_arg(a)
         except NotImplementedError as error:
