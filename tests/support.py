@@ -15,7 +15,8 @@ import pipebench
 from pipebench.cluster import Cluster, Level
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
-from pipebench.model.graph import LayerGraph, attribute, averaged_buffers, copied, forget_states, run_node, trace
+from pipebench.model.copies import copied
+from pipebench.model.graph import LayerGraph, attribute, averaged_buffers, forget_states, run_node, trace
 from pipebench.model.optimizer import MakeOptimizer
 from pipebench.model.plan import Plan, make_plan, tied_parameters
 from pipebench.model.precision import in_precision, lower

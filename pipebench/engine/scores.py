@@ -8,7 +8,7 @@ import torch
 
 from pipebench.checkpoint.share import own_names
 from pipebench.engine.setup import Setup
-from pipebench.model.graph import copied, copied_to
+from pipebench.model.copies import copied, copied_to
 from pipebench.zoo.registry import Dataset
 
 _LOSS, _WEIGHT = "eval_loss", "weight of all samples"

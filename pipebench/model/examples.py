@@ -8,38 +8,45 @@ several sizes. If it is the same at all of them, it is taken, otherwise refused 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils import _pytree as pytree
 
+from pipebench.model.copies import copied
 from pipebench.zoo.seeding import seeded
 
-# Tensors of a minibatch on the meta device, by the name of the forward's argument or by its position.
-Example = Mapping[str | int, torch.Tensor]
 _Known = TypeVar("_Known")
 _CALL, _GETATTR = nn.Module.__call__, nn.Module.__getattr__  # torch.fx replaces them while it traces
-_OF_DEVICES = ("is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta")  # attributes
+_DEVICE_ATTRIBUTES = ("is_cuda", "is_cpu", "is_mps", "is_xpu", "is_meta")  # attributes
+_DEVICE_METHODS = ("get_device", "type")  # methods without arguments
+
+
+class Example(NamedTuple):
+    """A minibatch, without numbers."""
+
+    tensors: Mapping[str | int, torch.Tensor]  # on the meta device, by name or position of the forward's argument
+    low_type: torch.dtype | None = None  # to which fp32 is rounded (see precision.py), if it is
 
 
 class Examples:
     """The values of nodes, computed when they are asked for."""
 
-    def __init__(self, root: nn.Module, inputs: Sequence[Example], apart: Callable[[nn.Module], Any]) -> None:
-        """`apart` returns a context within which a module's forward changes nothing."""
-        self._root, self._inputs, self._apart = root, inputs, apart
+    def __init__(self, root: nn.Module, inputs: Sequence[Example]) -> None:
+        self._root, self._inputs = root, inputs
         self._fake = FakeTensorMode(allow_non_fake_inputs=True) if inputs else None
         self._values: list[dict[fx.Node, Any]] = [{} for _ in inputs]
 
     def feed(self, node: fx.Node, position: int) -> None:
         """Tell which argument of the forward a placeholder is."""
         for values, given in zip(self._values, self._inputs, strict=True):
-            like = given.get(node.name, given.get(position))
+            like = given.tensors.get(str(node.target), given.tensors.get(position))
             if like is not None and self._fake is not None:
                 with _untraced(), self._fake:
-                    values[node] = torch.empty(like.shape, dtype=like.dtype)
+                    values[node] = _rounded(torch.empty(like.shape, dtype=like.dtype), given.low_type)
 
     def same(self, node: fx.Node, what: Callable[[Any], _Known]) -> _Known | None:
         """Return `what` of a node's value if it is the same at all sizes; None if it differs, or depends on numbers."""
@@ -47,12 +54,12 @@ class Examples:
             return None
         try:
             with _untraced(), seeded(0), self._fake:
-                found = {what(self._value(node, values)) for values in self._values}
+                found = {what(self._value(node, *each)) for each in zip(self._values, self._inputs, strict=True)}
         except Exception:  # the user's forward is run: anything can come out of it
             return None
         return found.pop() if len(found) == 1 else None
 
-    def _value(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    def _value(self, node: fx.Node, values: dict[fx.Node, Any], given: Example) -> Any:
         """Return a node's value; compute it and what it reads, unless that is known."""
         waiting = [node]
         while waiting:
@@ -60,31 +67,41 @@ class Examples:
             if reads:
                 waiting += reads
             elif (last := waiting.pop()) not in values:
-                values[last] = self._computed(last, values)
+                values[last] = self._computed(last, values, given.low_type)
         return values[node]
 
-    def _faked(self, value: Any) -> Any:
+    def _faked(self, value: Any, low_type: torch.dtype | None) -> Any:
         is_tensor = isinstance(value, torch.Tensor) and self._fake is not None
-        return self._fake.from_tensor(value) if is_tensor else value  # type: ignore[union-attr]
+        return _rounded(self._fake.from_tensor(value), low_type) if is_tensor else value  # type: ignore[union-attr]
 
-    def _computed(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    def _copy_of(self, module: nn.Module, low_type: torch.dtype | None) -> nn.Module:
+        """Return a copy with fake parameters and buffers; a forward may leave fake tensors in it."""
+        faked = {id(each): self._faked(each, low_type) for each in (*module.parameters(), *module.buffers())}
+        with unset_fake_temporarily():
+            return copied(module, faked)
+
+    def _computed(self, node: fx.Node, values: Mapping[fx.Node, Any], low_type: torch.dtype | None) -> Any:
         """Run a node; raise a ValueError where a device decides, since tracing is done on the CPU."""
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         if node.op == "get_attr":
-            return self._faked(operator.attrgetter(str(node.target))(self._root))
+            return self._faked(operator.attrgetter(str(node.target))(self._root), low_type)
         if node.op == "call_module":
-            module = self._root.get_submodule(str(node.target))
-            tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-            with self._apart(module):
-                return functional_call(module, {name: self._faked(each) for name, each in tensors}, args, kwargs)
-        if node.op == "call_method":
+            made = self._copy_of(self._root.get_submodule(str(node.target)), low_type)
+            if next(made.parameters(), None) is not None:
+                args, kwargs = pytree.tree_map_only(torch.Tensor, partial(_rounded, low_type=low_type), (args, kwargs))
+            return made(*args, **kwargs)
+        if node.op == "call_method" and not (node.target in _DEVICE_METHODS and len(node.args) == 1):
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        if node.op != "call_function" or node.args[1:] in [(name,) for name in _OF_DEVICES]:
+        if node.op != "call_function" or node.args[1:] in [(name,) for name in _DEVICE_ATTRIBUTES]:
             raise ValueError(node.op)
         assert callable(node.target)
         if getattr(node.target, "__module__", "") in ("_operator", "builtins") and isinstance(args[0], torch.device):
             raise ValueError(args[0])
         return node.target(*args, **kwargs)
+
+
+def _rounded(tensor: torch.Tensor, low_type: torch.dtype | None) -> torch.Tensor:
+    return tensor.to(low_type) if low_type is not None and tensor.dtype is torch.float32 else tensor
 
 
 @contextmanager

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from pipebench.model.copies import copied
 from pipebench.model.evaluation import plan_evaluation
 from pipebench.model.folding import POLICY, Swapped, fold
-from pipebench.model.graph import Layer, LayerGraph, Rounding, attribute, cloned, copied, stateful_modules, tensors_read
+from pipebench.model.graph import Layer, LayerGraph, Rounding, attribute, cloned, stateful_modules, tensors_read
 from pipebench.model.in_place import is_inplace, may_share_memory
 from pipebench.model.plan import Plan
 from pipebench.model.recompute import Recomputed

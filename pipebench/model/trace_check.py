@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from pipebench.errors import GraphError
-from pipebench.model.graph import LayerGraph, attribute, copied, forget_states
+from pipebench.model.copies import copied
+from pipebench.model.graph import LayerGraph, attribute, forget_states
 from pipebench.model.in_place import overwritten
 from pipebench.model.tracing import attributes_as_before
 from pipebench.zoo.measures import plain_output
@@ -59,16 +61,18 @@ def check_traced(graph: LayerGraph, dataset: Dataset, sizes: Sequence[int] = ())
     *first, last = dict.fromkeys((min(_SAMPLES, dataset.num_train), *sorted(sizes)))
     # Attributes are restored at the end only, so that a layer which counts its calls gives differences.
     with attributes_as_before(graph.model):
-        if not any(_taken(graph, dataset, count) for count in first):
-            _compare(graph, dataset, last)
-        elif 1 in sizes:  # tracing decided by shapes of several samples
-            _taken(graph, dataset, 1)
+        for training in (True, False):
+            compare = partial(_compare, graph, dataset, training=training)
+            if not any(_taken(compare, count) for count in first):
+                compare(last)
+            elif 1 in sizes:  # tracing decided by shapes of several samples
+                _taken(compare, 1)
 
 
-def _taken(graph: LayerGraph, dataset: Dataset, count: int) -> bool:
+def _taken(compare: Callable[[int], None], count: int) -> bool:
     """Compare on so many samples; return False if the model doesn't take so few."""
     try:
-        _compare(graph, dataset, count)
+        compare(count)
     except GraphError:
         raise
     except Exception as error:  # the user's code may raise anything
@@ -77,17 +81,17 @@ def _taken(graph: LayerGraph, dataset: Dataset, count: int) -> bool:
     return True
 
 
-def _compare(graph: LayerGraph, dataset: Dataset, num_samples: int) -> None:
-    """Compare in both modes on so many samples."""
+def _compare(graph: LayerGraph, dataset: Dataset, num_samples: int, *, training: bool) -> None:
+    """Compare on so many samples, in training or in evaluation."""
     fetched = dataset.fetch("train", range(num_samples), [*dataset.inputs, *dataset.targets])
-    for training, form in ((True, graph), (False, graph.evaluated)):
-        trial = _Trial(form, dataset, fetched, training=training)
-        before = {f"buffer {name}": buffer.clone() for name, buffer in graph.model.named_buffers()}
-        expected = trial.whole()
-        if len(graph.layers) > 1:
-            _check_buffers(form, {name for name, value in before.items() if _differs(value, expected[name])})
-            _check_recorded(trial, expected)
-        _check_apart(trial, expected)
+    form = graph if training else graph.evaluated
+    trial = _Trial(form, dataset, fetched, training=training)
+    before = {f"buffer {name}": buffer.clone() for name, buffer in graph.model.named_buffers()}
+    expected = trial.whole()
+    if len(graph.layers) > 1:
+        _check_buffers(form, {name for name, value in before.items() if _differs(value, expected[name])})
+        _check_recorded(trial, expected)
+    _check_apart(trial, expected)
 
 
 @dataclass(frozen=True)
@@ -132,19 +136,26 @@ class _Trial:
 
 def _check_recorded(trial: _Trial, expected: _Found) -> None:
     """Refuse a graph that computes something else than its model."""
-    if (different := _first_difference(expected, trial.recorded())) is None:
+    name, when = type(trial.graph.model).__name__, "training" if trial.training else "evaluation"
+    way_out = "so torch.fx has lost something that its forward does; name the module that does it in model.leaves to "
+    way_out += "make it one layer"
+    try:
+        found = trial.recorded()
+    except Exception as error:  # raised by the user's code or torch, which the model itself doesn't
+        reason = str(error).strip().split("\n")[0]
+        raise GraphError(
+            f"model {name} can't be run in layers: they fail in {when}, and the model itself doesn't, {way_out} "
+            f"({type(error).__name__}: {reason})"
+        ) from error
+    if (different := _first_difference(expected, found)) is None:
         return
-    name, is_same = type(trial.graph.model).__name__, _first_difference(expected, trial.whole()) is None
-    what = f"its {different} in {'training' if trial.training else 'evaluation'}"
+    is_same, what = _first_difference(expected, trial.whole()) is None, f"its {different} in {when}"
     if not is_same:
         raise GraphError(
             f"model {name} can't be run in layers: {what} differs from call to call, for the same samples and the same "
             "seed, as if it drew from a generator of its own or counted its calls"
         )
-    raise GraphError(
-        f"model {name} can't be run in layers: {what} is another than the model's own, so torch.fx has lost something "
-        "that its forward does; name the module that does it in model.leaves to make it one layer"
-    )
+    raise GraphError(f"model {name} can't be run in layers: {what} is another than the model's own, {way_out}")
 
 
 def _check_apart(trial: _Trial, expected: _Found) -> None:

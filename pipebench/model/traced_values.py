@@ -8,7 +8,7 @@ import dis
 import linecache
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -34,8 +34,14 @@ class Tracer(fx.Tracer):
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         """Return the parts of a value, such as a shape, that has equally many in every minibatch."""
-        known = self.examples.same(obj.node, len)
+        known = self.examples.same(obj.node, _num_parts)
         return super().iter(obj) if known is None else (operator.getitem(obj, index) for index in range(known))
+
+
+def _num_parts(value: Any) -> int:
+    if isinstance(value, Mapping):
+        raise TypeError("its keys are iterated over")
+    return len(value)
 
 
 class Value(fx.Proxy):

@@ -12,6 +12,7 @@ import pickle
 import random
 import sys
 import traceback
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -21,6 +22,7 @@ import torch
 from torch import fx, nn
 from torch.fx.graph import PythonCode
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from pipebench.errors import TracingError
 from pipebench.model import traced_values
@@ -50,7 +52,7 @@ def record(model: nn.Module, is_leaf: IsLeaf, fed: Fed = None, examples: Sequenc
     versions = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
     try:
         with _nothing_drawn(), makers_recorded(), attributes_as_before(model):
-            graph = _Tracer(is_leaf, fed, Examples(model, examples, attributes_as_before)).trace(model)
+            graph = _Tracer(is_leaf, fed, Examples(model, examples)).trace(model)
             held = {name: attrgetter(name)(model) for name, _, _ in versions}
     except Exception as error:  # tracing runs the user's forward: anything can come out of it
         raise TracingError(_why_not_traced(model, error)) from error
@@ -74,16 +76,30 @@ def _is_value_of(held: Any, buffer: torch.Tensor, name: str) -> bool:
     return bool(node.op == "get_attr" and node.target == name)
 
 
+def _is_traced(held: Any) -> bool:
+    """Return whether something is, or contains, a traced value."""
+    return any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(held))
+
+
+_HELD = (dict, OrderedDict, defaultdict, list, set)
+
+
 @contextmanager
 def attributes_as_before(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes and buffers of modules that are assigned to within the context; new attributes stay."""
-    before = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    """Restore attributes and buffers of modules, and their lists and dicts; new ones stay unless they hold proxies."""
+    tables: list[Any] = [vars(module) for module in model.modules()]
+    tables += [held for table in tables for held in table.values() if type(held) in _HELD]
+    before = [(table, table.copy()) for table in tables]
     try:
         yield
     finally:
-        for attributes, earlier, buffers in before:
-            attributes.update(earlier)
-            attributes["_buffers"].update(buffers)
+        for table, earlier in before:
+            if isinstance(table, dict):
+                new = {name: held for name, held in table.items() if name not in earlier}
+                earlier |= {name: held for name, held in new.items() if not _is_traced(held)}
+            table.clear()
+            add = table.extend if isinstance(table, list) else table.update
+            add(earlier)
 
 
 class TracedModule(fx.GraphModule):
@@ -151,6 +167,18 @@ class _Tracer(Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether the module is one layer."""
         return self._is_leaf(m, module_qualified_name) or super().is_leaf_module(m, module_qualified_name)
+
+    def create_arg(self, a: Any) -> Any:
+        """Return what a node stores of an argument; refuse a value of another call, kept outside the model."""
+        if isinstance(a, fx.Proxy) and a.tracer is not self:
+            raise _Frozen(f"{a.node} is a value of an earlier call, which something has kept")
+        try:
+            return super().create_arg(a)
+        except NotImplementedError as error:
+            raise _Frozen(
+                f"a layer is given a {type(a).__name__}, which is neither data nor a container of it (a cache of keys "
+                "and values is switched off by use_cache: false, an option of Hugging Face's models)"
+            ) from error
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Record an operation; refuse it under a context, such as `torch.no_grad`, that the graph would lose."""
@@ -305,7 +333,10 @@ def _way_out(model: nn.Module, holder: nn.Module | None) -> str:
     """Return what the user can do about a line that can't be traced; `holder` is the module that holds it."""
     name = next((name for name, module in model.named_modules() if module is holder), "")
     if name:
-        return f"name the module that holds this line, {name}, in model.leaves to make it one layer"
+        kind = type(holder).__name__
+        several = sum(type(module).__name__ == kind for module in model.modules()) > 1
+        also = f" (or its class, {kind}, for all of them)" if several else ""
+        return f"name the module that holds this line, {name}{also}, in model.leaves to make it one layer"
     return (
         "put what this line does into a module of its own and name that in model.leaves to make it one layer, or use "
         "modes single and dp, which need no cut"

@@ -12,7 +12,8 @@ import torch
 
 from pipebench import formats
 from pipebench.errors import ProfileError
-from pipebench.model.graph import LayerGraph, copied
+from pipebench.model.copies import copied
+from pipebench.model.graph import LayerGraph
 from pipebench.model.optimizer import state_bytes_per_byte
 from pipebench.model.precision import lower
 from pipebench.profile.devices import DeviceSpec

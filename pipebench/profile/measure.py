@@ -25,8 +25,9 @@ from torch import nn
 from pipebench import formats
 from pipebench.errors import is_out_of_memory
 from pipebench.model.allocator import allocator_of, release_copies
+from pipebench.model.copies import copied
 from pipebench.model.device import torch_settings
-from pipebench.model.graph import LayerGraph, copied
+from pipebench.model.graph import LayerGraph
 from pipebench.model.heap import keep_freed_blocks
 from pipebench.model.loading import AHEAD, Source, onto_device
 from pipebench.model.memory_format import channels_last, lay_out

@@ -6,7 +6,8 @@ import torch
 from torch import fx, nn
 
 from pipebench.errors import ProfileError
-from pipebench.model.graph import LayerGraph, copied_to, forget_states, run_node
+from pipebench.model.copies import copied_to
+from pipebench.model.graph import LayerGraph, forget_states, run_node
 from pipebench.model.precision import lower
 from pipebench.model.values import bytes_in, tensors_in
 from pipebench.zoo.registry import Dataset

@@ -16,7 +16,7 @@ from pipebench.cluster import Cluster
 from pipebench.errors import GraphError, PlanError, ProfileError, TracingError
 from pipebench.model.examples import Example
 from pipebench.model.graph import LayerGraph, as_one_layer, trace
-from pipebench.model.precision import in_precision
+from pipebench.model.precision import LOW_TYPES, in_precision
 from pipebench.model.rounded_data import RoundedData
 from pipebench.model.sampling import Size, UnitShape, mix, name_hash, seed_default_generator
 from pipebench.model.slice_modules import Alone, EmbeddingSlices, SliceGroup, Slices
@@ -224,7 +224,9 @@ def arguments_of(recipe: Recipe, dataset: Dataset) -> Arguments:
     found = [dataset.example(size) for size in sorted(sizes)]
     keys: Sequence[str | int] = dataset.argument_names or range(len(dataset.inputs))
     pairs = [*zip(keys, dataset.inputs, strict=True)]
-    return Arguments(fed, [{key: each[field] for key, field in pairs} for each in found])
+    tensors = [{key: each[field] for key, field in pairs} for each in found]
+    types = dict.fromkeys((None, LOW_TYPES.get(recipe.train.precision)))
+    return Arguments(fed, [Example(each, low_type) for low_type in types for each in tensors])
 
 
 def _layer_graph(recipe: Recipe, model: nn.Module, args: Arguments, slicer: Slicer) -> LayerGraph:

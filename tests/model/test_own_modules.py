@@ -10,7 +10,9 @@ import torch
 from pipebench.recipe.load import load
 from pipebench.recipe.preflight import preflight
 from pipebench.recipe.targets import import_target
-from pipebench.train.profiled_model import initial_model
+from pipebench.train.profiled_model import arguments_of, initial_model
+from pipebench.zoo.measures import squared_error
+from pipebench.zoo.plain import DatasetPair
 from tests.model.conftest import CODE, OWN, RECIPE
 from tests.model.test_own_code import run
 
@@ -81,3 +83,11 @@ def test_code_is_found_while_another_thread_imports(tmp_path: Path, monkeypatch:
     (tmp_path / "found_meanwhile.py").write_text("def made():\n    return 1\n")
     assert import_target("found_meanwhile:made", [tmp_path])() == 1
     assert Disturbed.left < 0
+
+
+@pytest.mark.usefixtures("project")
+@pytest.mark.parametrize(("precision", "types"), [("fp32", {None}), ("bf16", {None, torch.bfloat16})])
+def test_examples_have_the_types_of_the_precision(precision: str, types: set[torch.dtype | None]) -> None:
+    recipe = load("r.yaml", [f"train.precision={precision}"]).recipe
+    examples = arguments_of(recipe, DatasetPair([(torch.ones(3), 1)], [(torch.ones(3), 1)], squared_error, {})).examples
+    assert {example.low_type for example in examples} == types
