@@ -255,7 +255,7 @@ class VirtualEngine(TrainingEngine):
         average_statistics(pipeline, costs, self.network, self.clock_s, ends_s.append)
         extensions = collectives.extensions.values()
         messages = [self._send(*sent) for extension in extensions for sent in extension.drained()]
-        ends_s.append(self._deliver(messages))  # which also ends the averages
+        ends_s.append(_delivered(messages, self.network, self.clock_s))  # which also ends the averages
         return max(ends_s)
 
     def _hand_over(self, before: Sequence[Worker]) -> float:
@@ -272,17 +272,18 @@ class VirtualEngine(TrainingEngine):
                 state = ModelState.merge([state, moved])
             worker.restore(state)
             worker.follow(old)
-        return self._deliver(messages)
+        return _delivered(messages, self.network, self.clock_s)
 
     def _send(self, kind: str, sender: int, receiver: int, num_bytes: int, label: str) -> Message:
         self.collectives.count(kind, sender, receiver, num_bytes)
         connection = self.network.connection(kind, sender, receiver)
         return self.network.send(connection, num_bytes, self.clock_s, label)
 
-    def _deliver(self, messages: Sequence[Message]) -> float:
-        """Complete the transfers before anything else runs; return the end time."""
-        self.network.deliver(messages)
-        return max([self.clock_s, *(message.arrival_s for message in messages)])
+
+def _delivered(messages: Sequence[Message], network: Network, since_s: float) -> float:
+    """Complete transfers before anything else runs; return the end time, at least `since_s`."""
+    network.deliver(messages)
+    return max([since_s, *(message.arrival_s for message in messages)])
 
 
 def _as_evaluation(before: Counter[tuple[str, str]], after: Counter[tuple[str, str]]) -> Counter[tuple[str, str]]:
