@@ -150,6 +150,8 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _accesses(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], list[Any], bool]:
     """Return which arguments an operator reads and writes, and whether it is an asynchronous copy."""
     reads, writes = list[torch.Tensor](), list[torch.Tensor]()
+    if func.overloadpacket.__name__.endswith("_like"):  # it takes a shape and a type
+        return reads, writes, False
     arguments = func._schema.arguments
     values = {**{each.name: value for each, value in zip(arguments, args, strict=False)}, **kwargs}
     for each in arguments:

@@ -163,6 +163,7 @@ def test_accesses_that_no_wait_orders_are_an_error(races: Callable[[], Any], nam
         lambda: read_by_the_host(on_gpu().cpu()),
         lambda: on_host().pin_memory().copy_(on_gpu()).numpy(),
         lambda: used_again(records=True),
+        lambda: torch.zeros_like(copied_beside(waits_for_out=False)),
         lambda: copied_into_a_new_tensor(waits=True),
         lambda: filled_again(waits=True),
     ],

@@ -52,18 +52,20 @@ class _Work:
     def __init__(self, gpu: Gpu, stream: str, work: Any, tensors: Sequence[torch.Tensor]) -> None:
         self._gpu, self._work, self._tensors = gpu, work, tensors  # the tensors are referenced until the wait
         self._done = gpu.races.clock(stream)
+        self._is_over = False
 
     def wait(self) -> None:
         """Let the current stream wait."""
-        self._work.wait()
+        if not self._is_over:  # a second wait for a message of Gloo's never ends; NCCL's are waited for on two streams
+            self._work.wait()
         self._gpu.races.order(self._gpu.stream.name, self._done)
-        self._tensors = ()
+        self._is_over, self._tensors = True, ()
 
     def is_completed(self) -> bool:
         """Return whether it has been waited for, from which Gloo knows."""
-        if not self._tensors:
+        if self._is_over:
             self._gpu.races.order(self._gpu.races.HOST, self._done)
-        return not self._tensors
+        return self._is_over
 
     def _get_duration(self) -> float:
         return 0.0
