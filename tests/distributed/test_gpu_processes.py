@@ -20,20 +20,21 @@ def check(case: Case, processes: Processes, run: str) -> None:
         compare(found, virtually(case), 1e-12)
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("name", [name for name in TWO if name not in NOT_BY_GLOO])
 def test_two_processes_agree_with_the_virtual_engine(two: Processes, name: str, run: str) -> None:
     check(TWO[name], two, run)
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("name", THREE)
 def test_three_processes_agree_with_the_virtual_engine(three: Processes, name: str, run: str) -> None:
     check(THREE[name], three, run)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("name", ["adam, tied", "bf16"])
 def test_slices_agree_with_the_virtual_engine(two: Processes, name: str, run: str) -> None:
