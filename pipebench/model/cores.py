@@ -5,6 +5,8 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from pipebench.model.control_groups import folders
+
 
 def usable_cores(root: Path = Path("/")) -> float:
     """Return how many cores this process may use: the least of its affinity and the quotas of its control groups.
@@ -12,7 +14,8 @@ def usable_cores(root: Path = Path("/")) -> float:
     It is at least 0.01, the least quota of a control group. The control groups' files are under `root`.
     """
     # Python >= 3.13 has os.process_cpu_count for the affinity; nothing in Python gives the quotas.
-    return min([float(len(_affinity())), *_quotas(root)])
+    quotas = (quota for folder in folders("cpu", root) for quota in _quota(folder))
+    return min([float(len(_affinity())), *quotas])
 
 
 def name_of_cores(root: Path = Path("/")) -> str:
@@ -35,25 +38,6 @@ def _affinity() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
-
-
-def _quotas(root: Path) -> Iterator[float]:
-    """Yield the quotas, in cores, of this process's control groups, of version 1 or 2; Linux only."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        number, controllers, path = line.split(":", 2)
-        if number != "0" and "cpu" not in controllers.split(","):
-            continue
-        mounted = root / ("sys/fs/cgroup" if number == "0" else "sys/fs/cgroup/cpu")
-        # A container may be told the group's path on the host, while the group's files are at the top of the mount.
-        group = mounted / path.strip("/")
-        for folder in (group, *group.parents):
-            yield from _quota(folder)
-            if folder == mounted:
-                break
 
 
 def _quota(folder: Path) -> Iterator[float]:
