@@ -1,13 +1,14 @@
 """Parameters of classes and functions read from their source, for recipes that are checked without importing torch.
 
-Importing torch takes ten times as long as all that `pipebench ls` and `pipebench show` do.
+Importing torch takes ten times as long as all that `pipebench ls` and `pipebench show` do, which work where it can't be
+imported.
 """
 
 import __future__
 
 import ast
 import functools
-import importlib.util
+import sys
 import typing
 from collections.abc import Callable
 from importlib.machinery import PathFinder
@@ -60,7 +61,7 @@ def _find(module: str, name: str) -> tuple[str, _Definition]:
 def _source(module: str) -> ast.Module:
     """Return a module's source; none of the packages that it is in is imported."""
     first, *parts = module.split(".")
-    spec = importlib.util.find_spec(first)
+    spec = getattr(sys.modules.get(first), "__spec__", None) or PathFinder.find_spec(first)
     for part in parts:
         assert spec is not None
         spec = PathFinder.find_spec(part, spec.submodule_search_locations)
