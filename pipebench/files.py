@@ -7,10 +7,11 @@ import os
 import secrets
 import stat
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 from pipebench.errors import Fault, RecipeError, nearest
 
@@ -198,12 +199,13 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+_POLL_S = 0.05  # between two tries to lock a file
 # Errors of file systems without locks; the last two are the same number on Linux, but not on macOS.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
 class FileLock:
-    """An advisory lock on a file, created if missing, until `release` or the end of this process.
+    """An advisory lock on a file, created if missing, until `release`, the end of a context or of this process.
 
     A forked process doesn't inherit it. The filelock package won't do: its older versions treat a file system without
     locks as locked, and empty the file.
@@ -211,20 +213,26 @@ class FileLock:
     Args:
         path: the file.
         shared: allow other processes to hold it at the same time, if they share it, too.
+        patience_s: seconds to wait if another process holds it.
 
     Raises:
-        OSError: the file can't be created or locked; EWOULDBLOCK: another process holds the lock.
+        OSError: the file can't be created or locked; EWOULDBLOCK: another process still holds the lock.
     """
 
-    def __init__(self, path: Path, *, shared: bool = False) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        self._descriptor: int | None = os.open(path, flags, 0o644)
-        try:
-            fcntl.flock(self._descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BaseException:
-            os.close(self._descriptor)
-            raise
+    def __init__(self, path: Path, *, shared: bool = False, patience_s: float = 0.0) -> None:
+        until_s = time.monotonic() + patience_s
+        while (descriptor := _locked(path, shared=shared, or_none=time.monotonic() < until_s)) is None:
+            time.sleep(_POLL_S)
+        self._descriptor: int | None = descriptor
         _locks.add(self)
+
+    def __enter__(self) -> Self:
+        """Return the lock."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Release the lock."""
+        self.release()
 
     @property
     def is_held(self) -> bool:
@@ -237,6 +245,19 @@ class FileLock:
         _locks.discard(self)
         if descriptor is not None:
             os.close(descriptor)
+
+
+def _locked(path: Path, *, shared: bool, or_none: bool) -> int | None:
+    """Open and lock a file; with `or_none`, return None if another process holds it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BaseException as error:
+        os.close(descriptor)
+        if or_none and isinstance(error, BlockingIOError):
+            return None
+        raise
+    return descriptor
 
 
 _locks: set[FileLock] = set()

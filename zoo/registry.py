@@ -18,7 +18,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -171,9 +171,6 @@ class Entry:
 
     target: str  # `.module:function` in the zoo that makes it; imported at the first use
     summary: str  # one line
-    # Of a model: its options with their defaults, which are here since importing a model takes seconds. A test compares
-    # them with the function's.
-    options: Mapping[str, bool | int | float | str] = field(default_factory=dict, hash=False)
 
     @property
     def make(self) -> Callable[..., Any]:
@@ -187,86 +184,42 @@ class Entry:
 # of data sets below, they raise a ValueError that names an option out of its range.
 MODELS: dict[str, Entry] = {
     "alexnet": Entry(
-        ".alexnet:alexnet", "AlexNet with torchvision's parameter names; width, image size, BatchNorm, dropout",
-        {"width": 1.0, "batch_norm": False, "dropout": 0.5, "num_classes": 1000, "in_channels": 3, "image_size": 224},
+        ".alexnet:alexnet", "AlexNet with torchvision's parameter names; width, image size, BatchNorm, dropout"
     ),
     "amoebanet_d": Entry(
         ".amoebanet:amoebanet_d",
         "AmoebaNet-D (L, D): evolved cells, every operator a layer; normal cells, filters, stem for small images",
-        {"num_layers": 18, "num_filters": 256, "num_classes": 1000, "in_channels": 3, "stem": "imagenet"},
     ),
     "awd_lm": Entry(
-        ".awd_lm:awd_lm", "AWD-LSTM of PipeDream's Table 1: six LSTM layers, weight drop, carried state; any size",
-        {"vocabulary": 10000, "embedding_size": 400, "hidden_size": 1570, "num_layers": 6, "tied": False,
-         "weight_drop": 0.5, "dropout_embedding": 0.1, "dropout_input": 0.4, "dropout_hidden": 0.25,
-         "dropout_output": 0.4},
+        ".awd_lm:awd_lm", "AWD-LSTM of PipeDream's Table 1: six LSTM layers, weight drop, carried state; any size"
     ),
     "bert_base": Entry(
         ".bert:bert_base",
         "BERT, base, with both heads of its pre-training, every operator a layer; layers, widths, heads, vocabulary",
-        {"num_layers": 12, "width": 768, "feed_forward": 3072, "num_heads": 12, "vocabulary": 30522, "max_tokens": 512,
-         "dropout": 0.1, "share_embedding": False},
     ),
-    "bert_large": Entry(
-        ".bert:bert_large", "BERT, large: bert_base with twice the layers, and wider",
-        {"num_layers": 24, "width": 1024, "feed_forward": 4096, "num_heads": 16, "vocabulary": 30522, "max_tokens": 512,
-         "dropout": 0.1, "share_embedding": False},
-    ),
+    "bert_large": Entry(".bert:bert_large", "BERT, large: bert_base with twice the layers, and wider"),
     "cellnet": Entry(
-        ".cellnet:cellnet",
-        "residual cells, each of which can be left out: a space to search in; width, groups, cells",
-        {"width": 16, "groups": 2, "cells": 4, "num_classes": 10, "in_channels": 1},
+        ".cellnet:cellnet", "residual cells, each of which can be left out: a space to search in; width, groups, cells"
     ),
     "gnmt8": Entry(
-        ".gnmt:gnmt8", "GNMT with 8 LSTM layers, MLPerf's and PipeDream's translator; width, vocabularies, dropout",
-        {"hidden_size": 1024, "source_vocabulary": 32320, "target_vocabulary": 32320, "dropout": 0.2,
-         "input_dropout": 0.0, "share_embedding": False, "init_range": 0.1},
+        ".gnmt:gnmt8", "GNMT with 8 LSTM layers, MLPerf's and PipeDream's translator; width, vocabularies, dropout"
     ),
-    "gnmt16": Entry(
-        ".gnmt:gnmt16", "GNMT with 16 LSTM layers: gnmt8 with twice the layers",
-        {"hidden_size": 1024, "source_vocabulary": 32320, "target_vocabulary": 32320, "dropout": 0.2,
-         "input_dropout": 0.0, "share_embedding": False, "init_range": 0.1},
-    ),
-    "gpt2": Entry(
-        ".gpt2:gpt2", "GPT-2, 124 M parameters, every operator a layer; layers, width, heads, vocabulary",
-        {"num_layers": 12, "width": 768, "num_heads": 12, "vocabulary": 50257, "max_tokens": 1024, "dropout": 0.1,
-         "share_embedding": False},
-    ),
+    "gnmt16": Entry(".gnmt:gnmt16", "GNMT with 16 LSTM layers: gnmt8 with twice the layers"),
+    "gpt2": Entry(".gpt2:gpt2", "GPT-2, 124 M parameters, every operator a layer; layers, width, heads, vocabulary"),
     "inception_v3": Entry(
         ".inception:inception_v3",
         "Inception-v3 with torchvision's parameter names; width, image size, auxiliary logits",
-        {"width": 1.0, "aux_logits": True, "dropout": 0.5, "num_classes": 1000, "in_channels": 3, "image_size": 299},
     ),
-    "resnet50": Entry(
-        ".resnet:resnet50", "ResNet-50 with torchvision's parameter names; width, stem for small images",
-        {"width": 1.0, "num_classes": 1000, "in_channels": 3, "stem": "imagenet", "zero_init_residual": False},
-    ),
-    "s2vt": Entry(
-        ".s2vt:s2vt", "S2VT: two LSTMs over a video's frames and its caption; sizes, vocabulary, dropout",
-        {"num_features": 4096, "embedding": 500, "hidden": 1000, "vocabulary": 46168, "frames": 60, "words": 20,
-         "dropout": 0.5, "init_range": 0.08},
-    ),
+    "resnet50": Entry(".resnet:resnet50", "ResNet-50 with torchvision's parameter names; width, stem for small images"),
+    "s2vt": Entry(".s2vt:s2vt", "S2VT: two LSTMs over a video's frames and its caption; sizes, vocabulary, dropout"),
     "transformer": Entry(
         ".transformer:transformer",
         "the Transformer, base: attention only, every operator a layer; layers, widths, heads, vocabularies",
-        {"num_layers": 6, "width": 512, "feed_forward": 2048, "num_heads": 8, "source_vocabulary": 32320,
-         "target_vocabulary": 32320, "dropout": 0.1, "share_embeddings": False},
     ),
-    "transformer_big": Entry(
-        ".transformer:transformer_big", "the Transformer, big: transformer twice as wide",
-        {"num_layers": 6, "width": 1024, "feed_forward": 4096, "num_heads": 16, "source_vocabulary": 32320,
-         "target_vocabulary": 32320, "dropout": 0.3, "share_embeddings": False},
-    ),
-    "uniform": Entry(
-        ".uniform:uniform", "a chain of equal linear layers, for closed formulas; layers, width",
-        {"num_layers": 16, "width": 64},
-    ),
-    "vgg16": Entry(
-        ".vgg:vgg16", "VGG-16 with torchvision's parameter names; width, image size, BatchNorm, dropout",
-        {"width": 1.0, "batch_norm": False, "dropout": 0.5, "num_classes": 1000, "in_channels": 3, "image_size": 224,
-         "init": "torchvision"},
-    ),
-}  # fmt: skip
+    "transformer_big": Entry(".transformer:transformer_big", "the Transformer, big: transformer twice as wide"),
+    "uniform": Entry(".uniform:uniform", "a chain of equal linear layers, for closed formulas; layers, width"),
+    "vgg16": Entry(".vgg:vgg16", "VGG-16 with torchvision's parameter names; width, image size, BatchNorm, dropout"),
+}
 # Functions or classes that return a `Dataset`; their typed keyword arguments are the data set's options.
 DATASETS: dict[str, Entry] = {
     "gettext_pairs": Entry(

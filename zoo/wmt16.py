@@ -28,7 +28,8 @@ from pipebench.zoo.translation import SIDES, Translation, TranslationOptions
 
 # Pairs and ids in the logs of MLPerf Training v0.5's closed GNMT submissions: 4,068,191 pairs, 3,498,161 of them within
 # 50 tokens, and a vocabulary padded to 32,320 ids. newstest2014 has 3,003 sentences.
-NUM_TRAIN, NUM_EVAL, VOCABULARY = 3_498_161, 3003, 32_320
+NUM_TRAIN, NUM_EVAL = 3_498_161, 3003
+VOCABULARY = 32_320
 MAX_LENGTH, NUM_BUCKETS = 50, 5
 # From the same logs: 61,500 tokens/s in minibatches of 128 pairs that take 0.101 s are 24 tokens a side. Padding to the
 # longest of a bucket that is 10 wide adds about half a bucket.

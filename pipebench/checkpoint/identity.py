@@ -25,14 +25,14 @@ class RunIdentity:
     dataset: str  # the data set's name, options, fields and numbers of samples
     minibatch_size: int  # in samples
     code: dict[str, str]  # module to the SHA-256 of the user's code; and pipebench's own version
-    samples: str = ""  # digest of the first samples; "" in checkpoints of earlier releases
+    samples: str  # digest of the first samples
 
 
 def check_same_run(found: RunIdentity | None, expected: RunIdentity | None) -> None:
     """Refuse a checkpoint of another run or of other data.
 
     Args:
-        found: the run that wrote it; None in old checkpoints, which pass.
+        found: the run that wrote it; None without a folder, which passes.
         expected: the run that resumes; None without a folder, which passes.
 
     Raises:
@@ -55,7 +55,7 @@ def changes(found: RunIdentity | None, now: RunIdentity | None, step: int) -> li
     sentences, since = [], f"since the checkpoint of step {step} was written"
     if names := sorted(name for name in {*found.code, *now.code} if found.code.get(name) != now.code.get(name)):
         sentences.append(f"code has changed {since}: {listed(names, _MOST_NAMED)}")
-    if found.samples and found.samples != now.samples:
+    if found.samples != now.samples:
         why = "files, or what reads them, or a data set that draws without a seed"
         sentences.append(f"the first samples have changed {since}, so the rest of the run has other data: {why}")
     return sentences

@@ -42,14 +42,10 @@ class MeterTotals:
     transfers: list[Transfers]  # this worker's share of them, a row for each kind and level
     overlapped_s: Amount = 0.0  # seconds of transfers beside computing, where a GPU's events tell when they end
 
-    def __post_init__(self) -> None:
-        """Set 0 s for operations that the checkpoint doesn't have, since it is older than they are."""
-        self.seconds = {**dict.fromkeys((op.name for op in Op), 0.0), **self.seconds}
-
     @staticmethod
     def none() -> "MeterTotals":
         """Return empty totals."""
-        return MeterTotals({}, 0.0, 0.0, [])
+        return MeterTotals(dict.fromkeys((op.name for op in Op), 0.0), 0.0, 0.0, [])
 
     def of(self, kind: str, level: str) -> Transfers:
         """Return the row of a kind and a level; add it if it is missing."""
@@ -82,8 +78,7 @@ class Facts(TypedDict):
     swap_stall_s: NotRequired[Finite]
     evaluation_s: NotRequired[Amount]
     meter: NotRequired[MeterState]
-    extensions: NotRequired[dict[str, list[Any]]]  # counters of extensions, by name
-    pushes: NotRequired[list[Any]]  # in checkpoints of 0.1.0: counters of the extension `asynchronous`
+    extensions: dict[str, list[Any]]  # counters of extensions, by name
 
 
 @dataclass(frozen=True)
@@ -104,13 +99,12 @@ class SavedProgress:
     checkpoint_s: Amount
     clock_s: Amount  # the run's clock
     saved_at_s: Amount  # wall clock, seconds since the epoch
-    lost_s: Amount = 0.0  # seconds on the clock that restarts have cost
-    bytes_before: tuple[SentBytes, ...] = ()  # bytes sent before these workers began to count, by kind and level
+    lost_s: Amount  # seconds on the clock that restarts have cost
+    bytes_before: tuple[SentBytes, ...]  # bytes sent before these workers began to count, by kind and level
+    # Indices of the first samples of the last minibatch done, by which the order of samples is compared
+    last_samples: tuple[Count, ...]
     # The repartitions so far, which lead from the plan in `taken_by` to the checkpoint's cuts
     moves: tuple[RepartitionRecord, ...] = ()
-    # Indices of the first samples of the last minibatch done, by which the order of samples is compared. Empty at the
-    # start, and in early checkpoints of 0.1.0
-    last_samples: tuple[Count, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON data that doesn't change while it is written."""
@@ -120,7 +114,7 @@ class SavedProgress:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "SavedProgress":
-        """Read what `to_json` returned; early checkpoints of 0.1.0 lack fields that have a default.
+        """Read what `to_json` returned.
 
         Raises:
             CheckpointError: names the field, what was found and what is allowed.

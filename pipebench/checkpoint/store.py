@@ -31,7 +31,7 @@ from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.typed_json import Count, JsonError, Number, read, shown
 
 MANIFEST = "manifest.json"
-_FORMAT = "pipebench checkpoint 1"
+_FORMAT = "pipebench checkpoint 2"
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
 _PART = re.compile(r"[A-Za-z0-9][\w.-]*\.pt", re.ASCII)
 
@@ -43,9 +43,8 @@ class CheckpointFile:
     file: str  # its name in the checkpoint's folder
     num_bytes: Count
     sha256: str  # of its content, in hexadecimal
-    # The optimizer's number of steps on every parameter with optimizer state, None where that doesn't count them. None
-    # in early checkpoints of 0.1.0
-    updates: dict[str, Number | None] | None = None
+    # The optimizer's number of steps on every parameter with optimizer state, None where that doesn't count them
+    updates: dict[str, Number | None]
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Manifest:
     parts: tuple[CheckpointFile, ...]
     progress: dict[str, Any]  # the training loop's data, which it checks itself
     format: str = _FORMAT
-    run: RunIdentity | None = None  # the run that wrote it; None without a folder, and in early manifests of 0.1.0
+    run: RunIdentity | None = None  # the run that wrote it; None without a folder
 
 
 @dataclass(frozen=True)
@@ -288,10 +287,7 @@ def _load_part(path: Path) -> ModelState:
     try:
         if path.stat().st_size == 0:
             raise CheckpointError("is empty")
-        data = _loaded(path)
-        if isinstance(data, dict):
-            data.pop("written", None)  # checkpoints of 0.1.0 have it
-        return ModelState.from_plain(data)
+        return ModelState.from_plain(_loaded(path))
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path}: refused, it holds more than tensors and plain data") from error
     except CheckpointError as error:

@@ -260,9 +260,8 @@ class TrainingEngine(Engine):
         for worker, *counted in zip(self.workers, *columns, strict=True):
             worker.recall(*counted)
         self._recall_meter(facts)
-        found = facts_by_extension(facts)
         for name, extension in self.extensions.items():
-            extension.restore(found.get(name, []))
+            extension.restore(facts["extensions"].get(name, []))
 
     def facts(self) -> dict[str, Any]:
         """Return this process's counters as JSON values; lists are by worker of this process."""
@@ -274,8 +273,3 @@ class TrainingEngine(Engine):
             **self._meter_facts(),
             "extensions": {name: extension.facts() for name, extension in self.extensions.items()},
         }
-
-
-def facts_by_extension(facts: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return extensions' counters, by name, from an engine's `facts`; those of 0.1.0 have the asynchronous server's."""
-    return {"asynchronous": facts.get("pushes", []), **facts.get("extensions", {})}

@@ -15,7 +15,7 @@ from pipebench.model.sampling import Sampler
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.plans import PlanEstimate, Request, StageTime
 from pipebench.planner.states import States
-from pipebench.profile.model import LayerProfile, Profile
+from pipebench.profile.model import LayerProfile, Profile, in_order
 from pipebench.profile.tensor import unit_bytes
 from pipebench.schedule.modes import AUTO, RECOMPUTE, SWAP, Mode
 from pipebench.schedule.operations import ACTIVATION, GRADIENT
@@ -62,15 +62,7 @@ def arranged(profile: Profile, order: Sequence[int]) -> Profile:
     """Return a profile with its layers in another order, the loss last."""
     if all(len(rows) - 1 == len(order) for rows in profile.layers.values()) and list(order) == sorted(order):
         return profile
-    place = {old: new for new, old in enumerate(order)}
-
-    def row(old: LayerProfile) -> LayerProfile:
-        saved_with = tuple(sorted((place[other], size) for other, size in old.saved_with if other in place))
-        reads = tuple(sorted(place[read] for read in old.reads if read in place))
-        return replace(old, reads=reads, saved_with=saved_with)
-
-    layers = {n: (*(row(rows[i]) for i in order), row(rows[-1])) for n, rows in profile.layers.items()}
-    return replace(profile, layers=layers)
+    return replace(profile, layers={n: in_order(rows, [*order, len(rows) - 1]) for n, rows in profile.layers.items()})
 
 
 def with_sums(mode: Mode, cluster: Cluster, plan: Plan) -> Mode:

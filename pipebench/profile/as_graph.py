@@ -7,7 +7,7 @@ import torch
 from torch import fx, nn
 
 from pipebench.model.graph import Layer, LayerGraph
-from pipebench.profile.model import LayerProfile, Profile
+from pipebench.profile.model import LayerProfile, Profile, in_order
 from pipebench.zoo.registry import Dataset
 
 
@@ -24,15 +24,7 @@ def _working(rows: Sequence[LayerProfile]) -> tuple[LayerProfile, ...]:
         for index, row in enumerate(rows)
         if not row.is_input and (index in read or not row.kind.startswith("__getitem__"))
     ]
-    place = {old: new for new, old in enumerate(working)}
-    return tuple(
-        replace(
-            rows[index],
-            reads=tuple(place[source] for source in rows[index].reads),
-            saved_with=tuple((place[holder], num_bytes) for holder, num_bytes in rows[index].saved_with),
-        )
-        for index in working
-    )
+    return in_order(rows, working)
 
 
 def graph_of(rows: Sequence[LayerProfile]) -> LayerGraph:

@@ -113,6 +113,19 @@ class LayerProfile:
         )
 
 
+def in_order(rows: Sequence[LayerProfile], order: Sequence[int]) -> tuple[LayerProfile, ...]:
+    """Return some rows of a profile in another order, with the indices of layers in that order."""
+    place = {old: new for new, old in enumerate(order)}
+    return tuple(
+        replace(
+            rows[index],
+            reads=tuple(sorted(place[read] for read in rows[index].reads if read in place)),
+            saved_with=tuple(sorted((place[other], size) for other, size in rows[index].saved_with if other in place)),
+        )
+        for index in order
+    )
+
+
 @dataclass(frozen=True)
 class LengthProfile:
     """Layer costs of minibatches whose samples have one length, at the same numbers of samples as `Profile`."""

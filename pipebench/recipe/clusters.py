@@ -1,22 +1,19 @@
 """Makes clusters of their files, in which each number states its source: published, assumed, measured or calibrated."""
 
-import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
 from pipebench.cluster import ALL_REDUCES, CONNECTIONS, LOCAL, Cluster, Level
-from pipebench.errors import Fault, RecipeError, nearest, shown
+from pipebench.errors import Fault, RecipeError, choice, shown
 from pipebench.recipe.catalog import display, find_cluster, summary
-from pipebench.recipe.cluster_files import KEYS, LEVEL_KEYS, Given, Keys, cluster_files
+from pipebench.recipe.cluster_files import KEYS, LEVEL_KEYS, LEVELS, Given, Keys, cluster_files
 from pipebench.recipe.typecheck import problem_with
-from pipebench.recipe.yaml_file import parse
+from pipebench.recipe.yaml_file import to_yaml
 from pipebench.units import UnitError, parse_bandwidth, parse_bytes, parse_duration
 
 MAX_WORKERS = 4096  # a straight plan lists every worker; the papers' largest cluster has 256
@@ -46,8 +43,7 @@ def _one_of(allowed: Sequence[str]) -> _Parse:
 
     def read(value: object) -> object:
         if value not in allowed:
-            hint = nearest(str(value)[:60], allowed)
-            raise UnitError(f"got {shown(value)}, allowed are {', '.join(allowed)}{hint}")
+            raise UnitError(choice(value, allowed))
         return value
 
     return read
@@ -144,34 +140,12 @@ def as_text(path: Path) -> str:
     """
     load_cluster(str(path), 1)
     files = cluster_files(path)
-    lines = [f"# {summary(path)}", *_lines(files.keys, KEYS), "levels:"]
-    for level in files.levels:
-        first, *others = _lines(level, LEVEL_KEYS)
-        lines += [f"  - {first}", *(f"    {line}" for line in others)]
-    return "\n".join(lines) + "\n"
+    levels = [_given(level, LEVEL_KEYS) for level in files.levels]
+    return f"# {summary(path)}\n{to_yaml({**_given(files.keys, KEYS), LEVELS: levels})}"
 
 
-def _lines(keys: Keys, names: Sequence[str]) -> Iterator[str]:
-    for name in names:
-        value = keys.at(name).value
-        if isinstance(value, dict):
-            source = next(each for each in SOURCES if each in value)
-            text = json.dumps(value[source], ensure_ascii=False)
-            yield f"{name}: {{value: {_scalar(value['value'])}, {source}: {text}}}"
-        elif value is not None:
-            yield f"{name}: {_scalar(value)}"
-
-
-def _scalar(value: object) -> str:
-    """Return a value as YAML, with quotes if it would be read as something else without."""
-    if not isinstance(value, str):
-        return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else json.dumps(value)
-    try:
-        is_plain = parse(f"[{value}]") == [value] and parse(f"key: {value}") == {"key": value}
-    except ValueError:
-        is_plain = False
-    quoted: str = yaml.safe_dump(value, default_style='"', allow_unicode=True, width=len(value) + 9)
-    return value if is_plain else quoted.strip()
+def _given(keys: Keys, names: Sequence[str]) -> dict[str, object]:
+    return {name: value for name in names if (value := keys.at(name).value) is not None}
 
 
 def sources(path: Path) -> str:

@@ -1,32 +1,58 @@
 """Optimizers and learning-rate schedulers by name: a name stands for a class, and takes the arguments of that class.
 
-`class_options.py` lists them, so that torch is imported only when a class is used.
+Their arguments are read from torch's source, so that torch is imported only when a class is used.
 """
 
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipebench.recipe.class_options import OPTIMIZERS, REFUSED, SCHEDULERS, refusal
 from pipebench.recipe.leaves import Key, expected_type
-from pipebench.recipe.options import listed
+from pipebench.recipe.options import typed_arguments
 from pipebench.recipe.schema import OptimizerRecipe, ScheduleRecipe
+from pipebench.recipe.signatures import bare
 from pipebench.recipe.typecheck import problem_with
 
 # Where a word begins in a class's name: StepLR is step_lr, ReduceLROnPlateau reduce_lr_on_plateau, AdamW adamw.
 _WORDS = re.compile(r"(?<=[a-z])(?=[A-Z][a-z]|LR)|(?<=LR)(?=[A-Z])")
 # Arguments that change how a step is computed, but not its result. They are allowed, but not filled in as defaults.
 _HOW = ("foreach", "fused", "capturable", "differentiable", "maximize")
+# The classes, by module
+_OPTIMIZERS = {
+    "torch.optim": (
+        "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam",
+        "RMSprop", "Rprop", "SGD", "SparseAdam",
+    ),
+    "pipebench.model.large_batch": ("LAMB", "LARS"),
+}  # fmt: skip
+_SCHEDULERS = {
+    "torch.optim.lr_scheduler": (
+        "ChainedScheduler", "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR",
+        "ExponentialLR", "LambdaLR", "LinearLR", "MultiStepLR", "MultiplicativeLR", "OneCycleLR", "PolynomialLR",
+        "ReduceLROnPlateau", "SequentialLR", "StepLR",
+    ),
+}  # fmt: skip
+_PLAIN = "and a recipe holds plain values: a function can be a target"
+# Why a class isn't supported with any arguments, as the end of a sentence.
+REFUSED: Mapping[str, str] = {
+    "LBFGS": "whose step asks for the loss again (a closure): a stage has each gradient once",
+    "SparseAdam": "which takes sparse gradients only, and those of a stage are dense",
+    "ChainedScheduler": f"which takes schedulers (schedulers), {_PLAIN}",
+    "LambdaLR": f"which takes a function (lr_lambda), {_PLAIN}",
+    "MultiplicativeLR": f"which takes a function (lr_lambda), {_PLAIN}",
+    "ReduceLROnPlateau": "whose step asks for metrics: a rate here is a function of the samples seen and nothing else",
+    "SequentialLR": f"which takes schedulers (schedulers), {_PLAIN}",
+}
 
 
 @dataclass(frozen=True)
 class Kind:
     """A section of the recipe in which a name stands for a class."""
 
-    classes: Mapping[str, Mapping[str, Mapping[str, Any]]]  # module to class to options
+    classes: Mapping[str, Sequence[str]]  # by module
     passed: tuple[str, ...]  # arguments that pipebench passes, as in `options.target_problems`
     keys: tuple[str, ...]  # keys of the schema that are also arguments of some of the classes
     about: Mapping[str, str] = field(default_factory=dict)  # pipebench's own names, with their descriptions
@@ -59,17 +85,23 @@ class Kind:
 
     def parameters(self, name: str) -> dict[str, inspect.Parameter]:
         """Return the parameters that a recipe may give to the class of a name, without importing it."""
-        module, _, attribute = self.targets()[name].partition(":")
-        return listed(self.classes[module][attribute])
+        target = self.targets()[name]
+        taken = None if _class(target) in REFUSED else typed_arguments(bare(target), ("self", *self.passed))
+        return taken or {}
 
     @property
     def arguments(self) -> set[str]:
         """All arguments that any of the classes takes."""
-        return {option for classes in self.classes.values() for options in classes.values() for option in options}
+        return {argument for name in self.targets() for argument in self.parameters(name)}
 
     def refusal(self, name: str, given: Mapping[str, Any]) -> str | None:
         """Return why the class of a name can't be used with these arguments, as the end of a sentence, or None."""
-        return REFUSED.get(_class(self.targets()[name])) or refusal(self.parameters(name), given)
+        always, taken = REFUSED.get(_class(self.targets()[name])), self.parameters(name)
+        if always is None and "scale_fn" in taken and "scale_fn" in given:
+            return f"which takes a function (scale_fn), {_PLAIN}"
+        if always is None and given.get("cycle_momentum", "cycle_momentum" in taken):
+            return "which would change the momentum, too, and a schedule is of the rate: it needs cycle_momentum: false"
+        return always
 
     def defaults(self, name: str) -> dict[str, Any]:
         """Return the defaults of a name's arguments as YAML data, without those that YAML can't express."""
@@ -80,9 +112,9 @@ class Kind:
 OPTIMIZER: Key = ("train", "optimizer")
 SCHEDULE: Key = ("train", "schedule")
 KINDS: dict[Key, Kind] = {
-    OPTIMIZER: Kind(OPTIMIZERS, ("*", "lr"), ("momentum", "weight_decay", "betas", "eps")),
+    OPTIMIZER: Kind(_OPTIMIZERS, ("*", "lr"), ("momentum", "weight_decay", "betas", "eps")),
     SCHEDULE: Kind(
-        SCHEDULERS,
+        _SCHEDULERS,
         ("*", "last_epoch"),
         ("every_epochs", "factor", "power"),
         {

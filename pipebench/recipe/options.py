@@ -1,7 +1,4 @@
-"""Options of models and data sets: the typed keyword arguments of the function that makes them.
-
-Options of classes and models that need torch are listed in tables, so that recipes are checked without importing it.
-"""
+"""Options of models and data sets: the typed keyword arguments of the function that makes them."""
 
 import contextlib
 import inspect
@@ -11,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pipebench.errors import nearest
-from pipebench.recipe.class_options import Option
+from pipebench.recipe.signatures import bare
 from pipebench.recipe.typecheck import checkable, in_words, problem_with
 from pipebench.zoo.registry import DATASETS, MODELS
 
@@ -39,23 +36,8 @@ def option_type(section: str, name: object, option: str) -> Any:
 
 def zoo_options(section: str, name: str) -> dict[str, inspect.Parameter]:
     """Return the options of one of the zoo's models or data sets by name, without importing torch."""
-    if section == "model":
-        return listed(MODELS[name].options)
-    make = DATASETS[name].make
+    make = bare(f"pipebench.zoo{MODELS[name].target}") if section == "model" else DATASETS[name].make
     return _typed(inspect.signature(make).parameters, typing.get_type_hints(make))
-
-
-def listed(options: Mapping[str, Any]) -> dict[str, inspect.Parameter]:
-    """Return listed options with their defaults as parameters; a default that is a tuple means a list of numbers."""
-    known = {name: each if isinstance(each, Option) else Option(_type_of(each), each) for name, each in options.items()}
-    return {
-        name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
-        for name, each in known.items()
-    }
-
-
-def _type_of(default: object) -> Any:
-    return list[float] if isinstance(default, tuple) else type(default)
 
 
 def _typed(parameters: Mapping[str, inspect.Parameter], hints: Mapping[str, Any]) -> dict[str, inspect.Parameter]:
@@ -75,16 +57,23 @@ def target_problems(
         given: arguments by name.
         passed: names of the arguments that pipebench passes, in order of the parameters; `*` for one of any name.
     """
+    parameters = typed_arguments(make, passed)
+    if parameters is not None:
+        yield from problems_of(parameters, given)
+
+
+def typed_arguments(make: Callable[..., Any], passed: tuple[str, ...]) -> dict[str, inspect.Parameter] | None:
+    """Return `arguments_of` a target with the types by which plain values are checked."""
     parameters = arguments_of(make, passed)
     if parameters is None:
-        return
+        return None
     hints = _hints(make.__init__ if inspect.isclass(make) else make)
     known = {name: checkable(hints.get(name, Any)) for name in parameters}
     known = {
         name: hint | None if hint is not Any and parameters[name].default is None else hint
         for name, hint in known.items()
     }
-    yield from problems_of(_typed(parameters, known), given)
+    return _typed(parameters, known)
 
 
 def arguments_of(make: Callable[..., Any], passed: tuple[str, ...] = ()) -> dict[str, inspect.Parameter] | None:

@@ -184,10 +184,10 @@ def _problem_of_building(entry: object, model: str) -> str:
 @rule
 def _images(model: Mapping[str, Any], dataset: Any) -> Problems:
     """Check that a model is built for the data set's images: pooling would take any size, and hide a mismatch."""
-    entry = MODELS.get(str(model.get("name")))
-    if entry is None or dataset.image_shape is None:
+    name = str(model.get("name"))
+    if name not in MODELS or dataset.image_shape is None:
         return
-    built_for = {**entry.options, **options(model)}
+    built_for = {each.name: each.default for each in zoo_options("model", name).values()} | options(model)
     channels, height, width = dataset.image_shape
     for option, needed in (("in_channels", channels), ("image_size", height if height == width else None)):
         if isinstance(built_for.get(option), int) and needed not in (None, built_for[option]):

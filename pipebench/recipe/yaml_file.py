@@ -4,6 +4,7 @@ Differs from YAML 1.1: dates, sexagesimal and octal numbers stay text (`2019-10-
 number, and anchors are refused (use `extends` and `${...}`, which can't grow exponentially).
 """
 
+import math
 import os
 import pickle
 import re
@@ -64,6 +65,18 @@ _Loader.add_implicit_resolver(
     ),
     list("-+0123456789."),
 )
+
+
+class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers  # by which it quotes text
+
+
+def to_yaml(data: Any) -> str:
+    """Return plain data as YAML that `parse` reads back; mappings without others inside are on one line."""
+    text: str = yaml.dump(
+        data, Dumper=_Dumper, sort_keys=False, default_flow_style=None, allow_unicode=True, width=math.inf
+    )
+    return text
 
 
 def parse(text: str) -> Any:

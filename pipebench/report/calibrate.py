@@ -20,6 +20,7 @@ from pipebench.errors import UserError, choice
 from pipebench.files import replace as replace_file
 from pipebench.recipe.catalog import display, find_cluster
 from pipebench.recipe.clusters import load_cluster
+from pipebench.recipe.yaml_file import parse
 from pipebench.report.definition import Constant, Measure, Report, Row
 from pipebench.report.expressions import Value, evaluate
 from pipebench.report.fitting import Cell, Sought, fit, left_out
@@ -132,9 +133,10 @@ def write_value(site: ConstantSite, value: float, report: str) -> None:
     found = _line(lines, site.level, site.key)
     assert found is not None  # `find_site` has found it
     index, match = found
-    what = re.search(r'"[^"]*?: (.*)"\}', match["rest"])  # the description follows the first colon
+    said = next(str(text) for name, text in parse(match["rest"]).items() if name != "value")
+    _, colon, what = said.partition(": ")  # the description follows the first colon
     cells = ", ".join(f"{row}.{measure}" for row, measure in site.constant.fitted_on)
-    source = json.dumps(f"on {cells} of {report}" + (f": {what[1]}" if what else ""), ensure_ascii=False)
+    source = json.dumps(f"on {cells} of {report}{colon}{what}", ensure_ascii=False)
     lines[index] = f"{match['head']}{{value: {site.text(value)}, calibrated: {source}}}\n"
     try:
         replace_file(site.path, "".join(lines).encode())

@@ -1,9 +1,7 @@
 """A lock on a run's folder, so that one command trains the run at a time. The file `lock` says who holds it."""
 
-import errno
 import os
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -13,7 +11,6 @@ from pipebench.errors import UserError, print_notice
 from pipebench.files import NO_LOCKS, FileLock
 
 _NAME = "lock"
-_POLL_S = 0.2
 _LONGEST = 120  # characters of a holder's description
 _held: dict[Path, FileLock] = {}  # by folder
 _print_once = cache(print_notice)
@@ -45,20 +42,15 @@ def locked(folder: Path, *, patience_s: float = 0.0) -> Iterator[None]:
 
 def _lock(path: Path, patience_s: float) -> FileLock | None:
     """Take the lock and name the holder in its file; None where there are no locks."""
-    until_s = time.monotonic() + patience_s
-    while True:
-        try:
-            lock = FileLock(path)
-        except OSError as error:
-            if error.errno in NO_LOCKS:
-                _print_once(f"{path}: the file system has no locks ({error.strerror}): take care not to resume twice")
-                return None
-            if error.errno != errno.EWOULDBLOCK:
-                raise UserError(f"{path}: can't be locked: {error.strerror}") from error
-        else:
-            path.write_text(f"process {os.getpid()} on {socket.gethostname()} trains it")
-            return lock
-        if time.monotonic() >= until_s:
-            holder = path.read_text(errors="replace")[:_LONGEST] or "another process trains it"
-            raise UserError(f"run {path.parent.name} is running: {holder}; wait until it ends, or stop it")
-        time.sleep(_POLL_S)
+    try:
+        lock = FileLock(path, patience_s=patience_s)
+    except BlockingIOError:
+        holder = path.read_text(errors="replace")[:_LONGEST] or "another process trains it"
+        raise UserError(f"run {path.parent.name} is running: {holder}; wait until it ends, or stop it") from None
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            _print_once(f"{path}: the file system has no locks ({error.strerror}): take care not to resume twice")
+            return None
+        raise UserError(f"{path}: can't be locked: {error.strerror}") from error
+    path.write_text(f"process {os.getpid()} on {socket.gethostname()} trains it")
+    return lock

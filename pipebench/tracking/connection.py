@@ -16,10 +16,9 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from filelock import FileLock, Timeout
-
 from pipebench import files
 from pipebench.errors import UserError
+from pipebench.files import FileLock
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -156,8 +155,8 @@ class StoreConnection:
         if self._path is None:
             return nullcontext()
         try:
-            return FileLock(f"{self._path}.lock", timeout=_TURN_LIMIT_S).acquire()
-        except Timeout:
+            return FileLock(Path(f"{self._path}.lock"), patience_s=_TURN_LIMIT_S)
+        except BlockingIOError:
             problem = (
                 f"another process has held {self._path}.lock for {_TURN_LIMIT_S:.0f} s; Ctrl-Z may have stopped it"
             )

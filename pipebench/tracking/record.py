@@ -37,7 +37,7 @@ RESULT_FILE, STAGES_FILE = "result.json", "stages.csv"  # artifacts: a run's who
 # Completes a line that a killed process or a full disk left incomplete, and makes it invalid: it is no entry.
 _VOID = b"?\n"
 _MOST_TRIES = 100  # to create a folder while other runs remove theirs
-_PATIENCE_S, _POLL_S = 10.0, 0.05  # waiting for a process that sends an orphaned record, which takes a second
+_PATIENCE_S = 10.0  # waiting for a process that sends an orphaned record, which takes a second
 _LONGEST = 120  # characters of that process's description
 _MAX_BYTES = 1 << 40  # the entries of a long run, or its trace, may have any size
 _log = logging.getLogger(__name__)
@@ -302,18 +302,13 @@ class RecordFolder:
 
     def _hold(self, path: Path, *, exclusive: bool) -> None:
         """Lock the record's lock file; wait for a process that has locked it exclusively."""
-        until_s = time.monotonic() + _PATIENCE_S
-        while self._file_lock is None:
-            try:
-                self._file_lock = FileLock(path, shared=not exclusive)
-            except OSError as error:
-                if not exclusive and error.errno in NO_LOCKS:
-                    return
-                if exclusive or error.errno != errno.EWOULDBLOCK:
-                    raise
-                if time.monotonic() >= until_s:
-                    raise UserError(f"{path.parent}: {_holder(path)}") from None
-                time.sleep(_POLL_S)
+        try:
+            self._file_lock = FileLock(path, shared=not exclusive, patience_s=0.0 if exclusive else _PATIENCE_S)
+        except OSError as error:
+            if exclusive or error.errno not in (*NO_LOCKS, errno.EWOULDBLOCK):
+                raise
+            if error.errno == errno.EWOULDBLOCK:
+                raise UserError(f"{path.parent}: {_holder(path)}") from None
         if exclusive:
             with suppress(OSError):
                 path.write_text(f"process {os.getpid()} on {socket.gethostname()}")

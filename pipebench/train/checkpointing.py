@@ -55,9 +55,8 @@ def resume_point(checkpoint: Checkpoint, job: Job, run: RunIdentity | None = Non
         _check_progress(progress, job, checkpoint.step)
         loaded = checkpoint.load()
         state = check_fits(loaded, job.setup, checkpoint.step)
-        updates = [part.updates for part in checkpoint.parts if part.updates is not None]
-        if len(updates) == len(checkpoint.parts):
-            check_updates({name: count for each in updates for name, count in each.items()}, loaded.optimizer)
+        updates = {name: count for part in checkpoint.parts for name, count in part.updates.items()}
+        check_updates(updates, loaded.optimizer)
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from None
     return ResumePoint(checkpoint.step, state, progress)
@@ -121,7 +120,7 @@ def _check_progress(progress: SavedProgress, job: Job, step: int) -> None:
             f"progress.samples: found {progress.samples:,}, expected after {step:,} minibatches are {samples:,}"
         )
     order = last_samples(setup.sampler, step)
-    if progress.last_samples and progress.last_samples != order:
+    if progress.last_samples != order:
         raise CheckpointError(
             f"progress.last_samples: found {[*progress.last_samples]}, expected of minibatch {step - 1:,} are "
             f"{[*order]}: the order of samples is another"

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipebench import formats
-from pipebench.engine.engine import facts_by_extension
 from pipebench.engine.setup import Setup
 from pipebench.formats import a_or_an, seconds
 from pipebench.metrics import as_number
@@ -242,7 +241,7 @@ def sum_facts(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     names = ("peak_bytes", "weight_versions_max", "host_peak_bytes")
     lists = {name: [value for each in facts for value in each[name]] for name in names}
     extensions: dict[str, list[Any]] = {}
-    for name, counted in (item for each in facts for item in facts_by_extension(each).items()):
+    for name, counted in (item for each in facts for item in each["extensions"].items()):
         extensions.setdefault(name, []).extend(counted)
     return {"num_bytes": num_bytes, "extensions": extensions, **lists}
 

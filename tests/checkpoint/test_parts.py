@@ -79,6 +79,7 @@ def test_facts_are_of_one_kind_of_engine(facts: Any, fits: bool) -> None:
 PROGRESS = SavedProgress(
     taken_by="dp 1", facts=[], samples=8, epoch=1.0, points=[], training_s_at=[], counted_from=(0, 0.0), loss_sum=0.0,
     weight=0.0, training_s=0.0, evaluation_s=0.0, checkpoint_s=0.0, clock_s=0.0, saved_at_s=0.0,
+    lost_s=0.0, bytes_before=(), last_samples=(),
 )  # fmt: skip
 
 

@@ -355,21 +355,8 @@ def take_other_run_s(left: Left) -> None:
     shutil.copytree(other / "checkpoints", left.last.parent)
 
 
-def forget_identity(left: Left) -> None:
-    """Keep only the fields of checkpoints before they named their run."""
-
-    def change(data: dict[str, Any]) -> None:
-        del data["run"], data["progress"]["last_samples"]
-        for part in data["parts"]:
-            del part["updates"]
-
-    left.change_manifest(change)
-
-
 TAKEN: Mapping[str, tuple[Way, str]] = {
     "part of an older step": (take_older_part, "optimizer's step of head.weight: found 12, expected is 16"),
-    "before runs were told": (forget_identity, ""),
-    "parts that say whose they are": (in_part(1, lambda data: data.update(written={"step": 3})), ""),
     "other code": (
         of_run(code={"pipebench": "0.0.9+abc", "tests.checkpoint.small": "0" * 64}),
         f"code has changed since the checkpoint of step {LAST} was written: pipebench, ",
@@ -378,7 +365,6 @@ TAKEN: Mapping[str, tuple[Way, str]] = {
         of_run(samples="0" * 64),
         f"the first samples have changed since the checkpoint of step {LAST} was written, so the rest of the run has ",
     ),
-    "before samples were compared": (of_run(samples=""), ""),
 }
 TAKEN_WAYS = {name: way for name, (way, _) in TAKEN.items()}
 FOREIGN = {"another run": take_other_run_s}

@@ -234,7 +234,7 @@ def test_consistent_tampering_executes_no_code(saved: Saved, tmp_path: Path, mak
     target = tmp_path / "exploded"
     path = saved.folder / "stage-0.000000000000.pt"
     torch.save(make(target), path)
-    part = CheckpointFile(path.name, path.stat().st_size, files.sha256_of(path))
+    part = CheckpointFile(path.name, path.stat().st_size, files.sha256_of(path), {})
     saved.store.commit(SECOND, [part], {})
     check_skipped(saved, path, reason)
     assert not target.exists()

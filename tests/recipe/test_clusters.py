@@ -75,7 +75,7 @@ def test_every_number_has_its_source_on_its_line(name: str) -> None:
     for text in (find_cluster(name).read_text(), as_text(find_cluster(name))):
         numbers = re.findall(r"(?m)^[ -]*\w+: \{value: .*\}$", text)
         assert len(numbers) == len(re.findall("value:", text)) >= 1
-        assert all(len(re.findall(r"\b(published|assumed|calibrated): \"\S", number)) == 1 for number in numbers)
+        assert all(len(re.findall(r"\b(published|assumed|calibrated): \S", number)) == 1 for number in numbers)
     assert len(numbers) >= 5
 
 

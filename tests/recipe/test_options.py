@@ -1,4 +1,4 @@
-"""The listed options, by which recipes are checked without torch, equal the arguments of classes."""
+"""Options that are read from source, so that recipes are checked without torch, equal the arguments of classes."""
 
 import importlib
 import inspect
@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from torch import optim
 
-from pipebench.recipe.class_options import REFUSED
-from pipebench.recipe.named import KINDS, Kind
+from pipebench.recipe.named import KINDS, REFUSED, Kind
 from pipebench.recipe.options import arguments_of, option_type, zoo_options
 from pipebench.recipe.typecheck import checkable
 from pipebench.zoo import DATASETS, MODELS
@@ -41,14 +40,14 @@ def imported(target: str) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(("kind", "name"), WORKING, ids=lambda value: value if isinstance(value, str) else "")
-def test_listed_options_equal_the_class_s_arguments(kind: Kind, name: str) -> None:
+def test_options_equal_the_class_s_arguments(kind: Kind, name: str) -> None:
     compare(kind.parameters(name), imported(kind.targets()[name]), kind.passed)
 
 
 @pytest.mark.parametrize(
     ("section", "name"), [*(("model", each) for each in MODELS), *(("dataset", each) for each in DATASETS)]
 )
-def test_the_zoo_s_listed_options_equal_its_functions_arguments(section: str, name: str) -> None:
+def test_the_zoo_s_options_equal_its_functions_arguments(section: str, name: str) -> None:
     compare(zoo_options(section, name), (MODELS if section == "model" else DATASETS)[name].make)
 
 
@@ -80,7 +79,7 @@ def test_all_classes_of_torch_are_listed(module: Any, base: type) -> None:
     } == known
 
 
-def test_listed_options_import_no_torch() -> None:
+def test_options_import_no_torch() -> None:
     code = (
         "import sys; from pipebench.recipe.named import KINDS; from pipebench.recipe.options import option_type\n"
         "assert all(kind.parameters(name) is not None for kind in KINDS.values() for name in kind.targets())\n"

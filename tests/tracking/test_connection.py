@@ -5,9 +5,9 @@ import os
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 
 from pipebench.errors import UserError
+from pipebench.files import FileLock
 from pipebench.tracking import connection
 from pipebench.tracking.connection import default_uri, reason_of
 from pipebench.tracking.record import LogEntry, RecordFolder, Sent, Start
