@@ -272,8 +272,9 @@ class Weights:
 
     def skip(self, *, keep_from: int) -> None:
         """Make a next version equal to the newest: an update without a step, which the schedule counts all the same."""
-        self._next(keep_from)
-        self._round()
+        before = self.newest
+        if self._next(keep_from) is not before:
+            self._round()
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """Return the optimizer's state of every updated parameter, by name: references, not copies."""

@@ -133,6 +133,15 @@ def test_without_a_flush_a_stage_skips_alone_and_gradients_arrive_in_its_scale()
     assert all(number > 0 for number in skipped)  # what overflows in a later stage arrives as an infinity
 
 
+@pytest.mark.parametrize("weights", ["stash", "none"])
+def test_updates_are_skipped_while_minibatches_are_in_flight(weights: str) -> None:
+    """Their backwards use the weights of then: a skipped update changes none."""
+    engine = trained(setup_of("pipedream", weights=weights), 16)
+    skipped = [replica.scale.num_skipped for replica in engine.replicas if replica.scale is not None]
+    assert all(4 < number < 12 for number in skipped)
+    assert {replica.weights.newest.number for replica in engine.replicas} == {16}
+
+
 @pytest.mark.parametrize("mode", ["single", "dp", "model", "gpipe", "pipedream", "pipedream-replicated"])
 def test_a_checkpoint_holds_scale_and_counters(mode: str) -> None:
     engine = trained(setup_of(mode), 8)
