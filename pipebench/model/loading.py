@@ -5,6 +5,7 @@ give the same bits. Profiles time the way that training uses. Loader processes, 
 from segment to segment.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -136,6 +137,9 @@ class LoaderProcesses:
     def _begun(self) -> Any:
         """Return torch's iterator, without its SIGCHLD handler, which could raise an error anywhere in this process."""
         handler = signal.getsignal(signal.SIGCHLD)
+        # A forked process mustn't collect this one's garbage: a process group of Gloo's, destroyed there, waits for
+        # threads that it doesn't have, and crash.
+        gc.freeze()
         try:
             fetching = iter(self._loader)
         except (PicklingError, AttributeError, TypeError) as error:  # where processes aren't forked
@@ -143,6 +147,8 @@ class LoaderProcesses:
                 f"a process that fetches ahead can't be given the data set ({reason(error)}): keep no lambdas, local "
                 "functions or open files in it, or set dataset.loader_processes to 0"
             ) from error
+        finally:
+            gc.unfreeze()
         if signal.getsignal(signal.SIGCHLD) is not handler:
             signal.signal(signal.SIGCHLD, handler)
         return fetching

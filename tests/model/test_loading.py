@@ -1,7 +1,9 @@
 """Loader processes that fail: the reader raises one sentence, and doesn't wait for missing minibatches."""
 
+import gc
 import os
 import signal
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -42,6 +44,27 @@ class Failing(Blobs):
         return {"x": Unsendable(self.how)}
 
 
+class Collecting(Blobs):
+    """Collects garbage in the process that fetches."""
+
+    loader_processes = 1
+
+    def fetch(self, split: str, indices: Any, fields: Any, draw: int = 0) -> Any:
+        gc.collect()
+        return super().fetch(split, indices, fields, draw)
+
+
+class OfOneProcess:
+    """Can't be destroyed in another process, as a group of Gloo's, which would wait for its thread there."""
+
+    def __init__(self) -> None:
+        self.owner, self.itself = os.getpid(), self
+
+    def __del__(self) -> None:
+        if os.getpid() != self.owner:
+            os.kill(os.getpid(), signal.SIGSEGV)
+
+
 @pytest.fixture
 def limit() -> Iterator[None]:
     def end(*_: object) -> None:
@@ -79,3 +102,25 @@ def test_failures_of_loader_processes_are_one_sentence(how: str, sentence: str) 
     loaders.close()
     assert failed.value.problem.startswith(sentence)
     assert signal.getsignal(signal.SIGCHLD) is handler
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("limit", "no_collection")
+def test_loader_processes_destroy_nothing_of_the_process_that_started_them() -> None:
+    loaders = Loaders(Collecting(num_train=8), torch.device("cpu"))
+    processes = loaders.of("reader", 1)
+    assert processes is not None
+    tasks: Sequence[tuple[list[int], int]] = [([0, 1], 0), ([2, 3], 1)]
+    garbage = weakref.ref(OfOneProcess())
+    found = [*processes.minibatches("train", ["x"], iter(tasks))]
+    loaders.close()
+    assert [len(each["x"]) for each in found] == [2, 2]
+    assert garbage() is not None
+    gc.collect()
+    assert garbage() is None
