@@ -40,6 +40,7 @@ from tests.random_recipes.tally import Tally
 from tests.unwatched import unwatched
 
 _SHARDED = ("optimizer", "optimizer", "gradients", "parameters")  # values of `parallelism.shard`, as often as drawn
+_OVERFLOWING = {"initial": 2.0**24, "growth": 4.0, "backoff": 0.25, "growth_interval": 2}  # updates are skipped often
 # Tolerances: a ring adds more than two summands in another order, and scores of processes are sums in another order.
 _OF_SUMS = {"float64": 1e-7, "float32": 1e-2}
 _OF_SCORES = {"float64": 1e-9, "float32": 1e-5}
@@ -68,8 +69,10 @@ def draw_more(seed: int, number: int) -> dict[str, Any]:
         made["reshard_after_forward"] = draw.random() < 0.5
     if draw.random() < 0.4:
         made["sums"] = draw.choice(("ordered", "ordered", "ring"))
-    if draw.random() < 0.3 and recipe["model"]["dtype"] == "float32":
-        train["precision"] = draw.choice(("bf16", "fp16"))
+    if draw.random() < 0.25:
+        recipe["model"]["dtype"], train["precision"] = "float32", draw.choice(("bf16", "fp16"))
+    if train.get("precision") == "fp16" and draw.random() < 0.7:
+        train["loss_scale"] = dict(_OVERFLOWING)
     if draw.random() < 0.06:
         recipe["dataset"]["loader_processes"] = draw.choice((1, 2, 3))
     if draw.random() < 0.04:
