@@ -158,6 +158,10 @@ class Leaves:
     def unknown(self, key: Key, allowed: Sequence[str], file: str) -> None:
         """Add a fault for an unknown key; `allowed` are those of its section."""
         names = [name for name in allowed if name != ARGUMENTS]
+        name, colon, value = key[-1].partition(":")
+        if name in names and colon:  # in `{mode:dp}` all is the key
+            self.fault((*key[:-1], name), f"got '{name}:{value}'; put a space after the colon: '{name}: {value}'", file)
+            return
         where = "here" if len(key) > 1 else "at the top of a recipe"
         problem = f"unknown key, allowed {where} are {', '.join(names)}{nearest(key[-1][:60], names, full_keys())}"
         self.faults.append(Fault(file, dotted(key), problem))

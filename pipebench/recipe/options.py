@@ -63,7 +63,7 @@ def _typed(parameters: Mapping[str, inspect.Parameter], hints: Mapping[str, Any]
 
 
 def target_problems(
-    make: Callable[..., Any], given: Mapping[str, Any], passed: tuple[str, ...] = ()
+    make: Callable[..., Any], given: Mapping[str, Any], passed: tuple[str, ...] = (), beside: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, str]]:
     """Yield option and problem for every argument that a target doesn't take, or whose value has a wrong type.
 
@@ -74,6 +74,7 @@ def target_problems(
         make: the target, a function or class.
         given: arguments by name.
         passed: names of the arguments that pipebench passes, in order of the parameters; `*` for one of any name.
+        beside: keys of the section that are no arguments, for messages.
     """
     parameters = arguments_of(make, passed)
     if parameters is None:
@@ -84,7 +85,7 @@ def target_problems(
         name: hint | None if hint is not Any and parameters[name].default is None else hint
         for name, hint in known.items()
     }
-    yield from problems_of(_typed(parameters, known), given)
+    yield from problems_of(_typed(parameters, known), given, beside)
 
 
 def arguments_of(make: Callable[..., Any], passed: tuple[str, ...] = ()) -> dict[str, inspect.Parameter] | None:
@@ -109,8 +110,13 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     return hints
 
 
-def problems_of(parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield option and problem for every unknown option, wrong type, and required parameter that isn't given."""
+def problems_of(
+    parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any], beside: tuple[str, ...] = ()
+) -> Iterator[tuple[str, str]]:
+    """Yield option and problem for every unknown option, wrong type, and required parameter that isn't given.
+
+    `beside` are further names that messages list.
+    """
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     allowed = {
         name: each.annotation
@@ -119,7 +125,8 @@ def problems_of(parameters: Mapping[str, inspect.Parameter], given: Mapping[str,
     }
     for name, value in given.items():
         if name not in allowed and not takes_any:
-            yield name, f"unknown option, allowed are {', '.join(allowed) or 'none'}{nearest(name[:60], allowed)}"
+            names = [*allowed, *beside]
+            yield name, f"unknown option, allowed are {', '.join(names) or 'none'}{nearest(name[:60], names)}"
         elif (problem := problem_with(value, allowed.get(name, Any))) is not None:
             yield name, problem
     for name, hint in allowed.items():

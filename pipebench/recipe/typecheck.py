@@ -42,7 +42,8 @@ def problem_with(value: object, expected: Any) -> str | None:
     if _fits(value, expected):
         return None
     hint = UNQUOTE if _is_quoted_number(value, expected) else ""
-    hint = "; put it in quotes" if _fits("text", expected) and isinstance(value, int | float) else hint
+    if _fits("text", expected) and isinstance(value, int | float):
+        hint = "; put it in quotes" if math.isfinite(value) else "; numbers are finite"
     return f"got {shown(value)}, allowed is {in_words(expected)}{hint}"
 
 

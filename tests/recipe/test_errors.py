@@ -41,6 +41,7 @@ OVERRIDES = [
     ("train.optimizer.lr=fast", "train.optimizer.lr: got 'fast', allowed is a number"),
     ("train.optimizer.lr=.nan", "train.optimizer.lr: got nan, allowed is a number"),
     ("train.optimizer.lr=.inf", "train.optimizer.lr: got inf, allowed is a number"),
+    ("cluster.bandwidth=.inf", "cluster.bandwidth: got inf, allowed is a plain value; numbers are finite"),
     ("train.optimizer.lr=true", "train.optimizer.lr: got true, allowed is a number"),
     ("train.optimizer.betas=[0.9, x]", "train.optimizer.betas: got .*, allowed is a list of number"),
     ("engine.tf32=1", "engine.tf32: got 1, allowed is true or false"),
