@@ -179,7 +179,7 @@ def in_use(profile: Profile, setup: Setup, profiled_in_situ: InSituTimes) -> Pro
     before_s, after_s = (sum(map(_seconds, each[sizes[-1]])) for each in (profile.layers, layers))
     return replace(
         profile,
-        note=f"{profile.note}; in use {after_s / before_s:.3f} of that at {formats.num_samples(sizes[-1])}",
+        note=f"{profile.note}; {after_s / before_s:.3g}x as long while all workers compute, at {formats.num_samples(sizes[-1])}",
         layers=layers,
         load_s={**profile.load_s, **loads},
         update_floor_s=floor_s,
