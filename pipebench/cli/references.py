@@ -35,8 +35,9 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     references = [word for word in words if word not in overrides]
     keys = {*full_keys()}
     for word in references:
-        if word in keys and not os.path.exists(word):
-            raise UserError(f"{word} is a key of recipes, which needs a value: {word}=VALUE")
+        key, _, value = word.partition(":")
+        if key in keys and not os.path.exists(word):
+            raise UserError(f"{key} is a key of recipes, which needs a value: {key}={value.strip() or 'VALUE'}")
     for index, word in enumerate(words):
         end = _CLOSING.get(word.partition("=")[2][:1])
         last = next((at for at in range(index, len(words)) if end and words[at].endswith(end)), index)

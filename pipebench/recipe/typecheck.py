@@ -102,7 +102,7 @@ def _is_mapping(expected: Any) -> bool:
 
 
 def _is_quoted_number(value: object, expected: Any) -> bool:
-    if not isinstance(value, str) or not (_fits(1, expected) or _fits(1.5, expected)):
+    if not isinstance(value, str) or not value.isascii() or not (_fits(1, expected) or _fits(1.5, expected)):
         return False
     if value[:1] == "0" and value[1:2].isdigit():  # `01` is text without quotes, too, as an element of 0,01
         return False

@@ -163,6 +163,8 @@ def test_preflight_comes_before_running(runner: FakeRunner) -> None:
         (["run", "quickstart", "--sedes", "1"], "No such option '--sedes'; did you mean '--seeds'?"),
         (["run", "quickstart", "--lr", "0.1"], "'--lr'; did you mean 'train.optimizer.lr'? Keys have no dashes: KEY="),
         (["plan", "quickstart", "--batch-size", "32"], "No such option '--batch-size'; did you mean 'train.minibatch"),
+        (["run", "quickstart", "--train.seed=3"], "'--train.seed'; did you mean 'train.seed'? Keys have no dashes"),
+        (["run", "quickstart", "train.seed:3"], "train.seed is a key of recipes, which needs a value: train.seed=3"),
         (["run", "quickstart", "--quiet"], "No such option '--quiet'. Keys have no dashes: KEY=VALUE."),
         (["runs", "--lr"], "No such option '--lr'."),
         (["show", "quickstart", "quickstart/dp"], "one recipe is needed, got 2"),

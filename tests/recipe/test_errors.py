@@ -32,6 +32,7 @@ OVERRIDES = [
     ("train.seed=[1", "train.seed: line 1: is not YAML we take"),
     # types
     ("train.seed='3'", "train.seed: got '3', allowed is a whole number; remove the quotes"),
+    ("train.seed=\u0661", "train.seed: got '\u0661', allowed is a whole number$"),
     ("train.seed=true", "train.seed: got true, allowed is a whole number"),
     ("train.seed=3.0", "train.seed: got 3.0, allowed is a whole number"),
     ("train.seed=null", "train.seed: got null, allowed is a whole number"),
