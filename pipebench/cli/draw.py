@@ -35,7 +35,8 @@ def draw(words: tuple[str, ...], versions: bool, out: Path | None, picture: Path
 
     F3 is the forward of minibatch or microbatch 3, and B3 its backward. I3 and W3 are the input and the weight part of
     a split backward. Where workers have several stages, the stage comes first: 2F3. With --versions, F3@1 uses the
-    weights after update 1, counted from the start, F3@1~2 predicts them for 2 updates later, B3@3~-2 for 2 earlier.
+    weights after update 1, counted from the start, F3@1~2 predicts them for 2 updates later, B3@3~-2 for 2 earlier;
+    B3+1 also starts all-reduce 1.
 
     --picture draws every worker's memory by kind over simulated time, beside its capacity; with --of occupancy, when
     every worker computes, waits for messages in transfer, or waits for other workers.
