@@ -85,8 +85,8 @@ AGAIN_TEXT = """
 Published vPipe recomputes a share of each stage and swaps nothing. Table 3's total over its effective utilisation says
 that the system measured there recomputed less than half as much. *Hypothesis:* what it didn't recompute it swapped, out
 and in. By the roofline's tensors, and Table 3's times, that keeps PCIe busy for 1.6 to 1.9 of 8 devices' time. Plans
-here, which swap only what they must, keep it busy for 0.9 to 1.0; the table has 6.0 and 6.3. So need explains a third at
-most. The rest is swapped without need, as Algorithm 2 as printed does: by equation (2) that is 4.9 and 5.3
+here, which swap only what they must, keep it busy for 0.9 to 1.0; the table has 6.0 and 6.3. So need explains a third
+at most. The rest is swapped without need, as Algorithm 2 as printed does: by equation (2) that is 4.9 and 5.3
 ([vpipe_memory](vpipe_memory.md)).
 """
 HOURS_HEAD = ("system", "hours", "samples/s", "busy devices at Table 3's times", "hours' over that")

@@ -39,8 +39,8 @@ NUM_DEVICES, DEVICE_BYTES = 8, 11e9
 HEAD = """# Memory and PCIe in vPipe's Table 3
 
 `python -m reports.studies.vpipe_memory` makes this page, from [vpipe_table3](rendered/vpipe_table3/report.md) with the
-planner's cuts and from simulations that `reports/studies/vpipe_memory_runs.json` keeps. Memory and PCIe are utilisations
-summed over 8 devices: 8 would be all of each. Errors are geometric means.
+planner's cuts and from simulations that `reports/studies/vpipe_memory_runs.json` keeps. Memory and PCIe are
+utilisations summed over 8 devices: 8 would be all of each. Errors are geometric means.
 """
 CONSTANT = """
 ## A constant per device
