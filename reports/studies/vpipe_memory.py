@@ -52,7 +52,8 @@ fitted on the Transformer's two rows without vPipe ({constant:.1f} GB); every ot
 On the six rows without vPipe that it wasn't made for an error of {alone:.0%} becomes {predicted:.0%}. AmoebaNet under
 GPipe would need another constant. vPipe fills the memory that it is given, and with the constant AmoebaNet's rows with
 vPipe exceed 8 devices; *less memory* below leaves room for the constant. It is more than a context and workspaces are
-known to take. An allocator's reserve may take as much; the paper says neither how memory was measured nor what is in it.
+known to take. An allocator's reserve may take as much; the paper says neither how memory was measured nor what it
+includes.
 """
 POLICIES = """
 ## What Algorithm 2 swaps
@@ -66,7 +67,8 @@ stage* they do, and the last waits for each of its copies. Cuts and minibatches 
 nothing. *Less memory* takes the constant above from every device. PCIe is both directions over the rate of one.
 """
 JUDGED = """
-So most of the PCIe time that simulations lack is what Algorithm 2 swaps without need: by equation (2) it keeps PCIe busy for
+So most of the PCIe time that simulations lack is what Algorithm 2 swaps without need: by equation (2)
+it keeps PCIe busy for
 {pcie} of what is published, has {throughput} of the throughput, and leaves utilisation as near as it
 was. The space as printed, times the units in flight, allows too little of it. AmoebaNet doesn't fit under either, as
 what is swapped first is never recomputed. Plans don't adopt it, since swapping without need costs time. Table 3's PCIe,
