@@ -74,8 +74,8 @@ def _head(found: Findings) -> str:
 wall clock. Recipes: {", ".join(f"`{case.name}` ({case.mode})" for case in found.cases)}. {_machine()}.
 
 Every prediction was stored before anything trained at its bandwidth. It is the simulator's, from a profile
-and a model of the wires. {workers} processes at once measured layers and messages beforehand, over wires without a limit.
-A wire has the stated bandwidth, {_PAYLOAD} for payload, and a latency
+and a model of the wires. {workers} processes at once measured layers and messages beforehand, over wires without
+a limit. A wire has the stated bandwidth, {_PAYLOAD} for payload, and a latency
 of {seconds(found.free.latency_s)}: half of a small message's round trip, without a limit. The number of epochs to the
 target is the virtual engine's: bandwidths don't change it.
 
