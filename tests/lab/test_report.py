@@ -77,6 +77,7 @@ def test_the_picture_has_a_line_and_points_for_every_recipe() -> None:
     throughput, time_to_accuracy = made.axes
     assert len(throughput.lines) == 2 * 2 + 1  # and the predicted crossing
     assert len(time_to_accuracy.lines) == 2 * 2
+    assert (time_to_accuracy.get_yscale(), time_to_accuracy.get_ylim()[0]) == ("linear", 0.0), "10 s looked like none"
     (legend,) = made.legends
     assert [text.get_text() for text in legend.get_texts()][:2] == ["pipe", "whole"]
     assert legend.get_texts()[2].get_text().startswith("predicted crossing"), "the dotted line had no name"
