@@ -98,6 +98,9 @@ def test_scatter_sets_reproduced_against_published() -> None:
     figure = scatter_figure(evaluated(), SCATTER)
     assert figure is not None
     axes = only(figure.axes)
+    legend = axes.get_legend()
+    assert legend is not None
+    assert "within a factor of 1.2" in [text.get_text() for text in legend.get_texts()], "the band had no name"
     points = labelled(axes)
     for column, title in (("ideal", "ideal hardware"), ("calibrated", "clusters of 2019")):
         wanted = [(given, SPEEDUPS[row.name, column]) for row, given in zip(REPORT.rows, PUBLISHED, strict=True)]
