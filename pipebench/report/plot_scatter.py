@@ -1,6 +1,7 @@
 """Scatter: reproduced against published values on logarithmic axes, a point per row, measure and column.
 
-The line is equality, the band a factor of 1.2 around it. Points are labelled where there is room; equal points share a label.
+The line is equality, the band a factor of 1.2 around it. Points are labelled where there is room; equal points share a
+label.
 """
 
 from collections.abc import Iterator
