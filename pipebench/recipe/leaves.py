@@ -319,7 +319,7 @@ def _hint(key: Key, value: object, expected: Any) -> str:
     if (section is None and get_origin(expected) is not dict) or is_expression(value):
         return ""
     types = types_of(section) if section is not None else {"name": str}
-    takes = (name for name in ("name", "kind", "mode", "epochs") if name in types)
+    takes = (name for name in ("name", "kind", "mode", "epochs", "value") if name in types)
     found = next((name for name in takes if problem_with(value, types[name]) is None), None)
     return "" if found is None else f"; did you mean '{dotted((*key, found))}={str(value)[:60]}'?"
 
