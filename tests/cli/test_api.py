@@ -177,8 +177,6 @@ def test_mistakes_with_objects() -> None:
     for given in (net(), None, ["small.yaml"]):
         kind = type(given).__name__
         assert f"recipe: got an object of type {kind}, allowed is a name" in mistake(pipebench.run, given)
-            pipebench.run, given
-        )
     for seeds in (3, "0,1", [0, 0], [-1], []):
         assert f"seeds: got {seeds!r}, allowed are" in mistake(pipebench.compare, SMALL, model=net, seeds=seeds)
     tokens = TensorDataset(torch.zeros(48, 7, dtype=torch.long), torch.zeros(48, 7, dtype=torch.long))
