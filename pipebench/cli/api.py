@@ -187,7 +187,8 @@ def _loaded(
         return [replace(recipe, path=Path.cwd() / IN_MEMORY)]  # no file has its overrides
     if not isinstance(recipe, Mapping | str | os.PathLike):
         raise UserError(
-            f"recipe: got a {type(recipe).__name__}, allowed is a name, a file, a dict or what load_recipe returned: "
+            f"recipe: got an object of type {type(recipe).__name__}, allowed is a name, a file, a dict or what "
+            "load_recipe returned: "
             "several are arguments of `pipebench.compare`, a model is given as model=..., beside a recipe"
         )
     plain, own = with_names(keys)

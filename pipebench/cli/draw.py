@@ -8,7 +8,7 @@ import click
 
 from pipebench.cli.group import tracebacks
 from pipebench.cli.outputs import PNG, Output, is_picture_by, refuse_to_overwrite
-from pipebench.cli.parameters import FILE, option
+from pipebench.cli.parameters import FILE, Choice, option
 from pipebench.cli.references import complete, load_one
 from pipebench.errors import UserError
 from pipebench.garbage import without_collector
@@ -28,14 +28,15 @@ PICTURES = (MEMORY, "occupancy")
 @click.option("--versions", is_flag=True, help="Show the weight version that each pass uses, as in F3@1.")
 @option("--out", FILE, "OUT.csv", "Write one update's passes here, in the CSV form of torch.distributed.pipelining.")
 @option("--picture", FILE, "OUT.png", "Draw memory over time here.")
-@click.option("--of", "what", type=click.Choice(PICTURES), help="What --picture draws.  [default: memory]")
+@click.option("--of", "what", type=Choice(PICTURES), help="What --picture draws.  [default: memory]")
 @tracebacks
 def draw(words: tuple[str, ...], versions: bool, out: Path | None, picture: Path | None, what: str | None) -> None:
     """Draw the start of a recipe's pipeline: workers downwards, time to the right. Trains nothing.
 
     F3 is the forward of minibatch or microbatch 3, and B3 its backward. I3 and W3 are the input and the weight part of
     a split backward. Where workers have several stages, the stage comes first: 2F3. With --versions, F3@1 uses the
-    weights after update 1, counted from the start, F3@1~2 predicts them for 2 updates later, B3@3~-2 for 2 earlier.
+    weights after update 1, counted from the start, F3@1~2 predicts them for 2 updates later, B3@3~-2 for 2 earlier;
+    B3+1 also starts all-reduce 1.
 
     --picture draws every worker's memory by kind over simulated time, beside its capacity; with --of occupancy, when
     every worker computes, waits for messages in transfer, or waits for other workers.

@@ -199,6 +199,7 @@ def _hint(option: str, ctx: click.Context) -> str:
     keys = [word.rstrip("=") for word in words if word.endswith("=")]
     keys += sorted({key.rpartition(".")[0] for key in keys} - {""})
     hint = nearest(option, [name for each in parameters for name in each.opts], keys)
+    hint = f"; did you mean {key!r}?" if (key := option.lstrip("-")) in keys else hint
     return hint if "'-" in hint or not keys else f"{hint or '.'} Keys have no dashes: KEY=VALUE."
 
 

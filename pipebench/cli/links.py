@@ -10,6 +10,7 @@ import click
 
 from pipebench.cli.group import tracebacks
 from pipebench.cli.outputs import Output, refuse_to_overwrite
+from pipebench.cli.parameters import Choice
 from pipebench.errors import UserError
 from pipebench.files import start_of
 from pipebench.formats import num_bytes, seconds
@@ -29,7 +30,7 @@ _ALONE = (
 @click.option("--out", type=click.Path(path_type=Path), default="cluster.yaml", show_default=True, help="The new file.")
 @click.option("--workers", type=click.IntRange(2, 1024), help="Start so many processes on this host, as torchrun does.")
 @click.option(
-    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True,
+    "--device", type=Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True,
     help="Where messages start and end.",
 )  # fmt: skip
 @tracebacks

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from pipebench.cli.json_output import json_flag, print_json
+from pipebench.cli.parameters import Choice
 from pipebench.errors import UserError, shown
 from pipebench.recipe.catalog import cluster_names, find_cluster, recipe_names, recipes_folder, summary
 from pipebench.recipe.clusters import sources
@@ -17,7 +18,7 @@ LISTS = ("models", "datasets", "optimizers", "schedules", "clusters", "modes", "
 
 
 @click.command
-@click.argument("what", type=click.Choice(LISTS), required=False)
+@click.argument("what", type=Choice(LISTS), required=False)
 @click.argument("word", required=False)
 @json_flag
 def ls(what: str | None, word: str | None, as_json: bool) -> None:

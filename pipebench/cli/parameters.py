@@ -49,6 +49,17 @@ class Parameter(click.ParamType):  # type: ignore[type-arg] # in older versions 
             raise UserError(f"{option}{error}") from error
 
 
+class Choice(click.Choice):  # type: ignore[type-arg] # as above
+    """The type of one of some words, which the command's help lists."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the word; raises a UserError with the nearest one if it isn't allowed."""
+        if value not in self.choices:
+            where = f"{param.opts[-1]}: " if isinstance(param, click.Option) else ""
+            raise UserError(f"{where}{choice(value, self.choices)}")
+        return value
+
+
 def option(name: str, kind: Any, metavar: str, about: str) -> Callable[[Any], Any]:
     """Return the decorator of an option that takes a value; `kind` is a `Parameter` or a type of click."""
     return click.option(name, type=kind, metavar=metavar, help=about)

@@ -14,6 +14,8 @@ from pipebench.recipe.load import LoadedRecipe, load, load_each
 from pipebench.recipe.yaml_file import read_mapping
 from pipebench.run.preflight_all import faults_together
 
+_CLOSING = {"{": "}", "[": "]"}  # brackets around the value of an override
+
 
 def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """Return the recipes and keys (with `=`) that begin with an incomplete word, for completion in the shell."""
@@ -27,14 +29,21 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split words into recipes and overrides: words with `=` that aren't existing paths.
 
     Raises:
-        UserError: a word is a key without a value.
+        UserError: a word is a key without a value, or the beginning of a value with spaces.
     """
     overrides = [word for word in words if "=" in word and not os.path.exists(word)]
     references = [word for word in words if word not in overrides]
     keys = {*full_keys()}
     for word in references:
-        if word in keys and not os.path.exists(word):
-            raise UserError(f"{word} is a key of recipes, which needs a value: {word}=VALUE")
+        key, _, value = word.partition(":")
+        if key in keys and not os.path.exists(word):
+            raise UserError(f"{key} is a key of recipes, which needs a value: {key}={value.strip() or 'VALUE'}")
+    for index, word in enumerate(words):
+        end = _CLOSING.get(word.partition("=")[2][:1])
+        last = next((at for at in range(index, len(words)) if end and words[at].endswith(end)), index)
+        if last > index:
+            whole = " ".join(words[index : last + 1])
+            raise UserError(f"got {word!r}, which the shell has cut at a space: put it in quotes, '{whole}'")
     return references, overrides
 
 

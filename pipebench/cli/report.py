@@ -29,7 +29,7 @@ def parse_rows(text: str) -> tuple[str, ...]:
 @click.command
 @click.argument("name", metavar="[NAME]", required=False)
 @option("--only", Parameter(parse_rows), "ROW,...", "Only these rows, by name or by pattern such as 'vgg16-*'.")
-@option("--engine", name_of(ENGINES), "KIND", f"Use {', '.join(ENGINES)} for runs that not all columns share.")
+@option("--engine", name_of(ENGINES), "KIND", f"Engine of the runs, except `columns: same` ones: {', '.join(ENGINES)}.")
 @click.option("--fresh", is_flag=True, help="Run everything again, even if results are recorded or kept.")
 @click.option(
     "--keep", "keeps", is_flag=True, help="Store the results of runs that trained in a folder kept/ beside the report."

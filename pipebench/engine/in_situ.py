@@ -177,9 +177,10 @@ def in_use(profile: Profile, setup: Setup, profiled_in_situ: InSituTimes) -> Pro
     steps = [(num_bytes, profiled_in_situ[key]) for num_bytes, key in stages if num_bytes and key in profiled_in_situ]
     floor_s, s_per_byte = update_costs(steps)
     before_s, after_s = (sum(map(_seconds, each[sizes[-1]])) for each in (profile.layers, layers))
+    longer = f"{after_s / before_s:.3g}x as long while all workers compute, at {formats.num_samples(sizes[-1])}"
     return replace(
         profile,
-        note=f"{profile.note}; in use {after_s / before_s:.3f} of that at {formats.num_samples(sizes[-1])}",
+        note=f"{profile.note}; {longer}",
         layers=layers,
         load_s={**profile.load_s, **loads},
         update_floor_s=floor_s,

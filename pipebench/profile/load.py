@@ -11,7 +11,7 @@ from pipebench.profile.stored import read_profile
 
 
 def load_profile(path: str | Path, num_samples: int = 1) -> Profile:
-    """Read a profile file: pipebench's JSON if its content begins with `{`, else a `graph.txt`.
+    """Read a profile file: pipebench's JSON if its content begins with `{` or it ends in .json, else a `graph.txt`.
 
     `num_samples` is the minibatch size of a `graph.txt`, which doesn't state it.
 
@@ -22,7 +22,7 @@ def load_profile(path: str | Path, num_samples: int = 1) -> Profile:
         text = read_text(path)
     except FileError as error:
         raise ProfileError(f"profile {path} {error.problem}") from error
-    if not text.lstrip().startswith("{"):
+    if not text.lstrip().startswith("{") and Path(path).suffix != ".json":
         return read_graph_txt(text, str(path), num_samples)
     try:
         return read_profile(text)

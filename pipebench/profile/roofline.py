@@ -159,6 +159,8 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _occupied(self, rows: float, columns: float, num_products: int = 1) -> float:
         """Return the fraction of the device that matrix products use with the best tiling."""
+        if rows * columns * num_products == 0:
+            return 1.0  # no arithmetic
         width = self._device.num_multiprocessors  # tiles that it computes at a time
         best = 0.0
         for (tile_rows, tile_columns), split in itertools.product(TILES, SPLITS):

@@ -63,6 +63,8 @@ def cluster_files(path: Path) -> ClusterFiles:
     for index, (each, data) in enumerate(chain(path, "cluster", find_cluster)):
         is_base = index == 0  # which has all levels; the others change some
         file = display(each)
+        if "model" in data:
+            raise RecipeError([Fault(file, "", "is a recipe, not a cluster: see `pipebench ls clusters`")])
         faults += _unknown(data, "", KEYS, file)
         own = data.pop(LEVELS, None if is_base else [])
         keys.add(data, file, "")

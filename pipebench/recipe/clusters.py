@@ -186,4 +186,5 @@ def _check_servers(servers: int, most: int | None, levels: tuple[Level, ...], fi
     workers_each = Cluster("", "", None, levels).num_workers
     largest = min(most or MAX_WORKERS, MAX_WORKERS // workers_each)
     if not 1 <= servers <= largest:
-        raise RecipeError([Fault(file, SERVERS, f"got {servers}, allowed are 1 to {largest} servers of this cluster")])
+        allowed = f"are 1 to {largest} servers" if largest > 1 else "is the 1 server"
+        raise RecipeError([Fault(file, SERVERS, f"got {servers}, allowed {allowed} of this cluster")])

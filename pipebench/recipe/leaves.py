@@ -158,6 +158,10 @@ class Leaves:
     def unknown(self, key: Key, allowed: Sequence[str], file: str) -> None:
         """Add a fault for an unknown key; `allowed` are those of its section."""
         names = [name for name in allowed if name != ARGUMENTS]
+        name, colon, value = key[-1].partition(":")
+        if name in names and colon:  # in `{mode:dp}` all is the key
+            self.fault((*key[:-1], name), f"got '{name}:{value}'; put a space after the colon: '{name}: {value}'", file)
+            return
         where = "here" if len(key) > 1 else "at the top of a recipe"
         problem = f"unknown key, allowed {where} are {', '.join(names)}{nearest(key[-1][:60], names, full_keys())}"
         self.faults.append(Fault(file, dotted(key), problem))
@@ -315,7 +319,7 @@ def _hint(key: Key, value: object, expected: Any) -> str:
     if (section is None and get_origin(expected) is not dict) or is_expression(value):
         return ""
     types = types_of(section) if section is not None else {"name": str}
-    takes = (name for name in ("name", "kind", "mode", "epochs") if name in types)
+    takes = (name for name in ("name", "kind", "mode", "epochs", "value") if name in types)
     found = next((name for name in takes if problem_with(value, types[name]) is None), None)
     return "" if found is None else f"; did you mean '{dotted((*key, found))}={str(value)[:60]}'?"
 

@@ -28,7 +28,7 @@ from pipebench.recipe import (  # noqa: F401 # for the rules that they register
     rules_zoo,
 )
 from pipebench.recipe.catalog import display, find, find_cluster, find_recipes, recipe_names
-from pipebench.recipe.cluster_files import cluster_files
+from pipebench.recipe.cluster_files import LEVELS, cluster_files
 from pipebench.recipe.draft import UNUSABLE, Draft, check
 from pipebench.recipe.environment import hide_value, hide_variables, of_environment
 from pipebench.recipe.leaves import (
@@ -208,6 +208,7 @@ def _load_each(
     """Load and validate recipes from the content, name and folder of every file, the base first."""
     leaves = Leaves()
     for data, name, folder in sources:
+        _refuse_another_kind(data, name)
         leaves.add(data, name, folder)
     leaves.add_overrides(overrides)
     _sweep_options(leaves)
@@ -232,6 +233,14 @@ def _load_each(
     if faults:
         raise RecipeError(_blamed(fault, having, len(runs), lists) for fault, having in faults.items())
     return loaded
+
+
+def _refuse_another_kind(data: Mapping[Any, Any], file: str) -> None:
+    """Raise a RecipeError if a file's content is that of a cluster or a report, whose every key would be a fault."""
+    if LEVELS in data:
+        raise RecipeError([Fault(file, "", f"is a cluster, not a recipe: a recipe names it, `cluster.name={file}`")])
+    if "rows" in data:
+        raise RecipeError([Fault(file, "", f"is a report, not a recipe: `pipebench report {file}`")])
 
 
 def _sweep_options(leaves: Leaves) -> None:

@@ -45,7 +45,7 @@ def _typed(parameters: Mapping[str, inspect.Parameter], hints: Mapping[str, Any]
 
 
 def target_problems(
-    make: Callable[..., Any], given: Mapping[str, Any], passed: tuple[str, ...] = ()
+    make: Callable[..., Any], given: Mapping[str, Any], passed: tuple[str, ...] = (), beside: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, str]]:
     """Yield option and problem for every argument that a target doesn't take, or whose value has a wrong type.
 
@@ -56,10 +56,11 @@ def target_problems(
         make: the target, a function or class.
         given: arguments by name.
         passed: names of the arguments that pipebench passes, in order of the parameters; `*` for one of any name.
+        beside: keys of the section that are no arguments, for messages.
     """
     parameters = typed_arguments(make, passed)
     if parameters is not None:
-        yield from problems_of(parameters, given)
+        yield from problems_of(parameters, given, beside)
 
 
 def typed_arguments(make: Callable[..., Any], passed: tuple[str, ...]) -> dict[str, inspect.Parameter] | None:
@@ -98,8 +99,13 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     return hints
 
 
-def problems_of(parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield option and problem for every unknown option, wrong type, and required parameter that isn't given."""
+def problems_of(
+    parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any], beside: tuple[str, ...] = ()
+) -> Iterator[tuple[str, str]]:
+    """Yield option and problem for every unknown option, wrong type, and required parameter that isn't given.
+
+    `beside` are further names that messages list.
+    """
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     allowed = {
         name: each.annotation
@@ -108,7 +114,8 @@ def problems_of(parameters: Mapping[str, inspect.Parameter], given: Mapping[str,
     }
     for name, value in given.items():
         if name not in allowed and not takes_any:
-            yield name, f"unknown option, allowed are {', '.join(allowed) or 'none'}{nearest(name[:60], allowed)}"
+            names = [*allowed, *beside]
+            yield name, f"unknown option, allowed are {', '.join(names) or 'none'}{nearest(name[:60], names)}"
         elif (problem := problem_with(value, allowed.get(name, Any))) is not None:
             yield name, problem
     for name, hint in allowed.items():

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
+from typing import Any
 
 from pipebench.errors import Fault, RecipeError, UserCodeError
 from pipebench.files import FileError, read_text
@@ -15,7 +16,7 @@ from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe, fault_of
 from pipebench.recipe.make import make_dataset
 from pipebench.recipe.named import KINDS, OPTIMIZER, SCHEDULE, given_arguments
-from pipebench.recipe.options import options, target_options, target_problems
+from pipebench.recipe.options import OF_PAIRS, options, target_options, target_problems
 from pipebench.recipe.ranges import MEASURED, TIMINGS
 from pipebench.recipe.rules_zoo import dataset_problems, model_problems, one_line
 from pipebench.recipe.targets import import_target, targets_of
@@ -76,9 +77,9 @@ def _refuse(loaded: LoadedRecipe, problems: Iterator[tuple[str, str]]) -> None:
 def _targets(loaded: LoadedRecipe) -> Iterator[tuple[str, str]]:
     """Import the recipe's targets and compare their arguments with their parameters."""
     recipe = loaded.recipe
-    given = {
+    given: dict[str, tuple[Any, ...]] = {
         "model": (options(recipe.model), ()),
-        "dataset": (target_options(recipe.dataset), ()),
+        "dataset": (target_options(recipe.dataset), (), OF_PAIRS),
         "train.optimizer": (given_arguments(recipe.train.optimizer), KINDS[OPTIMIZER].passed),
         "train.schedule": (given_arguments(recipe.train.schedule), KINDS[SCHEDULE].passed),
     }

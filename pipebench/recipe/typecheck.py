@@ -42,7 +42,8 @@ def problem_with(value: object, expected: Any) -> str | None:
     if _fits(value, expected):
         return None
     hint = UNQUOTE if _is_quoted_number(value, expected) else ""
-    hint = "; put it in quotes" if _fits("text", expected) and isinstance(value, int | float) else hint
+    if _fits("text", expected) and isinstance(value, int | float):
+        hint = "; put it in quotes" if math.isfinite(value) else "; numbers are finite"
     return f"got {shown(value)}, allowed is {in_words(expected)}{hint}"
 
 
@@ -101,7 +102,7 @@ def _is_mapping(expected: Any) -> bool:
 
 
 def _is_quoted_number(value: object, expected: Any) -> bool:
-    if not isinstance(value, str) or not (_fits(1, expected) or _fits(1.5, expected)):
+    if not isinstance(value, str) or not value.isascii() or not (_fits(1, expected) or _fits(1.5, expected)):
         return False
     if value[:1] == "0" and value[1:2].isdigit():  # `01` is text without quotes, too, as an element of 0,01
         return False

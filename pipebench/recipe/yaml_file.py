@@ -18,6 +18,7 @@ import yaml
 from pipebench.errors import Fault, RecipeError, shown
 from pipebench.files import FileError, read_text
 from pipebench.recipe.catalog import display
+from pipebench.recipe.typecheck import in_words
 
 MAX_BYTES = 1_000_000  # a recipe is a page of text
 MAX_DEPTH = 32  # of nested values or brackets, since they are read recursively
@@ -94,9 +95,12 @@ def _parsed(text: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise ValueError(f"{line}is not YAML we take: {error.problem or error.context}") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"is not YAML: {getattr(error, 'reason', 'it cannot be read')}") from error
+        problem = error.problem or error.context or ""
+        problem = f"{error.context}, {problem}" if problem.startswith("but ") else problem
+        raise ValueError(f"{line}is not YAML we take: {problem}") from error
+    except yaml.reader.ReaderError as error:
+        line = f"line {text.count(chr(10), 0, error.position) + 1}: "
+        raise ValueError(f"{line}is not YAML: the character U+{error.character:04X} is not allowed") from error
     except (ValueError, OverflowError, TypeError, AttributeError, KeyError) as error:
         # PyYAML raises these when a value doesn't match its explicit tag (`!!int x`) or is a number without end.
         raise ValueError(
@@ -112,7 +116,8 @@ def read_mapping(path: Path) -> dict[Any, Any]:
     except ValueError as error:
         raise RecipeError([Fault(name, "", error.problem if isinstance(error, FileError) else str(error))]) from error
     if not isinstance(data, dict):
-        problem = "is empty" if data is None else f"holds a {type(data).__name__}"
+        kind = "a list" if isinstance(data, list) else in_words(type(data))
+        problem = "is empty" if data is None else f"holds {kind}"
         raise RecipeError([Fault(name, "", f"{problem}; a mapping of keys to values is needed")])
     return data
 

@@ -14,6 +14,7 @@ from pipebench.report.wording import published_text, reproduced_text
 _BAR_IN, _GAP_IN, _FRAME_IN = 0.155, 0.12, 1.1
 _NAMES_IN, _PANEL_IN, _MOST_IN = 2.0, 4.4, 12.0  # widths of rows' titles, of a panel, and of the figure at most
 _MOST_TICKS = 6
+_SHORTEST = 0.1  # scale of a panel over the longest of its unit
 _FULL = 0.86  # of a bar's slot
 _ROOM, _ROOM_FOR_RANGES = 0.3, 0.6  # share of the longest bar that is left for the values written after the bars
 
@@ -46,11 +47,12 @@ def bars_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
 
 
 def _share_scales(panels: Sequence[Axes], measures: Sequence[Measure]) -> None:
-    """Give panels of the same unit the same scale."""
+    """Give panels of the same unit the same scale, unless all bars of one would be too short to be seen."""
     for unit in {measure.unit for measure in measures}:
         alike = [axes for axes, measure in zip(panels, measures, strict=True) if measure.unit == unit]
-        for axes in alike:
-            axes.set_xlim(0, max(other.get_xlim()[1] for other in alike))
+        ends = [axes.get_xlim()[1] for axes in alike]
+        for axes, end in zip(alike, ends, strict=True):
+            axes.set_xlim(0, max(ends) if min(ends) > _SHORTEST * max(ends) else end)
             if unit == "share":  # the room for values after the bars has no ticks
                 axes.set_xticks([tick for tick in axes.get_xticks() if tick <= 1])
 

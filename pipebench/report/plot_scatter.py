@@ -1,6 +1,7 @@
 """Scatter: reproduced against published values on logarithmic axes, a point per row, measure and column.
 
-The line is equality, the band 20 % around it. Points are labelled where there is room; equal points share a label.
+The line is equality, the band a factor of 1.2 around it. Points are labelled where there is room; equal points share a
+label.
 """
 
 from collections.abc import Iterator
@@ -56,7 +57,8 @@ def scatter_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
     axes = figure.add_subplot()
     values = [value for point in points for value in (point.published, point.reproduced)]
     low, high = min(values) / 1.35, max(values) * 1.35
-    axes.fill_between([low, high], [low / _BAND, high / _BAND], [low * _BAND, high * _BAND], color="#EEEEEE", lw=0)
+    below, above = ([end * factor for end in (low, high)] for factor in (1 / _BAND, _BAND))
+    axes.fill_between([low, high], below, above, color="#EEEEEE", lw=0, label=f"within a factor of {_BAND:g}")
     axes.plot([low, high], [low, high], color=GREY, linewidth=0.8)
     measures = [report.measure(name) for name in picture.measures]
     for index, column in enumerate(report.columns):
@@ -82,8 +84,7 @@ def scatter_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
     axes.set_aspect("equal")
     finish(axes)
     explain_marks(figure, (cell for cell in evaluated.cells if cell.measure in picture.measures and cell.ratio))
-    if len(report.columns) + len(measures) > 2:
-        axes.legend(frameon=False, fontsize=SMALL, loc="upper left")
+    axes.legend(frameon=False, fontsize=SMALL, loc="upper left")
     _name(figure, axes, points, len(report.columns) - 1)
     return figure
 

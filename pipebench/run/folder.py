@@ -144,7 +144,7 @@ class RunFolder:
         elif keep == 0:
             self.checkpoints.remove()
         elif prints and (steps := self.checkpoints.steps()):
-            earlier = f" (or --step {' or '.join(map(str, steps[:-1]))})" if len(steps) > 1 else ""
+            earlier = f" (earlier: --step {' or '.join(map(str, steps[:-1]))})" if len(steps) > 1 else ""
             print(f"  weights  pipebench export {self.run_id}{earlier}", flush=True)
 
     def write(self, facts: RunFacts) -> None:

@@ -52,6 +52,7 @@ _TRANSFER_COLOURS = {
 }
 CURVE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINE_STYLES = ("-", "--", "-.", ":")
+_STAR = "*"  # marker of the evaluation that reached the target
 _AXIS_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 # A row is one unit high: the worker's boxes above, its transfers in two strips below. Copies to and from the host may
@@ -127,7 +128,8 @@ def draw_metric(axes: Axes, results: Sequence[RunResult], metric: str) -> None:
         _draw_curve(axes, result, metric, scale_s, recipes.index(result.name), label)
         drawn.add(result.name)
     clocks = sorted({result.clock for result in results})
-    axes.set_xlabel(f"{' and '.join(clocks)} time [{unit}], evaluation included")
+    star = "; star: target reached" if any(line.get_marker() == _STAR for line in axes.lines) else ""
+    axes.set_xlabel(f"{' and '.join(clocks)} time [{unit}], evaluation included{star}")
     axes.set_ylabel(metric)
     if is_share(metric):
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
@@ -327,7 +329,7 @@ def _draw_curve(axes: Axes, result: RunResult, metric: str, scale_s: float, inde
     reached_s = result.metrics.get("time_to_accuracy_s")
     at_target = [point for point in points if reached_s is not None and point[0] * scale_s >= reached_s * (1 - 1e-9)]
     if result.outcome == REACHED and at_target:
-        axes.plot(*at_target[0], color=colour, marker="*", markersize=13, linestyle="none")
+        axes.plot(*at_target[0], color=colour, marker=_STAR, markersize=13, linestyle="none")
 
 
 def axis_unit(longest_s: float) -> tuple[float, str]:

@@ -99,7 +99,7 @@ def _draw_layers(axes: Axes, rows: Sequence[LayerProfile], found: PlanEstimate, 
     axes.set_xticks(range(0, len(ordered), step), labels, rotation=90, fontsize=7)
     axes.set_xlabel(
         f"layers in the order of the stages; at every cut the activations that cross it per {unit}"
-        + (f"; every {step} named" if step > 1 else "")
+        + (f"; one in {step} named" if step > 1 else "")
         + "".join(f"; {said}" for policy, said in _SAID.items() if any(policy in s.memory for s in found.plan.stages)),
         fontsize=8,
     )

@@ -46,7 +46,7 @@ NOTES = """## What it says
 
 - **Stashing is as good as BSP here**, as the papers say: fewer epochs than `dp` on vgg16 and about as many on gnmt8,
   where {gnmt8[dp].missed} seeds of `dp` missed. On gnmt8 both take twice as many as one worker: that is what
-  late gradients, and four times the samples per update, cost at one worker's best rate.
+  late gradients cost at one worker's best rate, and four times the samples per update at the rate scaled from it.
 - **Vertical sync is far from negligible here**: {vgg16[vertical-sync].missed} seeds missed vgg16's target within 16
   epochs, and the median is {vgg16[vertical-sync].over_stashing} stashing's; {gnmt8[vertical-sync].missed} missed
   gnmt8's within eight. With it every stage is three updates late, without it only the first is. A smaller rate would

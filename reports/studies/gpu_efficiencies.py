@@ -66,8 +66,9 @@ CONSTANTS = (
     ("pooling, backward", "pooling_backward", "fitted: VGG-16. A100: assumed"),
     ("recurrent", "product", "no measurement found: as matrix products, 4 us per kernel inside cuDNN"),
 )
+_FRACTIONS = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in vars(HOPPER.convolutions).items())
 CONVOLUTIONS = f"""
-32-bit convolutions, fitted on the three profiles (A100: assumed): {HOPPER.convolutions}.
+32-bit convolutions, fitted on the three profiles (A100: assumed): {_FRACTIONS}.
 The first two are fractions of the peak rate, where gradients of 3x3 and stride 1 take Winograd's quarter of the
 products, the others of the peak bandwidth. Two rules were chosen with the profiles in sight: fewer than 8 input
 channels leave arithmetic unused, and gradients of inputs take Winograd's algorithm from 16 rows of pixels on.

@@ -35,14 +35,16 @@ HEAD = f"""# Throughput while layers move
 
 `python -m reports.studies.live_moves` makes this page. BERT-large of 48 blocks with 4 samples per minibatch
 (`recipes/vpipe/bert/pipedream.yaml`) under PipeDream on vPipe's testbed, two servers of four 2080 Ti, simulated from
-the roofline profile. Memory isn't weighed. From minibatch {AT} of {COUNT} on layers move to the cuts whose slowest
-stage computes least, by one stage at a time; where that takes several steps, they are as close to each other as may be.
+the roofline profile. Memory has no limit. From minibatch {AT} of {COUNT} on layers move to the cuts whose slowest
+stage computes least, by at most one stage at a time; if that takes several steps, they follow each other as soon as
+they can.
 
-Live: nothing is drained. Drained: the pipeline is emptied, layers move, all steps one after the other, and it is filled
-again. Ideal: always cut as in the end. A pause is between two minibatches that are through. Lost is against ideal.
+*Live*: nothing is drained. *Drained*: the pipeline is emptied, layers move, all steps one after the other, and it is
+filled again. *Ideal*: the final cuts from the start. *Longest pause*: between the ends of two minibatches. *Lost*: more
+seconds than ideal.
 
-With each unit that is in flight between two stages goes the version of the block that it was computed with, as weight
-stashing wants it: of a large block that is more than a drain moves, and messages of passes share the links with it.
+Each unit in flight between two stages is moved with the version of the block that it was computed with, as weight
+stashing requires. For a large block that is more than a drained pipeline moves, and passes' messages share the links.
 """
 SECTION = """
 ## It begins with {title}

@@ -1,7 +1,7 @@
 """Mutation testing of the package: `nox -s mutants` makes `mutants.md`.
 
-A hundred mutations, changes of one operator or number, are drawn by seed from the rooms in which a silent mistake would
-give a wrong result.
+A hundred mutations, changes of one operator or number, are drawn by seed from the packages in which a silent mistake
+would give a wrong result.
 
 1. All tests run once on a probed copy of the tree, which records which tests execute which of the places, in whatever
    process a test starts.
@@ -265,12 +265,12 @@ def page(mutants: Sequence[Mutant], seed: int, minutes: float) -> str:
         "# Mutants: single operators and numbers changed, and whether a test notices",
         "",
         f"`nox -s mutants` makes this page: {len(mutants)} changes drawn by seed {seed} of all in {', '.join(ROOMS)};",
-        "of each, the tests that run its place run until one fails (see `reports/studies/mutants.py`).",
+        "the tests that execute the changed place run until one fails (see `reports/studies/mutants.py`).",
         "",
-        f"**{count['caught']} of {len(mutants)} caught**, {count['survived']} survived, {count['in no test']} in no",
-        f"test's way. pipebench {__version__}, {minutes:.0f} minutes.",
+        f"**{count['caught']} of {len(mutants)} caught**, {count['survived']} survived, {count['in no test']} executed",
+        f"by no test. pipebench {__version__}, {minutes:.0f} minutes.",
         "",
-        table(["room", "mutants", "caught"], rooms),
+        table(["package", "mutants", "caught"], rooms),
         "",
         "## Not caught",
         "",

@@ -22,7 +22,7 @@ HEAD = f"""# How long the planner takes on Table 1 of PipeDream (SOSP'19)
 Sections 3.1 and 5.5 say that the optimizer takes less than {LIMIT_S:.0f} seconds for all models and hardware. Here is
 what ours takes: seconds of one core from a profile to a plan, memory limits included. `artifact` and `sosp19` are the
 paper's cost models, whose smallest bottleneck is the answer; under `overlap`, the default, the simulator judges what
-searches propose and a local search goes on from there. The paper doesn't say on what its seconds were taken.
+searches propose and a local search improves it. The paper doesn't say on what machine its seconds were taken.
 """
 
 

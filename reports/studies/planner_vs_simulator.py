@@ -39,7 +39,7 @@ HEAD = """# The planner's bottleneck against the simulator's steady state
 Models: VGG-16 with 128 images and GNMT-8 with 32 sentences as
 the PipeDream artifact measured them on a V100; ResNet-50 with 128 images, AlexNet with 256, GNMT-16 with 64 pairs of
 sentences and AWD LM with 80 chunks of text, from the full-size recipes, computed for a V100. Clusters of 16 V100s:
-one level of 10 Gbit/s, cluster-a (4 servers of 4), cluster-b (2 servers of 8). Memory isn't weighed.
+one level of 10 Gbit/s, cluster-a (4 servers of 4), cluster-b (2 servers of 8). Memory has no limit.
 
 The rule for the plans, fixed before any was simulated: data parallelism; 2, 4, 8 and 16 straight stages, 15-1, 12-4,
 8-8, 4-12, 4-4-4-4 and 2-1-1, cut where the cost model wants them; and everything the planner considers: the flat plan
@@ -52,8 +52,8 @@ Errors are bottleneck over simulated, less one. Kendall's tau is 1 - 2 x (pairs 
 CAUSES = {
     "rings": "transfers share ports with rings, and each slows the other down",
     "queues": "transfers share ports with each other, in bursts, and those of one connection go one by one",
-    "way": "the time of the transfers themselves, on loops longer than the planner follows (values that skip stages, "
-    "stages that wait for the gradients of several others)",
+    "duration": "the time of the transfers themselves, on loops longer than the planner follows (values that skip "
+    "stages, stages that wait for the gradients of several others)",
     "rounds": "no transfer: rounds of different widths interlock, and a ring that starts late in a backward ends after "
     "it",
     "charged": "the planner charges a value at every cut that it crosses; the simulator sends it once, or past them",
@@ -189,7 +189,7 @@ def _cause(planner: Planner, plan: PlanEstimate) -> str:
     if excess < 0:
         return "charged"
     workload, count = planner.workload(plan)
-    for name, network in (("rings", _RingsApart), ("queues", _PortsApart), ("way", _Instant)):
+    for name, network in (("rings", _RingsApart), ("queues", _PortsApart), ("duration", _Instant)):
         if steady_s(workload, count, network) / plan.bottleneck_s - 1 < excess / 2:
             return name
     return "rounds"

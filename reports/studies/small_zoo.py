@@ -64,9 +64,10 @@ models and straight PipeDream on two, so five models have a constant rate now, a
 NOTES = """
 ## What it says
 
-- Straight PipeDream is first on six of the seven models. On `s2vt` stale gradients cost it nearly twice the epochs, and
-  data parallelism is first.
-- Replicating the first stage spares staleness and costs updates: as many epochs as straight or more, but for `s2vt`.
+- Straight PipeDream is first on six of the seven models, on four of these by one seed. On `s2vt` stale gradients cost
+  it nearly twice the epochs, and data parallelism is first.
+- Replicating the first stage reduces staleness and the number of updates: as many epochs as straight or more, except on
+  `s2vt`.
 - Data parallelism takes a quarter of the updates per epoch and up to twice the epochs at the rate of one worker.
 - GPipe is slower than one worker here: such narrow models spend their time on a V100 launching kernels, and four
   microbatches launch four times as many.

@@ -45,7 +45,7 @@ DRAWS = 4  # graphs per model of Table 4
 CHAIN, WORKERS = 16, 4  # layers and workers of the chains on which cuts and policies are compared together
 MEGABYTE = 1e6
 
-HEAD = """# vPipe's algorithms beside the best there is
+HEAD = """# vPipe's algorithms beside the optimum
 
 `python -m reports.studies.vpipe_algorithms` makes this page. No pipeline is run here. Times are CPU seconds on one
 core, medians of runs in turn; the paper's are of another machine.
@@ -63,27 +63,27 @@ number of layers, not their time.
 REGRET_3 = """
 ## Algorithm 3 on consecutive layers
 
-What a pipeline can run is parts of consecutive layers. How much slower is the slowest part than that of the best cuts?
+A pipeline runs parts of consecutive layers. How much slower is the slowest part than that of the best cuts?
 Random chains of 12 to 300 layers in 2 to 16 parts, times exponential or uniform, and the graphs above in 8 and 16.
-Beyond *95 %* one case in twenty is worse; of fewer than 20 cases none is given.
+*95 %* is the 95th percentile, given for 20 cases or more.
 """
 REGRET_2 = """
 ## Algorithm 2
 
-Seconds that a backward takes longer so that the stage fits, over the stage's forward and backward, in the paper's form
-and by the search that plans use. Random stages of 8 layers, of which all policies are looked at, and of 40; 4 to 8
-minibatches are in flight, and memory suffices for something between recomputing everything and keeping everything.
-Where the paper's form finds nothing that fits, a stage counts in that column only.
+The extra seconds of a backward so that the stage fits in memory, over the seconds of the stage's forward and backward:
+with the paper's form of the algorithm, and with the search that plans use. Random stages of 8 layers, of which all
+policies are tried, and of 40; 4 to 8 minibatches are in flight, and memory is between what recomputing everything and
+keeping everything takes. A stage for which the paper's form finds no policies that fit counts in that column only.
 """
 
 
 REGRET_BOTH = """
 ## Cuts and policies together
 
-Objective (3) under (1) and (2), the slowest stage's forward and backward with what its policies add, over the least
-that any cuts and policies come to: of SR, cut for the times of layers, and of `plan: auto`, which is cut again for the
-times that policies make. Random chains of 16 layers on 4 workers of mode pipedream, on fast links, whose memory is half
-to nine tenths of what keeping everything takes.
+Objective (3) under (1) and (2): the slowest stage's forward and backward including what its policies add, over the
+optimum of all cuts and policies. SR cuts by the layers' own times; `plan: auto` cuts again by the times that policies
+lead to. Random chains of 16 layers on 4 workers of mode pipedream, on fast links, whose memory is half to nine tenths
+of what keeping everything takes.
 """
 
 

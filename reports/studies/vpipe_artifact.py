@@ -58,10 +58,10 @@ RATES_TEXT = """
 ## A test of what utilisation says
 
 *Hypothesis:* by Table 3's utilisation ([vpipe_minibatches](vpipe_minibatches.md)) a roofline of BERT is 1.31 to 1.37
-times too fast. The hours have no part in that. Simulated rates that are slowed by so much, and for vPipe by what its
-code runs again, should be the hours':
+times too fast. That doesn't use the hours. Simulated rates that are slowed by this factor, and for vPipe by what its
+code recomputes, should equal the hours':
 
-They are for two of three. So a third of BERT's times is a roofline that is too fast, in any minibatch; what is left
+They are for two of three. So BERT's roofline is a third too fast, in any minibatch; what is left
 unexplained is PipeDream's minibatch of 4 alone: one is finished every {stated_ms:.0f} ms by the hours, every
 {here_ms:.0f} ms here.
 """
@@ -84,14 +84,18 @@ AGAIN_TEXT = """
 
 Published vPipe recomputes a share of each stage and swaps nothing. Table 3's total over its effective utilisation says
 that the system measured there recomputed less than half as much. *Hypothesis:* what it didn't recompute it swapped, out
-and in. By the roofline's tensors, and Table 3's times, that keeps PCIe busy for 1.5 to 1.9 of 8 devices' time; here
-plans that swap what must be come to 0.9 to 1.0. The table has 6.0 and 6.3. So need explains a third at most, and the
-rest is swapped without need, as Algorithm 2 does by its printed words: by equation (2) that is 4.9 and 5.3
+and in. By the roofline's tensors, and Table 3's times, that keeps PCIe busy for 1.6 to 1.9 of 8 devices' time. Plans
+here, which swap only what they must, keep it busy for 0.9 to 1.0; the table has 6.0 and 6.3. So need explains a third
+at most. The rest is swapped without need, as Algorithm 2 as printed does: by equation (2) that is 4.9 and 5.3
 ([vpipe_memory](vpipe_memory.md)).
 """
-HOURS_HEAD = ("system", "hours", "samples/s", "busy devices at Table 3's times", "hours' over that")
-RATES_HEAD = ("system", "simulated", "slowed by", "again", "so slowed", "by the hours", "÷ the hours'")
-AGAIN_HEAD = ("model", "work on top, code", "Table 3", "left to swap", "PCIe of 8", "published")
+HOURS_HEAD = ("system", "hours", "samples/s", "busy devices at Table 3's times", "hours / busy devices")
+RATES_HEAD = (
+    "system", "simulated", "slowed by", "recomputation", "slowed, samples/s", "by the hours", "slowed / by the hours",
+)  # fmt: skip
+AGAIN_HEAD = (
+    "model", "recomputed, code", "recomputed, Table 3", "left to swap", "PCIe busy, of 8 devices", "PCIe, published",
+)  # fmt: skip
 
 
 def samples_per_s(system: str) -> float:

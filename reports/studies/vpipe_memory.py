@@ -39,8 +39,8 @@ NUM_DEVICES, DEVICE_BYTES = 8, 11e9
 HEAD = """# Memory and PCIe in vPipe's Table 3
 
 `python -m reports.studies.vpipe_memory` makes this page, from [vpipe_table3](rendered/vpipe_table3/report.md) with the
-planner's cuts and from simulations that `reports/studies/vpipe_memory_runs.json` keeps. Memory and PCIe are sums over
-8 devices. Errors are geometric means.
+planner's cuts and from simulations that `reports/studies/vpipe_memory_runs.json` keeps. Memory and PCIe are
+utilisations summed over 8 devices: 8 would be all of each. Errors are geometric means.
 """
 CONSTANT = """
 ## A constant per device
@@ -50,9 +50,10 @@ workspaces, what PyTorch's allocator reserves beyond what tensors take. The tens
 fitted on the Transformer's two rows without vPipe ({constant:.1f} GB); every other row is a prediction.
 
 On the six rows without vPipe that it wasn't made for an error of {alone:.0%} becomes {predicted:.0%}. AmoebaNet under
-GPipe is the one that asks for another constant. Rows with vPipe, which fills what it is given, come to more than
-devices have; *less memory* below leaves it room. The constant is more than a context and workspaces are known to take;
-an allocator that reserves may, and the paper says neither how memory was measured nor which part is whose.
+GPipe would need another constant. vPipe fills the memory that it is given, and with the constant AmoebaNet's rows with
+vPipe exceed 8 devices; *less memory* below leaves room for the constant. It is more than a context and workspaces are
+known to take. An allocator's reserve may take as much; the paper says neither how memory was measured nor what it
+includes.
 """
 POLICIES = """
 ## What Algorithm 2 swaps
@@ -66,11 +67,12 @@ stage* they do, and the last waits for each of its copies. Cuts and minibatches 
 nothing. *Less memory* takes the constant above from every device. PCIe is both directions over the rate of one.
 """
 JUDGED = """
-So most of what is missing on PCIe is what Algorithm 2 swaps without need: by equation (2) it keeps PCIe busy for
+So most of the PCIe time that simulations lack is what Algorithm 2 swaps without need: by equation (2)
+it keeps PCIe busy for
 {pcie} of what is published, has {throughput} of the throughput, and leaves utilisation as near as it
 was. The space as printed, times the units in flight, allows too little of it. AmoebaNet doesn't fit under either, as
-what is swapped first is never computed again. Plans stay as they were, since what needn't be swapped costs. Table 3's
-PCIe, which this is to explain, was known before it was tried; no number was fitted on it.
+what is swapped first is never recomputed. Plans don't adopt it, since swapping without need costs time. Table 3's PCIe,
+which this is to explain, was known before it was tried; no number was fitted on it.
 """
 
 

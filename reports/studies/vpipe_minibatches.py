@@ -51,9 +51,10 @@ Computed are analytic profiles of the models in `recipes/vpipe/` on the 2080 Ti;
 LINES = """
 ## A constant and a part that grows
 
-The line through both sizes. What grows with the samples is the roofline's for the Transformer; BERT's is 1.2 to 1.4
-times as slow here, AmoebaNet's twice as fast. The constant is what a roofline lacks: launches of 10 us come to a few
-milliseconds. A cost per byte of messages (copies to the host, Gloo) would grow with the samples, so it is none of it.
+The line through both sizes. The part per sample equals the roofline's for the Transformer; computed, BERT's is 1.2 to
+1.4 times as slow as published, AmoebaNet's 1.7 to 1.8 times as fast, GNMT's 6 to 8 times. The constant is what a
+roofline lacks: launches of 10 us add up to a few milliseconds. A cost per byte of messages (copies to the host, Gloo)
+would grow with the samples, so it isn't part of the constant.
 """
 FORMS_TEXT = """
 ## What may be constant
@@ -74,20 +75,20 @@ Neither is known to be there: a launch by eager PyTorch takes 10 us, a message's
 OWN_TEXT = """
 ## Is it a constant?
 
-What each model by itself would make of each form. A constant of the testbed would be the same for all. GNMT, whose
-times grow six times as fast with the samples as a roofline's, can't be fitted by any.
+The constant of each form, fitted on each model by itself. A constant of the testbed would be the same for all. GNMT,
+whose times grow 6 to 8 times as fast with the samples as a roofline's, fits no form.
 """
 
 
 BUSY_TEXT = """
 ## What the table's utilisation says of its times
 
-Nothing is fitted here. Forward and backward times the share of the devices that is busy are what a minibatch keeps
-devices busy for, and per sample that is the same in small and large minibatches to 20 %: the table agrees with itself.
-It is 1.3 to 2.0 times a roofline's, for GNMT 11 to 15 times. The rest of a minibatch's time devices are idle, and in
-large ones 1.7 to 3.4 times less. A pause after every kernel, or a cost per minibatch, would leave them idle for as long
-in both; only what long kernels hide, as they hide launches, becomes less. So utilisation, which nothing above was
-fitted on, speaks against the pause that fits the times best.
+Nothing is fitted here. A minibatch's busy time is its forward and backward times the share of the devices that is
+busy. Per sample it is the same in small and large minibatches within 20 %: the table agrees with itself. It is 1.3 to
+2.0 times a roofline's, for GNMT 11 to 15 times. For the rest of a minibatch's time devices are idle, and 1.7 to 3.4
+times less in large minibatches. With a pause after every kernel, or a cost per minibatch, they would be idle for as
+long in both; only what long kernels hide, such as launches, becomes less. So utilisation, which nothing above was
+fitted on, is evidence against the pause, which fits the times best.
 """
 
 

@@ -175,7 +175,8 @@ def test_mistakes_with_objects() -> None:
     assert "was an object of a process that has ended" in mistake(getattr, objects, "net_9")
     assert "give load_recipe this key, too" in mistake(pipebench.run, pipebench.load_recipe("quickstart"), name="x")
     for given in (net(), None, ["small.yaml"]):
-        assert f"recipe: got a {type(given).__name__}, allowed is a name" in mistake(pipebench.run, given)
+        kind = type(given).__name__
+        assert f"recipe: got an object of type {kind}, allowed is a name" in mistake(pipebench.run, given)
     for seeds in (3, "0,1", [0, 0], [-1], []):
         assert f"seeds: got {seeds!r}, allowed are" in mistake(pipebench.compare, SMALL, model=net, seeds=seeds)
     tokens = TensorDataset(torch.zeros(48, 7, dtype=torch.long), torch.zeros(48, 7, dtype=torch.long))

@@ -163,11 +163,17 @@ def test_preflight_comes_before_running(runner: FakeRunner) -> None:
         (["run", "quickstart", "--sedes", "1"], "No such option '--sedes'; did you mean '--seeds'?"),
         (["run", "quickstart", "--lr", "0.1"], "'--lr'; did you mean 'train.optimizer.lr'? Keys have no dashes: KEY="),
         (["plan", "quickstart", "--batch-size", "32"], "No such option '--batch-size'; did you mean 'train.minibatch"),
+        (["run", "quickstart", "--train.seed=3"], "'--train.seed'; did you mean 'train.seed'? Keys have no dashes"),
+        (["run", "quickstart", "train.seed:3"], "train.seed is a key of recipes, which needs a value: train.seed=3"),
         (["run", "quickstart", "--quiet"], "No such option '--quiet'. Keys have no dashes: KEY=VALUE."),
         (["runs", "--lr"], "No such option '--lr'."),
         (["show", "quickstart", "quickstart/dp"], "one recipe is needed, got 2"),
         (["show", "quickstart", "train.seed"], "train.seed is a key of recipes, which needs a value: train.seed=VALUE"),
         (["run", "quickstart", "train.seed"], "train.seed is a key of recipes, which needs a value: train.seed=VALUE"),
+        (
+            ["run", "quickstart", "train.schedule={name:", "cosine}", "train.seed=1"],
+            "got 'train.schedule={name:', which the shell has cut at a space: put it in quotes, 'train.schedule={name:",
+        ),
         (
             ["show", "cluster-a", "cluster.servers=2", "memory=1GB"],
             "changed in a recipe: pipebench show RECIPE cluster.name=cluster-a cluster.servers=2 cluster.memory=1GB",
@@ -180,7 +186,11 @@ def test_preflight_comes_before_running(runner: FakeRunner) -> None:
             ["run", "quickstart", "train.seed=0,1", "--seeds", "0,1"],
             "command line: train.seed: got a list, and seeds 0",
         ),
-        (["ls", "models2"], "is not one of 'models'"),
+        (["ls", "model"], "cost-models, recipes; did you mean 'models'?"),
+        (
+            ["draw", "quickstart", "--of", "memry"],
+            "--of: got 'memry', allowed are memory, occupancy; did you mean 'memory'",
+        ),
         (["rnu"], "No such command 'rnu'; did you mean 'run'?"),
         (["ui", "--port", "0"], "--port: 0 is not in the range"),
     ],
@@ -293,7 +303,7 @@ def test_a_slow_command_prints_what_it_loads(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["ls", "nothere"], "pipebench: error: what: 'nothere' is not one of 'models', 'datasets'"),
+        (["ls", "nothere"], "pipebench: error: got 'nothere', allowed are models, datasets"),
         (["ui", "--port", "0"], "pipebench: error: --port: 0 is not in the range 1<=x<=65535."),
         (["export", "run", "--step", "x"], "pipebench: error: --step: 'x' is not a valid integer range."),
     ],

@@ -33,6 +33,9 @@ MISTAKES = [
     ("plan small.yml", "small.yml: no such file, folder or short name; did you mean 'small.yaml'?"),
     ("report smal.yaml", "report 'smal.yaml': no such file; did you mean 'small.yaml'?"),
     (f"show {'a' * 300}", f"{'a' * 77}...: no such file, folder or short name"),
+    ("run ours.yaml", "ours.yaml: is a cluster, not a recipe: a recipe names it, `cluster.name=ours.yaml`"),
+    ("run table.yaml", "table.yaml: is a report, not a recipe: `pipebench report table.yaml`"),
+    ("plan small.yaml cluster.name=small.yaml", "command line: cluster.name: small.yaml: is a recipe, not a cluster"),
     ("report small.yaml", "small.yaml: is a recipe, not a report: `pipebench run small.yaml`"),
 ]
 
@@ -41,12 +44,14 @@ MISTAKES = [
 def test_a_mistake_is_one_sentence(words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("small.yaml").write_text(uniform_recipe(8, 2000, 250, minibatch_size=250))
+    Path("ours.yaml").write_text("device: {value: V100, assumed: by us}\nlevels: []\n")
+    Path("table.yaml").write_text("title: A table\nrows: []\n")
     done = CliRunner().invoke(cli, words.split())
     assert done.exit_code == 2, done.output
     said = without_phases(done.stderr)
     assert said.startswith(f"pipebench: error: {message}")
     assert said.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"], "nothing has run"
+    assert len([*tmp_path.iterdir()]) == 3, "nothing has run"
 
 
 def test_the_program_without_arguments_prints_its_help() -> None:

@@ -25,7 +25,7 @@ levels:
 {inside}  - name: {LEVEL}
     count: {{value: 1, assumed: "times the recipe's `servers`"}}
     bandwidth: {{value: {bandwidth_bytes_per_s!r} B/s, assumed: "what tc tbf was told"}}
-    latency: {{value: {latency_s!r} s, assumed: "half of a small message's way there and back, measured without limit"}}
+    latency: {{value: {latency_s!r} s, assumed: "half of a small message's round trip, measured without limit"}}
     efficiency: {{value: {EFFICIENCY!r}, assumed: "TCP in frames: {PAYLOAD_BYTES} bytes of payload in {FRAME_BYTES}"}}
 """
 

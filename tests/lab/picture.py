@@ -59,18 +59,14 @@ def _throughput(axes: "Axes", found: Findings) -> None:
 
 
 def _time_to_accuracy(axes: "Axes", found: Findings) -> None:
-    from matplotlib.ticker import LogLocator
-
     for index, case in enumerate(found.cases):
         runs = [run for run in found.runs if run.case == case]
         predicted = [(run.bandwidth_bytes_per_s, run.predicted_time_to_accuracy_s) for run in runs]
         line = [(at, wanted) for at, wanted in predicted if wanted is not None]
         axes.plot([at for at, _ in line], [wanted for _, wanted in line], color=_COLOURS[index % len(_COLOURS)])
         _points(axes, runs, index, lambda run: run.time_to_accuracy_s, case.name)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylabel("time to the target accuracy [s]")
+    axes.set_ylim(bottom=0)
 
 
 def _points(axes: "Axes", runs: Sequence[Run], index: int, value: Callable[[Run], float | None], name: str) -> None:

@@ -73,11 +73,11 @@ def _head(found: Findings) -> str:
 {options.num_hosts} hosts (network namespaces of one machine), {per_host} each: torchrun on every host, Gloo over TCP,
 wall clock. Recipes: {", ".join(f"`{case.name}` ({case.mode})" for case in found.cases)}. {_machine()}.
 
-Every prediction was written down before anything trained at its bandwidth. It is the simulator's, from two things.
-{workers} processes at once measured layers and messages before, over wires without a limit.
-Of the wires it takes the stated bandwidth, {_PAYLOAD} for payload, and a latency
-of {seconds(found.free.latency_s)}: half of a small message's way there and back, without a limit. How many epochs the
-target takes is the virtual engine's word: bandwidths don't change it.
+Every prediction was stored before anything trained at its bandwidth. It is the simulator's, from a profile
+and a model of the wires. {workers} processes at once measured layers and messages beforehand, over wires without
+a limit. A wire has the stated bandwidth, {_PAYLOAD} for payload, and a latency
+of {seconds(found.free.latency_s)}: half of a small message's round trip, without a limit. The number of epochs to the
+target is the virtual engine's: bandwidths don't change it.
 
 ![throughput and time to accuracy against bandwidth](lab.png)"""
 
@@ -97,7 +97,7 @@ def _runs(found: Findings) -> str:
     rows = [_cells(run, has_target=has_target) for run in found.runs]
     errors = [abs(_throughput_error(run)) for run in found.runs]
     mean, most = percent(sum(errors) / len(errors)), percent(max(errors))
-    below = f"Throughput is {mean} off on average, signs left out, and {most} at most."
+    below = f"Throughput is {mean} off on average (mean of absolute errors), and {most} at most."
     return f"## Every recipe at every bandwidth\n\n{_table(heads, rows, left=3)}\n\n{below}"
 
 
@@ -147,7 +147,7 @@ def _crossover(found: Findings) -> str:
     where = label(crossing.bandwidth_bytes_per_s)
     return f"""## The crossover
 
-Predicted, before: `{crossing.pipeline}` and `{crossing.data_parallel}` are equally fast at {where}. {_verdict(rows)}
+Predicted beforehand: `{crossing.pipeline}` and `{crossing.data_parallel}` are equally fast at {where}. {_verdict(rows)}
 
 {lead_table}"""
 
@@ -159,13 +159,13 @@ def _verdict(rows: Sequence[tuple[float, float, float]]) -> str:
     if measured is None or predicted is None:
         return "Measured: nowhere on this ladder."
     apart = abs(ladder.index(measured[0]) - ladder.index(predicted[0]))
-    distance = "the step that was predicted" if apart == 0 else f"{apart} beside the step that was predicted"
+    distance = "the predicted step" if apart == 0 else f"{apart} step{'s' * (apart > 1)} from the predicted one"
     return f"Measured: between {label(measured[0])} and {label(measured[1])}, {distance}."
 
 
 def _wires(found: Findings) -> str:
     rows = [_wire_cells(wire) for wire in (*found.wires, found.free)]
-    heads = ["limit", "payload per second", "of the limit", "there and back"]
+    heads = ["limit", "payload per second", "of the limit", "round trip"]
     return f"""## The wires
 
 What two plain sockets got, one direction, for half a second; headers leave them {_PAYLOAD}.

@@ -83,5 +83,5 @@ def test_every_recipe_at_every_bandwidth_then_the_ladder_around_the_crossing(
 
     measured = [lead for _, lead, _ in leads(found)]
     assert (measured[2] > 0) != (measured[3] > 0)  # it is as predicted
-    assert f"between {label(ladder[2])} and {label(ladder[3])}, the step that was predicted." in markdown(found)
+    assert f"between {label(ladder[2])} and {label(ladder[3])}, the predicted step." in markdown(found)
     assert all(curve[0][0] < 1.25e7 and curve[-1][0] > 1.25e8 for curve in found.curves.values())

@@ -50,16 +50,14 @@ def findings(factor: float) -> Findings:
 def test_every_run_is_beside_its_prediction() -> None:
     page = markdown(findings(0.9))
     assert "| 100Mbit | whole | 2 | 22.5 | 25.0 | -10.0% | 22.0 s | 20.0 s | +10.0% |" in page
-    assert "Throughput is 5.0% off on average, signs left out, and 10.0% at most." in page
+    assert "Throughput is 5.0% off on average (mean of absolute errors), and 10.0% at most." in page
     assert "| 100Mbit | 95.2 Mbit | 95.2% | 20.0 us |" in page
 
 
 def test_the_crossover_is_reported_with_its_distance_from_the_prediction() -> None:
     where = "`pipe` and `whole` are equally fast at 400Mbit."
-    assert f"{where} Measured: between 327Mbit and 490Mbit, the step that was predicted." in markdown(findings(1.0))
-    assert f"{where} Measured: between 490Mbit and 735Mbit, 1 beside the step that was predicted." in markdown(
-        findings(0.7)
-    )
+    assert f"{where} Measured: between 327Mbit and 490Mbit, the predicted step." in markdown(findings(1.0))
+    assert f"{where} Measured: between 490Mbit and 735Mbit, 1 step from the predicted one." in markdown(findings(0.7))
     assert f"{where} Measured: nowhere on this ladder." in markdown(findings(0.1))
 
 
@@ -79,6 +77,7 @@ def test_the_picture_has_a_line_and_points_for_every_recipe() -> None:
     throughput, time_to_accuracy = made.axes
     assert len(throughput.lines) == 2 * 2 + 1  # and the predicted crossing
     assert len(time_to_accuracy.lines) == 2 * 2
+    assert (time_to_accuracy.get_yscale(), time_to_accuracy.get_ylim()[0]) == ("linear", 0.0), "10 s looked like none"
     (legend,) = made.legends
     assert [text.get_text() for text in legend.get_texts()][:2] == ["pipe", "whole"]
     assert legend.get_texts()[2].get_text().startswith("predicted crossing"), "the dotted line had no name"

@@ -30,6 +30,10 @@ REFUSED: list[tuple[Sequence[str], str]] = [
         "model.widht: unknown option, allowed are width, fails, hidden; did you mean 'width'? (OWN:Net)",
     ),
     (
+        ["dataset.losss=mse"],
+        "dataset.losss: unknown option, allowed are loss, metrics, inputs, targets, loader_processes; did you mean",
+    ),
+    (
         ["model.fails=at once"],
         "model.target: OWN:Net fails on 10 samples of OWN:data: ArithmeticError: tired (OWN.py:35, in",
     ),

@@ -107,6 +107,13 @@ def test_a_product_of_few_rows_leaves_most_of_the_device_idle() -> None:
     assert seconds(1024, 4096) < 1.2 * 2 * 1024 * 4096**2 / rate
 
 
+def test_a_product_without_columns_takes_a_launch() -> None:
+    """A layer of width 0 divided by zero, and its own forward was blamed."""
+    with Roofline(V100) as roofline:
+        torch.empty(8, 4, device="meta") @ torch.empty(4, 0, device="meta")
+    assert roofline.seconds == V100.launch_s
+
+
 def test_an_embedding_reads_only_the_rows_looked_up() -> None:
     embedding = nn.Embedding(1000, 16, device="meta")
     words = torch.empty(7, dtype=torch.int64, device="meta")

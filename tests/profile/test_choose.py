@@ -223,8 +223,8 @@ def choice_at(size: int) -> tuple[LayerProfile, ...]:
 
 
 MALFORMED = {
-    "": "has no nodes",
-    "[]": "line 1: got '[]', allowed is",
+    "": "isn't JSON: EOF while parsing a value",
+    "[]": "got a list, allowed is an object",
     "{": "isn't JSON: EOF while parsing an object",
     '{"a":' * 100_000: "isn't JSON: recursion limit exceeded",
     "{}": "an object with the key 'pipebench_profile' is expected",

@@ -19,6 +19,7 @@ OVERRIDES = [
     ("train.seed.x=1", "train.seed: got a mapping, allowed is a whole number"),
     ("parallelism.cuts[0]=x", r"parallelism.cuts\[0\]: unknown key.*did you mean 'cuts'"),
     ("train.optimizer={}", None),
+    ("train.target=0.9", "train.target: got 0.9, allowed .*; did you mean 'train.target.value=0.9'"),
     ("train.target={}", "train.target: got an empty mapping, allowed is a mapping with the keys metric, value"),
     ("train=3", "train: got 3, allowed is a mapping with the keys seed"),
     ("train=", "train: got no value after =; null takes a value away"),
@@ -32,6 +33,7 @@ OVERRIDES = [
     ("train.seed=[1", "train.seed: line 1: is not YAML we take"),
     # types
     ("train.seed='3'", "train.seed: got '3', allowed is a whole number; remove the quotes"),
+    ("train.seed=\u0661", "train.seed: got '\u0661', allowed is a whole number$"),
     ("train.seed=true", "train.seed: got true, allowed is a whole number"),
     ("train.seed=3.0", "train.seed: got 3.0, allowed is a whole number"),
     ("train.seed=null", "train.seed: got null, allowed is a whole number"),
@@ -41,6 +43,7 @@ OVERRIDES = [
     ("train.optimizer.lr=fast", "train.optimizer.lr: got 'fast', allowed is a number"),
     ("train.optimizer.lr=.nan", "train.optimizer.lr: got nan, allowed is a number"),
     ("train.optimizer.lr=.inf", "train.optimizer.lr: got inf, allowed is a number"),
+    ("cluster.bandwidth=.inf", "cluster.bandwidth: got inf, allowed is a plain value; numbers are finite"),
     ("train.optimizer.lr=true", "train.optimizer.lr: got true, allowed is a number"),
     ("train.optimizer.betas=[0.9, x]", "train.optimizer.betas: got .*, allowed is a list of number"),
     ("engine.tf32=1", "engine.tf32: got 1, allowed is true or false"),
@@ -481,7 +484,7 @@ OVERRIDES = [
     # engine
     ("engine.timing=measured", "engine.timing: got measured with cluster cluster-a, this machine's compute times are"),
     ("engine.timing=anew", "engine.timing: got anew with cluster cluster-a, this machine's compute times are"),
-    ("cluster={name: local, servers: 2}", "cluster.servers: got 2, allowed are 1 to 1 servers"),
+    ("cluster={name: local, servers: 2}", "cluster.servers: got 2, allowed is the 1 server of this cluster"),
     # interpolation
     ("name='${nothing}'", r"name: '\$\{nothing\}' can't be resolved: Interpolation key 'nothing' not found"),
     ("name='${'", "name: got '.{2,4}', which is no interpolation"),

@@ -71,6 +71,18 @@ def test_bars_are_as_long_as_the_values() -> None:
     assert figure.get_supxlabel() == "= by construction   * fitted on   ? a hypothesis"
 
 
+@pytest.mark.parametrize(("memory_bytes", "shares"), [(5.0, True), (500.0, False)])
+def test_panels_of_one_unit_share_a_scale_on_which_all_have_bars(memory_bytes: float, shares: bool) -> None:
+    """Bytes per sample beside a worker's memory were an empty panel."""
+    sent, memory = (replace(REPORT.measures[0], name=name, unit="bytes") for name in ("sent", "memory"))
+    cells = [TableCell("vgg", each.name, "ideal", value) for each, value in ((sent, 2.0), (memory, memory_bytes))]
+    report = replace(REPORT, measures=(sent, memory), columns=REPORT.columns[:1], rows=REPORT.rows[:1])
+    figure = bars_figure(Evaluated(report, tuple(cells)), replace(BARS, measures=("sent", "memory")))
+    assert figure is not None
+    ends = [float(axes.get_xlim()[1]) for axes in figure.axes]
+    assert (ends[0] == ends[1]) is shares
+
+
 def test_bounds_are_dotted_and_seeds_have_their_range() -> None:
     rows = (replace(REPORT.rows[0], published={"speedup": Published(2.0, "at_least")}),)
     made = Evaluated(replace(REPORT, rows=rows), (TableCell("vgg", "speedup", "ideal", 3.0, 2.5, 3.5),))
@@ -86,6 +98,9 @@ def test_scatter_sets_reproduced_against_published() -> None:
     figure = scatter_figure(evaluated(), SCATTER)
     assert figure is not None
     axes = only(figure.axes)
+    legend = axes.get_legend()
+    assert legend is not None
+    assert "within a factor of 1.2" in [text.get_text() for text in legend.get_texts()], "the band had no name"
     points = labelled(axes)
     for column, title in (("ideal", "ideal hardware"), ("calibrated", "clusters of 2019")):
         wanted = [(given, SPEEDUPS[row.name, column]) for row, given in zip(REPORT.rows, PUBLISHED, strict=True)]

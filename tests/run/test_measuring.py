@@ -165,7 +165,7 @@ def test_lists_that_did_not_fit_are_tried_again(first: tuple[Job, Path], monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(measuring, "in_situ", lambda *_: {})  # as on a GPU that another program fills
         assert prepared(loaded(engine={"timing": "anew"})).setup.profile != first[0].setup.profile
-    assert prepared(loaded()).setup.profile.note.count("; in use ") == 1
+    assert prepared(loaded()).setup.profile.note.count(" as long while all workers compute") == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[[1]]", '{"pipebench_profile": 0}'])

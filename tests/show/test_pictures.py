@@ -142,6 +142,7 @@ def test_curves_are_against_the_clock_with_a_star_where_the_target_was_reached()
     assert (np.asarray(star.get_xdata()).tolist(), np.asarray(star.get_ydata()).tolist()) == ([2.0], [0.6])
     assert (curve.get_label(), other.get_label()) == ("pipedream (straight)", "dp (straight), missed")
     assert curve.get_color() != other.get_color()
+    assert axes.get_xlabel() == "virtual time [s], evaluation included; star: target reached"
 
 
 def test_curves_of_a_missing_metric(tmp_path: Path) -> None:

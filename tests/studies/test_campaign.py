@@ -197,8 +197,8 @@ def test_the_page_has_the_disturbances_and_losses(tmp_path: Path) -> None:
     assert found.fine
     text = page(found)
     for line in (
-        "1 kills and 1 other disturbances of 2 runs, all recovered; 0 came too late;",
-        "; 20 spoilt checkpoints, all handled.",
+        "1 kills and 1 other faults in 2 runs, all recovered; 0 came too late;",
+        "; 20 damaged checkpoints, all handled.",
         "| kill a worker | 1 | 1 of 1 | 4 (4) | 6 (6) | - |",
         "| SIGINT | 1 | 1 of 1 | 5 (5) | 0 (0) | 0.5 (0.5) |",
         "| dp | 0 | 0 | 0 | 0 | 2 | 1 | 1 | 0 |",
@@ -209,7 +209,7 @@ def test_the_page_has_the_disturbances_and_losses(tmp_path: Path) -> None:
         assert line in text
     lost = replace(found, outcomes=[outcome(problems=["other parameters"])], left=2)
     assert not lost.fine
-    assert "1 runs lost something; 0 came too late; 20 spoilt checkpoints, all handled; parts left to do: 2." in page(
+    assert "1 runs lost something; 0 came too late; 20 damaged checkpoints, all handled; parts left to do: 2." in page(
         lost
     )
     assert "- kill-0 (dp 2 distributed): other parameters" in page(lost)
@@ -220,6 +220,6 @@ def test_the_page_has_the_disturbances_and_losses(tmp_path: Path) -> None:
 
 def test_the_stored_page_shows_its_picture() -> None:
     """It showed that of 200 kills, long after a campaign had 280."""
-    picture = "![seconds until training goes on](campaign.png)"
+    picture = "![seconds until training continues](campaign.png)"
     assert picture in page(Findings(WHOLE, [outcome()], {}, 90))
     assert picture not in page(Findings({**WHOLE, "seed": 3}, [outcome()], {}, 90))

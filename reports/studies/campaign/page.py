@@ -21,27 +21,31 @@ from reports.studies.markdown import table
 
 # The arguments of the campaign whose page is `reports/campaign.md`, with a picture beside it.
 WHOLE: Mapping[str, Any] = {"seed": 0, "kills": 280, "only": ""}
-HEAD = f"""# The campaign: disturbed runs and spoilt checkpoints, and what was lost
+HEAD = f"""# The campaign: injected faults and damaged checkpoints, and what was lost
 
 `nox -s campaign` makes this page. A small network with running statistics and dropout is trained for {LAST}
 minibatches in every mode, in one process on the virtual clock and in one, two and three processes, with a checkpoint
-every {EVERY} and an evaluation every {EVALUATED}. Every run is disturbed, most of them several times, at points of its
-course that have names, which a seed draws ([the points](#where-the-kills-came)): a process that comes to its point
-waits until it, or whatever else was drawn, is killed. Launchers and single processes that were killed, and runs that
-were stopped, go on by `pipebench run --resume`.
+every {EVERY} minibatches and an evaluation every {EVALUATED}. Every run has faults injected, most runs several, at
+named [points](#where-the-kills-came) of its course that a seed draws: a process that reaches its point waits until it,
+or whatever else was drawn, has been killed. Launchers and single processes that were killed, and runs that were
+stopped, are resumed by `pipebench run --resume`.
 
-A run has recovered if it ends with exit code 0; if its last checkpoint is that of an undisturbed run of the virtual
-engine to the bit, weights, optimizer, running statistics and counters alike, losses included (in a mode without a
-flush, of a run that drains once more where this one was stopped; where three replicas sum in a ring, of an undisturbed
-run in processes); if MLflow has one run, FINISHED, with every point and every single metric once; and if no process,
-temporary folder or half-written file is left.
+A run has recovered if
+
+- it ends with exit code 0;
+- its last checkpoint equals an undisturbed run's bit for bit: weights, optimizer, running statistics, counters and
+  losses. That run is one of the virtual engine, in a mode without a flush one that also drains where this one was
+  stopped; where three replicas sum in a ring, it is one in processes;
+- MLflow has one run, FINISHED, with every point and every single metric once;
+- no process, temporary folder or half-written file is left.
 """
-READING = """*Down* is the time from the disturbance until training goes on, and holds the restart of Python and torch;
-*again* is how many minibatches were trained a second time. Both are empty where training was over, or never stopped.
+READING = """*Down* is the time from the fault until training continues, including the restart of Python and torch;
+*repeated* is the number of minibatches that were trained a second time. Both are `-` where training was over, or never
+stopped.
 """
-_SPOILT = """A run's files are spoilt in a copy, and it is gone on with: it has to be refused in one sentence, or to
-pass over the checkpoint and end with the undisturbed run's bits. *Signed* is what was changed by somebody who makes the
-seals fit again. The last rows are the tables of `tests/checkpoint/test_spoilt.py`.
+_SPOILT = """A run's files are damaged in a copy, which is then resumed. The run has to refuse in one sentence, or to
+pass over the checkpoint and end with the undisturbed run's bits. *Signed*: the checksums were recomputed to match the
+change. Rows in capitals are the tables of that name in `tests/checkpoint/test_spoilt.py`.
 """
 
 
@@ -80,9 +84,9 @@ class Findings:
         taken = sum(row["answer"] not in (REFUSED, PASSED_OVER) for row in rows)
         undone = sum(each.undone for each in self.outcomes)
         return (
-            f"{self.num_kills} kills and {_num_others(self.outcomes)} other disturbances of {len(self.outcomes)} runs, "
-            f"{f'{lost} runs lost something' if lost else 'all recovered'}; {undone} came too late; {len(rows)} spoilt "
-            f"checkpoints, {f'{taken} not handled' if taken else 'all handled'}"
+            f"{self.num_kills} kills and {_num_others(self.outcomes)} other faults in {len(self.outcomes)} runs, "
+            f"{f'{lost} runs lost something' if lost else 'all recovered'}; {undone} came too late; {len(rows)} "
+            f"damaged checkpoints, {f'{taken} not handled' if taken else 'all handled'}"
             f"{f'; parts left to do: {self.left}' if self.left else ''}."
         )
 
@@ -96,13 +100,13 @@ def page(found: Findings) -> str:
         f"pipebench {__version__}, torch {torch.__version__}, {platform.system()} {platform.machine()}."
     )
     parts = [HEAD, found.verdict, made, *(f"Not tried: {why}." for why in found.not_tried)]
-    parts += ["## What was done", READING, _by_kind(found.outcomes)]
+    parts += ["## Faults", READING, _by_kind(found.outcomes)]
     if asked == WHOLE:
-        parts += ["![seconds until training goes on](campaign.png)"]
-    parts += ["## In which mode", _by_mode(found.outcomes)]
+        parts += ["![seconds until training continues](campaign.png)"]
+    parts += ["## Modes", _by_mode(found.outcomes)]
     parts += ["## Where the kills came", _by_point(found.outcomes)]
     if found.spoilt:
-        parts += ["## Spoilt checkpoints", _SPOILT, _by_way(found.spoilt)]
+        parts += ["## Damaged checkpoints", _SPOILT, _by_way(found.spoilt)]
     problems = found.problems
     parts += ["## Problems", *(["None."] if not problems else ["\n".join(f"- {each}" for each in problems)])]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
@@ -125,7 +129,7 @@ def draw_picture(found: Findings, path: Path) -> None:
         axes.plot([x for x, _ in dots], [y for _, y in dots], marker, alpha=0.6, linestyle="", label=engine)
     axes.set_yticks(range(len(kinds)), kinds)
     axes.invert_yaxis()
-    axes.set_xlabel("seconds until training goes on")
+    axes.set_xlabel("seconds until training continues")
     axes.set_xlim(left=0)
     axes.legend()
     figure.savefig(path, dpi=100)
@@ -144,7 +148,15 @@ def _by_kind(outcomes: Sequence[Outcome]) -> str:
             )
             ends = [seconds for each in outcomes for stop, seconds in each.signal_s if stop == kind]
             rows.append([kind, len(done), f"{recovered} of {len(runs)}", _spread(down), _spread(again), _spread(ends)])
-    head = ("disturbance", "times", "runs recovered", "down, s: median (most)", "again", "s until the command ended")
+    spread = "median (maximum)"
+    head = (
+        "fault",
+        "times",
+        "runs recovered",
+        f"down, s: {spread}",
+        f"repeated: {spread}",
+        f"s until the command ended: {spread}",
+    )
     return table(head, rows)
 
 
@@ -166,7 +178,7 @@ def _by_point(outcomes: Sequence[Outcome]) -> str:
     counts = Counter((done.point, each.engine) for each in outcomes for done in each.done if done.kind in KILLS)
     rows = [[name, what, counts[name, VIRTUAL], counts[name, DISTRIBUTED]] for name, what in POINTS.items()]
     rows = [row for row in rows if any(row[2:])]
-    return table(("point", "what is going on", VIRTUAL, DISTRIBUTED), rows)
+    return table(("point", "what happens there", VIRTUAL, DISTRIBUTED), rows)
 
 
 def _by_way(spoilt: Mapping[str, Mapping[str, Any]]) -> str:
@@ -178,7 +190,7 @@ def _by_way(spoilt: Mapping[str, Mapping[str, Any]]) -> str:
             counts.setdefault(way, Counter())[answer] += 1
     answers = (REFUSED, PASSED_OVER, "not handled")
     rows = [[way, sum(found.values()), *(found[answer] for answer in answers)] for way, found in counts.items()]
-    return table(("spoilt by", "times", *answers), rows)
+    return table(("damage", "times", *answers), rows)
 
 
 def _of_kind(outcomes: Iterable[Outcome], kind: str) -> Iterator[Done]:

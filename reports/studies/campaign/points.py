@@ -22,22 +22,22 @@ BEGUN = "begun.jsonl"  # a line whenever a process begins to train
 _POLL_S, _PATIENCE_S = 0.003, 600.0
 # Descriptions of the points by name.
 POINTS = {
-    "model": "in start-up, the model has been made",
-    "restored": "a checkpoint has been taken up",
+    "model": "in start-up, the model has been built",
+    "restored": "a checkpoint has been loaded",
     "segment": "between two drains",
-    "instruction": "in the midst of a segment",
+    "instruction": "within a segment",
     "hand over": "while layers move",
     "recut": "at a drain that moves layers",
     "part": "a part of a checkpoint is written, not renamed",
     "part written": "a part of a checkpoint is written",
     "manifest": "the manifest is written, not renamed",
-    "committed": "the checkpoint is whole, older ones not removed",
+    "committed": "the checkpoint is complete, older ones not removed",
     "pruned": "older checkpoints are removed",
     "evaluation": "before an evaluation",
     "evaluated": "an evaluation is over",
-    "result": "all is trained, nothing summed up",
-    "finish": "before the record is closed",
-    "finished": "the record is closed",
+    "result": "training is over, results aren't computed",
+    "finish": "before MLflow's record is closed",
+    "finished": "MLflow's record is closed",
 }
 
 
