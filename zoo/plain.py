@@ -22,9 +22,9 @@ from torch.utils.data import (
     default_collate,
 )
 
-from pipebench.zoo.measures import Measure, Metric, beside_loss, cross_entropy, loss_of_model
+from pipebench.zoo.measures import Measure, Metric, OfWholeSet, beside_loss, cross_entropy, loss_of_model
 from pipebench.zoo.options import SPLITS
-from pipebench.zoo.registry import DataError, Dataset
+from pipebench.zoo.registry import DataError, Dataset, SetMetric
 from pipebench.zoo.samples import INPUT, TARGET, Fields, flat, how_to_name, in_words, shaped, tensor_names
 from pipebench.zoo.seeding import seeded
 
@@ -60,7 +60,7 @@ class DatasetPair(Dataset):
         train: Any,
         held_out: Any,
         loss: Measure,
-        metrics: Mapping[str, Metric],
+        metrics: Mapping[str, Metric | OfWholeSet],
         loader_processes: int = 0,
         fields: Fields | None = None,
     ) -> None:
@@ -68,7 +68,8 @@ class DatasetPair(Dataset):
         self._fields = Fields() if fields is None and loss is loss_of_model else fields
         self.num_train, self.num_eval = (_length(split, data) for split, data in self._splits.items())
         self._loss = loss
-        self._metrics = dict(metrics)
+        self._means = {name: metric for name, metric in metrics.items() if isinstance(metric, Metric)}
+        self._of_whole_set = {name: metric for name, metric in metrics.items() if isinstance(metric, OfWholeSet)}
         self.metrics = {name: metric.best for name, metric in metrics.items()}
         self.loader_processes = loader_processes
         first = self._collated("train", [0], 0)
@@ -168,17 +169,28 @@ class DatasetPair(Dataset):
         return self._sum("loss", self._loss, output, targets)
 
     def score(self, output: Any, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return every metric summed over the samples.
+        """Return every metric that is a mean, summed over the samples.
 
         Raises:
             DataError: a metric fails, or returns neither a number nor one per sample.
         """
-        if self._metrics and self._loss is loss_of_model:
-            output = beside_loss(output)
+        output = self._judged(output) if self._means else output
         return {
             name: self._sum(f"metric {name}", metric.function, output, targets).detach()
-            for name, metric in self._metrics.items()
+            for name, metric in self._means.items()
         }
+
+    def whole_set_metrics(self) -> dict[str, SetMetric]:
+        """See `Dataset`."""
+        return {name: metric.make() for name, metric in self._of_whole_set.items()}
+
+    def for_metrics(self, output: Any, targets: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
+        """Return the output without a loss in it, and the target in the samples' structure."""
+        return self._judged(output), shaped(self._targets, targets)
+
+    def _judged(self, output: Any) -> Any:
+        """Return the part of a model's output that metrics get."""
+        return beside_loss(output) if self._loss is loss_of_model else output
 
     def _sum(self, what: str, measure: Measure, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         num_samples = next(iter(targets.values())).shape[0]

@@ -261,7 +261,7 @@ def test_the_best_k_of_k_outputs_are_refused(name: str, shape: tuple[int, ...]) 
 )
 def test_invalid_numbers_of_samples_are_refused_with_the_allowed_ones(value: Any, sentence: str) -> None:
     data = plain(lambda i: (POINTS[i], LABELS[i]), loss="mse")
-    data._loss, data._metrics = lambda _, __: value, {"sure": Metric(lambda _, __: value, "max")}
+    data._loss, data._means = lambda _, __: value, {"sure": Metric(lambda _, __: value, "max")}
     targets = data.fetch("train", [0, 1], ["target"])
     for what, measure in (("loss", data.loss), ("metric sure", data.score)):
         with pytest.raises(
