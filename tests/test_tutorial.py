@@ -90,7 +90,7 @@ def test_readme_s_user_model_trains(tmp_path: Path) -> None:
 
 
 def test_the_how_to_s_models_with_losses_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Labels in a dict, an object with a loss; a training_step: cut into stages as well as whole. A class scores the held-out set."""
+    """Labels in a dict, an object with a loss; a training_step: cut into stages as well as whole. And whole-set F1."""
     monkeypatch.chdir(tmp_path)
     assert write_files(HOW_TO, tmp_path) == ["hf.py", "hf.yaml", "lit.py", "lit.yaml", "f1.py", "tune.py", "tune.yaml"]
     for name, metric in (("hf", "top1"), ("lit", "eval_loss")):
