@@ -133,7 +133,10 @@ class Dataset(ABC):
         return {name: value / weight for name, value in sums.items()}
 
     def whole_set_metrics(self) -> Mapping[str, SetMetric]:
-        """Return new objects for the metrics of all held-out samples that are no means over them, by name."""
+        """Return new objects for the metrics of the whole held-out set that `summarise` can't compute, by name.
+
+        Such as an area under a curve. Every evaluation, and every process, calls this once.
+        """
         return {}
 
     def for_metrics(self, output: Any, targets: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
