@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn import functional
 
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.simulate.timeline import EVALUATION
+from pipebench.zoo.registry import SetMetric
 from tests.support import Blobs, make_engine, make_setup
 
 # Arguments of `make_setup` for every order of work, weight policy and kind of plan; `stages` is 1 for no cuts.
@@ -43,6 +44,47 @@ class Images(Blobs):
         return super().score(output if isinstance(output, torch.Tensor) else output[0], targets)
 
 
+class Ranking:
+    """Area under the curve of class 0 against the others, by the sum of its samples' ranks; outputs have no ties."""
+
+    def __init__(self) -> None:
+        self.scores: list[float] = []
+        self.positive: list[bool] = []
+
+    def update(self, output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> None:
+        assert output.device.type == targets["label"].device.type == "cpu"
+        self.scores += output[:, 0].tolist()
+        self.positive += (targets["label"] == 0).tolist()
+
+    def compute(self) -> Any:
+        assert not distributed.is_initialized()  # torchmetrics' own would now exchange with processes that don't
+        ranks = torch.tensor(self.scores, dtype=torch.float64).argsort().argsort() + 1
+        num = sum(self.positive)
+        return (int(ranks[torch.tensor(self.positive)].sum()) - num * (num + 1) / 2) / (num * (len(ranks) - num))
+
+
+class Order(Ranking):
+    """Depends on the order of minibatches."""
+
+    def compute(self) -> torch.Tensor:
+        return torch.tensor(self.scores) @ torch.arange(1.0, 1 + len(self.scores))
+
+
+class RankedBlobs(Blobs):
+    """Random features and labels, with metrics of the whole held-out set."""
+
+    metrics: Mapping[str, str] = {"top1": "max", "area": "max", "order": "min"}
+
+    def whole_set_metrics(self) -> Mapping[str, SetMetric]:
+        return {"area": Ranking(), "order": Order()}
+
+
+def area_under_curve(scores: torch.Tensor, positive: torch.Tensor) -> float:
+    """Return the share of pairs of a positive and another sample in which the positive one scores higher."""
+    pairs = [float(a > b) + 0.5 * float(a == b) for a in scores[positive] for b in scores[~positive]]
+    return sum(pairs) / len(pairs)
+
+
 def mode_setup(model: nn.Module, mode: str, starts: Sequence[int], **options: Any) -> Setup:
     """Return a setup of a model in one of `MODES`, cut before the layers `starts` if the mode has several stages."""
     columns = dict(MODES[mode])
@@ -59,8 +101,8 @@ def trained(setup: Setup, num_minibatches: int = 3) -> VirtualEngine:
     return engine
 
 
-def plain_scores(engine: VirtualEngine, model: nn.Module) -> dict[str, float]:
-    """Return the scores of the trained weights in plain torch; `model` is the module before tracing."""
+def plain_model(engine: VirtualEngine, model: nn.Module) -> nn.Module:
+    """Return a copy of `model`, the module before tracing, with the trained weights, in evaluation mode."""
     model = copy.deepcopy(model)
     own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     with torch.no_grad():
@@ -68,7 +110,12 @@ def plain_scores(engine: VirtualEngine, model: nn.Module) -> dict[str, float]:
             for name, tensor in replica.tensors().items():
                 if not name.startswith("_tensor_constant"):  # tracing adds tensors that `forward` makes
                     own[name.removeprefix("model.") if name not in own else name].copy_(tensor)
-    model.eval()
+    return model.eval()
+
+
+def plain_scores(engine: VirtualEngine, model: nn.Module) -> dict[str, float]:
+    """Return the scores of the trained weights in plain torch; `model` is the module before tracing."""
+    model = plain_model(engine, model)
     setup, total, right, count = engine.setup, 0.0, 0, 0
     with torch.no_grad():
         for k in range(setup.held_out.minibatches_per_epoch):

@@ -90,9 +90,9 @@ def test_readme_s_user_model_trains(tmp_path: Path) -> None:
 
 
 def test_the_how_to_s_models_with_losses_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Labels in a dict, an object with a loss; a training_step: cut into stages as well as whole."""
+    """Labels in a dict, an object with a loss; a training_step: cut into stages as well as whole. And whole-set F1."""
     monkeypatch.chdir(tmp_path)
-    assert write_files(HOW_TO, tmp_path) == ["hf.py", "hf.yaml", "lit.py", "lit.yaml", "tune.py", "tune.yaml"]
+    assert write_files(HOW_TO, tmp_path) == ["hf.py", "hf.yaml", "lit.py", "lit.yaml", "f1.py", "tune.py", "tune.yaml"]
     for name, metric in (("hf", "top1"), ("lit", "eval_loss")):
         cut, whole = (
             pipebench.run(f"{name}.yaml", parallelism=parallelism, on_progress=lambda facts: None)
@@ -103,6 +103,9 @@ def test_the_how_to_s_models_with_losses_train(tmp_path: Path, monkeypatch: pyte
         assert losses == pytest.approx(expected, rel=1e-5)
         assert len(losses) == 2
         assert losses[1][0] < losses[0][0]
+    f1 = {"target": "f1:MacroF1", "classes": 3, "best": "max"}
+    run = pipebench.run("hf.yaml", dataset={"metrics": {"f1": f1, "top1": "top1"}}, on_progress=lambda facts: None)
+    assert 0 < run.metrics["final_f1"] < run.metrics["final_top1"] < 1
 
 
 def test_the_how_to_s_fine_tuning_keeps_frozen_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

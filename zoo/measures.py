@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from pipebench.zoo.registry import DataError
+from pipebench.zoo.registry import DataError, SetMetric
 
 Measure = Callable[[Any, Any], Any]
 _PARTS = (torch.Tensor, torch.fx.Proxy, tuple, list, Mapping, int, float, str, type(None))
@@ -20,9 +20,17 @@ _PARTS = (torch.Tensor, torch.fx.Proxy, tuple, list, Mapping, int, float, str, t
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric: its function, and which values are better."""
+    """A metric that is a mean over samples: its function, and which values are better."""
 
     function: Measure  # of output and target
+    best: str  # `max` or `min`
+
+
+@dataclass(frozen=True)
+class OfWholeSet:
+    """A metric of all held-out samples together: what makes its object, and which values are better."""
+
+    make: Callable[[], SetMetric]
     best: str  # `max` or `min`
 
 
@@ -101,12 +109,11 @@ class OfClass:
     Every call makes an object, so that none keeps anything from one call to the next.
     """
 
-    make: Callable[..., Measure]
-    arguments: Mapping[str, Any]
+    make: Callable[[], Measure]
 
     def __call__(self, output: Any, target: Any) -> Any:
         """Return what an object gives for an output and a target; its tensors are moved to their device."""
-        measure = self.make(**self.arguments)
+        measure = self.make()
         if isinstance(measure, nn.Module):
             measure.to(next(part.device for part in tree_leaves([output, target]) if isinstance(part, torch.Tensor)))
         return measure(output, target)

@@ -1,4 +1,4 @@
-"""A user's pair of PyTorch data sets as a `Dataset`; minibatches are collated by torch's `default_collate`.
+"""A user's pair of PyTorch data sets as a `Dataset`; minibatches are collated as torch's DataLoader does.
 
 It ensures what an engine relies on: samples of one shape, fetched by index, random augmentation that depends on the
 caller's number only, and a loss and metrics that are sums over samples.
@@ -22,12 +22,13 @@ from torch.utils.data import (
     default_collate,
 )
 
-from pipebench.zoo.measures import Measure, Metric, beside_loss, cross_entropy, loss_of_model
+from pipebench.zoo.measures import Measure, Metric, OfWholeSet, beside_loss, cross_entropy, loss_of_model
 from pipebench.zoo.options import SPLITS
-from pipebench.zoo.registry import DataError, Dataset
+from pipebench.zoo.registry import DataError, Dataset, SetMetric
 from pipebench.zoo.samples import INPUT, TARGET, Fields, flat, how_to_name, in_words, shaped, tensor_names
 from pipebench.zoo.seeding import seeded
 
+Collate = Callable[[list[Any]], Any]  # makes a minibatch of samples, as for torch's DataLoader
 _KEPT_TARGETS = 32  # minibatches whose inputs have been fetched and whose targets may be, by the same process
 _IGNORED = -100  # the label that torch's cross-entropy ignores
 _GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment, which gives neighbouring samples very different seeds
@@ -60,15 +61,16 @@ class DatasetPair(Dataset):
         train: Any,
         held_out: Any,
         loss: Measure,
-        metrics: Mapping[str, Metric],
+        metrics: Mapping[str, Metric | OfWholeSet],
         loader_processes: int = 0,
         fields: Fields | None = None,
     ) -> None:
         self._splits = _by_split(train, held_out)
         self._fields = Fields() if fields is None and loss is loss_of_model else fields
-        self.num_train, self.num_eval = (_length(split, data) for split, data in self._splits.items())
+        self.num_train, self.num_eval = (_length(split, data) for split, (data, _) in self._splits.items())
         self._loss = loss
-        self._metrics = dict(metrics)
+        self._means = {name: metric for name, metric in metrics.items() if isinstance(metric, Metric)}
+        self._of_whole_set = {name: metric for name, metric in metrics.items() if isinstance(metric, OfWholeSet)}
         self.metrics = {name: metric.best for name, metric in metrics.items()}
         self.loader_processes = loader_processes
         first = self._collated("train", [0], 0)
@@ -84,7 +86,7 @@ class DatasetPair(Dataset):
         Raises:
             DataError: they can't be collated, or differ when they are read again.
         """
-        for split, data in self._splits.items():
+        for split, (data, _) in self._splits.items():
             length, fields = _length(split, data), [*self._inputs, *self._targets]
             indices = sorted({0, length // 2, length - 1})
             once, again = (self.fetch(split, indices, fields) for _ in range(2))
@@ -168,17 +170,28 @@ class DatasetPair(Dataset):
         return self._sum("loss", self._loss, output, targets)
 
     def score(self, output: Any, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return every metric summed over the samples.
+        """Return every metric that is a mean, summed over the samples.
 
         Raises:
             DataError: a metric fails, or returns neither a number nor one per sample.
         """
-        if self._metrics and self._loss is loss_of_model:
-            output = beside_loss(output)
+        output = self._judged(output) if self._means else output
         return {
             name: self._sum(f"metric {name}", metric.function, output, targets).detach()
-            for name, metric in self._metrics.items()
+            for name, metric in self._means.items()
         }
+
+    def whole_set_metrics(self) -> dict[str, SetMetric]:
+        """See `Dataset`."""
+        return {name: metric.make() for name, metric in self._of_whole_set.items()}
+
+    def for_metrics(self, output: Any, targets: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
+        """Return the output without a loss in it, and the target in the samples' structure."""
+        return self._judged(output), shaped(self._targets, targets)
+
+    def _judged(self, output: Any) -> Any:
+        """Return the part of a model's output that metrics get."""
+        return beside_loss(output) if self._loss is loss_of_model else output
 
     def _sum(self, what: str, measure: Measure, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         num_samples = next(iter(targets.values())).shape[0]
@@ -197,30 +210,45 @@ class DatasetPair(Dataset):
         )
 
     def _collated(self, split: str, indices: Sequence[int], draw: int) -> dict[str, Any]:
-        data = self._splits[split]
+        data, collate = self._splits[split]
+        samples = []
         with seeded(draw) as seed:
-            samples = []
             for index in indices:
                 seed((draw + _GOLDEN * (index + 1)) % 2**63)
                 try:
-                    sample = data[index]
+                    samples.append(data[index])
                 except Exception as error:  # by the user's code, or by a library that doesn't name the sample
                     raise DataError(f"sample {index} of {split} can't be read") from error
-                samples.append(sample if self._fields is None else self._fields.pair(sample))
-        for index, sample in zip(indices, samples, strict=True):
-            if not isinstance(sample, tuple | list) or len(sample) != 2:
-                raise DataError(
-                    f"sample {index} of {split} is {in_words(sample)}, needed is a pair (input, target)"
-                    + how_to_name(sample)
-                )
+            if collate is not default_collate:
+                return self._collated_by(collate, split, samples)
+        pairs = [self._pair(f"sample {index} of {split}", each) for index, each in zip(indices, samples, strict=True)]
         try:
-            return dict(zip((INPUT, TARGET), default_collate([tuple(sample) for sample in samples]), strict=True))
+            return dict(zip((INPUT, TARGET), default_collate(pairs), strict=True))
         except (TypeError, RuntimeError, ValueError, KeyError) as error:
             self._check_each(split, indices)
             raise DataError(
                 f"sample {indices[0]} of {split} doesn't go into a minibatch (torch's default_collate): it is "
-                f"{in_words(samples[0])}"
+                f"{in_words(pairs[0])}"
             ) from error
+
+    def _collated_by(self, collate: Collate, split: str, samples: list[Any]) -> dict[str, Any]:
+        """Return what a collate function of the user's own makes of samples."""
+        what = f"what the collate_fn of {split} makes of {len(samples)} samples"
+        try:
+            made = collate(samples)
+        except Exception as error:
+            raise DataError(f"the collate_fn of {split} fails on {len(samples)} samples") from error
+        collated = dict(zip((INPUT, TARGET), self._pair(what, made), strict=True))
+        for name, part in flat(collated).items():
+            if not isinstance(part, torch.Tensor) or part.shape[:1] != (len(samples),):
+                raise DataError(f"{name} in {what} is {in_words(part)}, needed is a tensor with a row per sample")
+        return collated
+
+    def _pair(self, what: str, given: Any) -> tuple[Any, Any]:
+        pair = given if self._fields is None else self._fields.pair(given)
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise DataError(f"{what} is {in_words(pair)}, needed is a pair (input, target){how_to_name(pair)}")
+        return tuple(pair)
 
     def _check_alike(self, split: str, indices: Sequence[int], given: Mapping[str, torch.Tensor]) -> None:
         for name, like in self._like.items():
@@ -250,8 +278,14 @@ class DatasetPair(Dataset):
             self._check_alike(split, [index], flat(self._collated(split, [index], 0)))
 
 
-def _by_split(train: Any, held_out: Any) -> dict[str, Any]:
-    return {split: _copied(_unloaded(split, data)) for split, data in zip(SPLITS, (train, held_out), strict=True)}
+def _by_split(train: Any, held_out: Any) -> dict[str, tuple[Any, Collate]]:
+    return {split: _with_collate(split, given) for split, given in zip(SPLITS, (train, held_out), strict=True)}
+
+
+def _with_collate(split: str, given: Any) -> tuple[Any, Collate]:
+    """Return a data set, and what makes minibatches of its samples: the `collate_fn` of its loader, or its own."""
+    data = _copied(_unloaded(split, given))
+    return data, getattr(given if isinstance(given, DataLoader) else data, "collate_fn", None) or default_collate
 
 
 def _copied(data: Any) -> Any:
@@ -278,21 +312,16 @@ def _unloaded(split: str, data: Any) -> Any:
     """Return the data set of a loader, or `data` if it is none; minibatches are drawn from the run's seed instead.
 
     Raises:
-        DataError: the loader has a collate function or a sampler of its own, or drops the last minibatch.
+        DataError: the loader has a sampler of its own, or drops the last minibatch.
     """
     if not isinstance(data, DataLoader):
         return data
     known = (RandomSampler, SequentialSampler)
-    for what, is_own in (
-        ("collate_fn", data.collate_fn is not default_collate),
-        ("sampler", type(data.sampler) not in known or type(data.batch_sampler) is not BatchSampler),
-    ):
-        if is_own:
-            raise DataError(
-                f"the loader of {split} has a {what} of its own, and minibatches are made from the run's seed by "
-                "torch's default_collate: give its data set, `loader.dataset`, with samples that go into a minibatch "
-                "as they are, such as padded ones"
-            )
+    if type(data.sampler) not in known or type(data.batch_sampler) is not BatchSampler:
+        raise DataError(
+            f"the loader of {split} has a sampler of its own, and minibatches are drawn from the run's seed: give its "
+            "data set, `loader.dataset`"
+        )
     if data.drop_last:
         raise DataError(
             f"the loader of {split} has drop_last=True, and every sample is read once an epoch, in a smaller last "
@@ -307,4 +336,9 @@ def _length(split: str, data: Any) -> int:
         raise DataError(f"{what}, needed is one with a length and samples by index (torch.utils.data.Dataset)")
     if len(data) < 1:
         raise DataError(f"the data set of {split} has no sample")
+    try:
+        torch.empty(len(data), dtype=torch.int64)  # takes no memory before it is written to
+    except RuntimeError:
+        most = f"the data set of {split} has {len(data):,} samples, and memory can't even hold their order"
+        raise DataError(f"{most}: let __len__ return those of an epoch") from None
     return len(data)

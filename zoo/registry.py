@@ -19,7 +19,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +30,16 @@ class LengthClass(NamedTuple):
 
     columns: int  # width of their samples, padding included
     share: float  # share of all minibatches; the shares of all classes add up to 1
+
+
+class SetMetric(Protocol):
+    """A metric of a whole set of samples, such as those of torchmetrics and torcheval."""
+
+    def update(self, output: Any, targets: Any, /) -> Any:
+        """Take a minibatch, on the host; an evaluation gives all its minibatches, in order, to one object."""
+
+    def compute(self) -> Any:
+        """Return the metric, a number."""
 
 
 class DataError(ValueError):
@@ -121,6 +131,17 @@ class Dataset(ABC):
     def summarise(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
         """Return metrics, given the sums of `score` over all held-out samples, and their weight; by default means."""
         return {name: value / weight for name, value in sums.items()}
+
+    def whole_set_metrics(self) -> Mapping[str, SetMetric]:
+        """Return new objects for the metrics of the whole held-out set that `summarise` can't compute, by name.
+
+        Such as an area under a curve. Every evaluation, and every process, calls this once.
+        """
+        return {}
+
+    def for_metrics(self, output: Any, targets: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
+        """Return a minibatch's output and targets as `update` of `whole_set_metrics` gets them."""
+        return output, targets
 
     def whole_model_metrics(self, model: torch.nn.Module) -> dict[str, float]:
         """Return the metrics that need the whole model on one device, such as those of generated text.

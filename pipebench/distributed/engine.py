@@ -4,6 +4,7 @@ It executes its worker's program. `transport.py` says what blocks. The arithmeti
 virtual engine shares.
 """
 
+import pickle
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -27,6 +28,7 @@ from pipebench.engine.engine import CUDA_LOSS_EVERY, Gather, OnLoss, OnUnit, Tra
 from pipebench.engine.feed import Feed, training_feed
 from pipebench.engine.protocols import SegmentExtension, UnitLoss
 from pipebench.engine.setup import Setup, ranks_of
+from pipebench.engine.whole_set import WholeSet
 from pipebench.engine.worker import Worker
 from pipebench.errors import DivergedError
 from pipebench.model.allocator import allocator_of
@@ -344,6 +346,19 @@ class DistributedEngine(TrainingEngine):
         if not loss.total.is_cuda or self._num_losses % CUDA_LOSS_EVERY == 0:
             self._transport.latest_loss = float(loss.total) / loss.weight
         self._num_losses += 1
+
+    def _complete(self, whole_set: WholeSet) -> None:
+        """See `TrainingEngine`. A stage's replicas take turns, so where the last has several, each has a part."""
+        pipeline = self.setup.evaluation.pipeline
+        last = pipeline.num_stages - 1
+        if pipeline.replicas[last] == 1 or not whole_set.metrics:
+            return
+        self.set_activity("metrics of the whole set")
+        first = self._ranks[pipeline.worker(last, 0)]
+        parcels = {first: pickle.dumps(whole_set.waiting)} if self.world.rank != first else {}
+        for parcel in self.world.hand_over(parcels).values():
+            whole_set.take(pickle.loads(parcel))
+        self.set_activity("")
 
     def _whole_model_metrics(self) -> dict[str, float]:
         """Gather the newest weights on rank 0, which computes the whole model's metrics while the others wait."""

@@ -17,6 +17,7 @@ from pipebench.engine.loss_scale import scale_metrics
 from pipebench.engine.protocols import Collectives, EngineExtension, SegmentExtension
 from pipebench.engine.scores import Scores, WholeModel
 from pipebench.engine.setup import Setup
+from pipebench.engine.whole_set import WholeSet
 from pipebench.engine.worker import Worker
 from pipebench.model.loading import Loaders
 from pipebench.model.plan import Plan
@@ -201,8 +202,8 @@ class TrainingEngine(Engine):
             feed.close()
         for worker in self.workers:
             worker.end_evaluation()
-        scores.merge(self.exchange(scores.sums))
-        metrics = scores.metrics()
+        self._complete(scores.whole_set)
+        metrics = scores.metrics(self.exchange(scores.share()))
         if setup.loss_scale is not None:
             scales = [scale for worker in self.workers for scale in worker.loss_scales]
             metrics |= scale_metrics(scale for own in self.exchange(scales) for scale in own)
@@ -222,6 +223,9 @@ class TrainingEngine(Engine):
             for stage in range(pipeline.num_stages):
                 for worker in self.workers:
                     worker.gather_or_free(Instruction(op, stage, 0), self.collectives)
+
+    def _complete(self, whole_set: WholeSet) -> None:
+        """Hand over what waits in other processes to the one that evaluates the first minibatch."""
 
     @cached_property
     def _whole(self) -> WholeModel:

@@ -8,6 +8,7 @@ import torch
 
 from pipebench.checkpoint.share import own_names
 from pipebench.engine.setup import Setup
+from pipebench.engine.whole_set import WholeSet
 from pipebench.model.copies import copied, copied_to
 from pipebench.zoo.registry import Dataset
 
@@ -15,33 +16,35 @@ _LOSS, _WEIGHT = "eval_loss", "weight of all samples"
 
 
 class Scores:
-    """Sums of the loss and of a dataset's scores over samples."""
+    """Sums of the loss and of a dataset's scores over samples, and its metrics of the whole set."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
-        # By name; plain numbers, so that `merge` can add those of several workers
-        self.sums: dict[str, float] = defaultdict(float)
+        self._sums: dict[str, float] = defaultdict(float)  # by name
+        self.whole_set = WholeSet(dataset)
 
-    def add(self, output: Any, targets: Mapping[str, torch.Tensor], weight: float) -> None:
-        """Score the model's output for a minibatch."""
-        self.sums[_LOSS] += float(self._dataset.loss(output, targets))
-        self.sums[_WEIGHT] += weight
+    def add(self, minibatch: int, output: Any, targets: Mapping[str, torch.Tensor], weight: float) -> None:
+        """Score the model's output for a minibatch, numbered from 0."""
+        self._sums[_LOSS] += float(self._dataset.loss(output, targets))
+        self._sums[_WEIGHT] += weight
         for name, value in self._dataset.score(output, targets).items():
-            self.sums[name] += float(value)
+            self._sums[name] += float(value)
+        self.whole_set.add(minibatch, output, targets)
 
-    def merge(self, others: Iterable[Mapping[str, float]]) -> None:
-        """Replace the sums by the totals over all workers, added in their order."""
+    def share(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return this process's sums, and the metrics of the whole set if this process computes them, as JSON data."""
+        return self._sums, self.whole_set.compute()
+
+    def metrics(self, shares: Iterable[tuple[Mapping[str, float], Mapping[str, float]]]) -> dict[str, float]:
+        """Return `eval_loss` and every metric of the dataset; `shares` are every worker's, added in their order."""
         total: dict[str, float] = defaultdict(float)
-        for sums in others:
+        whole_set: dict[str, float] = {}
+        for sums, computed in shares:
+            whole_set |= computed
             for name, value in sums.items():
                 total[name] += value
-        self.sums = total
-
-    def metrics(self) -> dict[str, float]:
-        """Return `eval_loss` and every metric of the dataset."""
-        sums = dict(self.sums)
-        weight = sums.pop(_WEIGHT)
-        return {_LOSS: sums.pop(_LOSS) / weight, **self._dataset.summarise(sums, weight)}
+        weight = total.pop(_WEIGHT)
+        return {_LOSS: total.pop(_LOSS) / weight, **self._dataset.summarise(total, weight), **whole_set}
 
 
 class WholeModel:

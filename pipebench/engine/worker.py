@@ -235,7 +235,7 @@ class Worker(WorkerReplicas):
         values, output = self.replicas[stage].evaluate(draw, inputs, received, place)
         self.crossing.leave(stage, unit, values)
         if self._stages[stage].is_last:
-            scores.add(output, self.feed.targets(self.index, unit), self.feed.weight(unit))
+            scores.add(unit, output, self.feed.targets(self.index, unit), self.feed.weight(unit))
 
     def _send_activation(self, it: Instruction, transport: Transport, _: Collectives) -> None:
         values = self.crossing.values_for(it.stage, it.number, it.peer)

@@ -13,7 +13,7 @@ from pipebench.zoo.registry import Dataset
 _UNCHANGED = (
     *("inputs", "targets", "metrics", "num_train", "num_eval", "num_ids", "sequential", "generates_with"),
     *("loader_processes", "targets_apart", "concurrent", "lengths", "check", "weight", "summarise", "buckets", "notes"),
-    *("image_shape", "renew"),
+    *("image_shape", "renew", "whole_set_metrics"),
 )
 
 
@@ -50,6 +50,10 @@ class RoundedData(Dataset):
     def score(self, output: Any, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the scores of the output in fp32."""
         return self.exact.score(self._unrounded(output), targets)
+
+    def for_metrics(self, output: Any, targets: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
+        """Return the output in fp32, and targets."""
+        return self.exact.for_metrics(self._unrounded(output), targets)
 
     def whole_model_metrics(self, model: nn.Module) -> dict[str, float]:
         """Return metrics of the whole model, whose weights are rounded, computed in fp32."""

@@ -6,10 +6,10 @@ from typing import Any
 
 from pipebench.errors import UserCodeError
 from pipebench.metrics import CURVES
-from pipebench.recipe.options import OF_PAIRS, target_options
+from pipebench.recipe.options import OF_PAIRS, arguments_of, target_options
 from pipebench.recipe.targets import import_target, target_in
 from pipebench.recipe.users_code import users_code
-from pipebench.zoo.measures import LOSSES, METRICS, Measure, Metric, OfClass
+from pipebench.zoo.measures import LOSSES, METRICS, Measure, Metric, OfClass, OfWholeSet
 from pipebench.zoo.plain import DatasetPair
 from pipebench.zoo.registry import Dataset
 from pipebench.zoo.samples import Fields
@@ -100,30 +100,52 @@ def _renew(made: Dataset, dataset: Mapping[str, Any]) -> None:
         vars(made).update(anew | given)
 
 
-def _metrics(given: Any) -> dict[str, Metric]:
+def _metrics(given: Any) -> dict[str, Metric | OfWholeSet]:
     if not isinstance(given, Mapping):
         return {name: METRICS[name] for name in given or ()}
     return {
-        name: METRICS[it] if isinstance(it, str) else Metric(_measure(it, f"dataset.metrics.{name}"), it["best"])
+        name: METRICS[it] if isinstance(it, str) else _metric(it, f"dataset.metrics.{name}")
         for name, it in given.items()
     }
 
 
+def _metric(given: Mapping[str, Any], key: str) -> Metric | OfWholeSet:
+    make, made = _tried(given, key)
+    if callable(getattr(made, "update", None)) and callable(getattr(made, "compute", None)):
+        return OfWholeSet(make, given["best"])
+    return Metric(_measure(given, key), given["best"])
+
+
 def _measure(given: Any, key: str) -> Measure:
     """Return the function of a target, with its arguments bound; of a class, one that makes an object and calls it."""
-    target = target_in(given)
-    assert target is not None
-    made = import_target(target)
-    given_arguments = given.items() if isinstance(given, Mapping) else ()
-    arguments = {name: value for name, value in given_arguments if name not in ("target", "best")}
-    if not isinstance(made, type):
-        return partial(made, **arguments)
-    with users_code(f"{target} can't be made", key):
-        tried = made(**arguments)
-    if not callable(tried):
+    make, made = _tried(given, key)
+    if made is None:
+        return make
+    if not callable(made):
         raise UserCodeError(
-            f"{target} makes a {type(tried).__name__}, which can't be called, needed is a function of the model's "
-            "output and the target, or a class of objects that are called with them, such as those of torch.nn",
+            f"{target_in(given)} makes a {type(made).__name__}, which can't be called, needed is a function of the "
+            "model's output and the target, or a class of objects that are called with them, such as those of "
+            "torch.nn, or, for a metric of the whole held-out set, that have update(output, target) and compute()",
             key,
         )
-    return OfClass(made, arguments)
+    return OfClass(make)
+
+
+def _tried(given: Any, key: str) -> tuple[partial[Any], Any]:
+    """Return a target with its arguments bound, and an object if it is a class."""
+    target = target_in(given)
+    assert target is not None
+    make = import_target(target)
+    given_arguments = given.items() if isinstance(given, Mapping) else ()
+    bound = partial(make, **{name: value for name, value in given_arguments if name not in ("target", "best")})
+    if isinstance(make, type):
+        with users_code(f"{target} can't be made", key):
+            return bound, bound()
+    if next(iter(arguments_of(make) or ()), "") == "y_true":
+        raise UserCodeError(
+            f"{target} takes y_true first, as scikit-learn's functions do, needed is a function of the model's output "
+            "and the target; for a metric of the whole held-out set, a class with update(output, target) and "
+            "compute(), which calls it",
+            key,
+        )
+    return bound, None

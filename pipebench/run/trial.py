@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from pipebench.checkpoint.state import CheckpointError, check_types
 from pipebench.engine.weights import Weights
+from pipebench.engine.whole_set import WholeSet
 from pipebench.errors import UserCodeError
 from pipebench.model.cores import usable_cores
 from pipebench.model.optimizer import FUSED, called, key_of, make_optimizer
@@ -145,8 +146,19 @@ def _try_metrics(dataset: Dataset, output: Any, targets: Mapping[str, torch.Tens
         _check_sum(name, measure, detached, targets, value, key)
         refuse_what_changes(name, measure, detached, targets, key)
         if are_own:
-            why = "and it is averaged over minibatches: return one number per sample, or see pipebench.zoo.Dataset"
+            why = "and it is averaged over minibatches: return one number per sample, or a class (update, compute)"
             refuse_no_mean(name, measure, detached, targets, key, why)
+    for name in dataset.whole_set_metrics():
+        measure = partial(_of_whole_set, dataset, name)
+        measure(detached, targets)
+        refuse_what_changes(name, measure, detached, targets, f"dataset.metrics.{name}" if are_own else given)
+
+
+def _of_whole_set(dataset: Dataset, name: str, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return a metric of the whole set, which has one minibatch only; of samples of one class it may be NaN."""
+    whole_set = WholeSet(dataset)
+    whole_set.add(0, output, targets)
+    return torch.tensor(whole_set.compute()[name])
 
 
 def _score(dataset: Dataset, name: str, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -33,6 +33,7 @@ from pipebench.schedule.pipeline import SPLIT, STASH, WHOLE
 from pipebench.schedule.weights import CORRECT, DOUBLE_BUFFER, ONE, PREDICT, VERTICAL_SYNC
 from pipebench.simulate.network import Network
 from tests.engine.test_cells import leaving_out
+from tests.evaluations import RankedBlobs
 from tests.model.test_cells import Stack
 from tests.models import ConvNet, FrozenPart, Gated, MixedTypes, RandomNet, SkipNet, Structures, TiedEnds
 from tests.support import Blobs, Mlp, make_setup
@@ -130,7 +131,7 @@ def stack() -> nn.Module:
 
 def images() -> Blobs:
     """Return image data in single precision, the last minibatch of an epoch a short one."""
-    return Blobs(num_train=46, shape=(2, 8, 8), dtype=torch.float32)
+    return RankedBlobs(num_train=46, shape=(2, 8, 8), dtype=torch.float32)
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
@@ -149,7 +150,7 @@ def small_setup(case: Case) -> Setup:
     setup = make_setup(
         model,
         (list(case.starts), list(case.replicas)),
-        dataset=images() if case.model == "conv" else Blobs(num_train=46),
+        dataset=images() if case.model == "conv" else RankedBlobs(num_train=46),
         make_optimizer=partial(make_optimizer, case.optimizer) if case.optimizer else momentum,
         **columns,
     )

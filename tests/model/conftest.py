@@ -224,6 +224,29 @@ class Worn(torch.optim.SGD):
             state["steps"] = state.get("steps", 0) + 1
             if state["steps"] > 6:
                 raise ArithmeticError("worn out")
+
+
+class MacroF1:
+    def __init__(self, fails: str = ""):
+        self.fails, self.hits, self.calls = fails, [], SEEN if fails == "keeps" else []
+
+    def update(self, output, target):
+        chosen = nn.functional.one_hot(output.argmax(1), 3)
+        self.hits.append(torch.stack([chosen, nn.functional.one_hot(target, 3)]))
+        self.calls.append(1.0)
+
+    def compute(self):
+        if self.fails in ("at once", "late") and (self.fails == "at once" or len(self.hits) > 1):
+            raise ArithmeticError("too few")
+        chosen, right = torch.cat(self.hits, 1)
+        per_class = 2 * (chosen * right).sum(0) / (chosen + right).sum(0).clamp(min=1)
+        if self.fails == "keeps":
+            return len(self.calls)
+        return per_class if self.fails == "many" else per_class.mean()
+
+
+def scored(y_true, y_pred):
+    raise AssertionError
 """
 RECIPE = """\
 name: stranger

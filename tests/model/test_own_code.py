@@ -201,6 +201,30 @@ REFUSED: list[tuple[Sequence[str], str]] = [
         ["dataset.metrics={right: {target: 'OWN:perplexity', best: min}}"],
         "dataset.metrics.right: right of some samples isn't the mean of what it is of each half of them, and it",
     ),
+    (
+        ["dataset.metrics={f1: {target: 'OWN:scored', best: max}}"],
+        "dataset.metrics.f1: OWN:scored takes y_true first, as scikit-learn's functions do, needed is a function of",
+    ),
+    (
+        ["dataset.metrics={f1: {target: 'OWN:MacroF1', best: max, fails: at once}}"],
+        "doesn't suit the output of OWN:Net: compute of the metric f1 fails: ArithmeticError: too few (OWN.py:232, in",
+    ),
+    (
+        ["dataset.metrics={f1: {target: 'OWN:MacroF1', best: max, fails: late}}"],
+        "stranger: evaluation after 1 epoch: compute of the metric f1 fails: ArithmeticError: too few (OWN.py:232, in",
+    ),
+    (
+        ["dataset.metrics={f1: {target: 'OWN:MacroF1', best: max, fails: many}}"],
+        "compute of the metric f1 gives a tensor [3] float32, needed is a number",
+    ),
+    (
+        ["dataset.metrics={f1: {target: 'OWN:MacroF1', best: max, fails: keeps}}"],
+        "dataset.metrics.f1: f1 of the same samples is first",
+    ),
+    (
+        ["dataset.loss=OWN:MacroF1"],
+        "dataset.loss: OWN:MacroF1 makes a MacroF1, which can't be called, needed is a function",
+    ),
     ([*_SCHEDULE, "train.schedule.target=OWN:counted"], "OWN:counted gives 0.01 at 0.99 of training and then 0.0099"),
     (
         ["train.optimizer.name=muon"],
@@ -255,6 +279,12 @@ def test_faults_of_users_code_are_one_sentence(overrides: Sequence[str], message
         ["dataset.loss={target: 'torch.nn:CrossEntropyLoss', label_smoothing: 0.1}"],
         ["dataset.metrics={loss: {target: 'torch.nn:CrossEntropyLoss', best: min}}", "dataset.loader_processes=1"],
         [*_JUDGING],
+        [
+            "dataset.metrics={f1: {target: 'OWN:MacroF1', best: max}, top1: top1}",
+            "train.target={metric: f1, value: 0.1}",
+            "parallelism={mode: pipedream, plan: 1-2}",
+        ],
+        [*_JUDGING, "dataset.metrics={f1: {target: 'OWN:MacroF1', best: max}}", "train.precision=bf16"],
         [*_OPTIMIZER, "train.optimizer.amsgrad=true", "train.optimizer.weight_decay=0.1"],
         ["train.optimizer.name=adamw", *_SCHEDULE, f"train.schedule.target={OWN}:falling", "train.schedule.power=2"],
         [

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from pipebench.zoo.measures import LOSSES, METRICS, Metric, Top
 from pipebench.zoo.plain import DatasetPair
@@ -222,6 +222,68 @@ def test_samples_that_make_no_minibatch_are_named(make: Callable[[int], Any], me
         plain(make).check()
 
 
+def padded(samples: list[Any], length: int = 5) -> Any:
+    """Return texts of many lengths, padded to one, with their masks, and their labels."""
+    texts = torch.stack([nn.functional.pad(text, (0, length - len(text)), value=-1) for text, _ in samples])
+    return (texts, texts >= 0), torch.tensor([label for _, label in samples])
+
+
+def to_the_longest(samples: list[Any]) -> Any:
+    return padded(samples, max(len(text) for text, _ in samples))
+
+
+class Texts(Made):
+    """Samples of 1 to 4 numbers, with a collate function of its own or none."""
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any] | None = None) -> None:
+        super().__init__(lambda i: (torch.arange(1 + i % 4), i))
+        self.collate_fn = collate_fn
+
+
+@pytest.mark.parametrize("in_loader", [False, True])
+def test_a_collate_fn_makes_minibatches(in_loader: bool) -> None:
+    """0.2.0: a loader's was refused, that of a data set ignored."""
+    given = DataLoader(Texts(), 4, collate_fn=padded) if in_loader else Texts(padded)
+    data = DatasetPair(given, given, LOSSES["cross_entropy"], {})
+    data.check()
+    assert (data.inputs, data.targets) == (("input.0", "input.1"), ("target",))
+    assert [*data.example(7)["input.0"].shape] == [7, 5]
+    fetched = data.fetch("train", [5, 2], [*data.inputs, "target"])
+    assert fetched["input.0"].tolist() == [[0, 1, -1, -1, -1], [0, 1, 2, -1, -1]]
+    assert fetched["input.1"].sum(1).tolist() == [2, 3]
+    assert fetched["target"].tolist() == [5, 2]
+
+
+def test_a_collate_fn_may_return_a_dict_of_inputs_and_targets() -> None:
+    def named(samples: list[Any]) -> Any:
+        (texts, _), labels = padded(samples)
+        return {"ids": texts, "labels": labels}
+
+    data = DatasetPair(Texts(named), Texts(named), LOSSES["model"], {})
+    assert (data.inputs, data.targets) == (("input.ids", "input.labels"), ("target",))
+
+
+@pytest.mark.parametrize(
+    ("collate", "message"),
+    [
+        (to_the_longest, r"input.0 of sample 7 of train is a tensor \[4\] .*needed is a tensor \[1\] .*; pad samples"),
+        (lambda samples: 1 / 0, "the collate_fn of train fails on 1 samples"),
+        (lambda samples: padded(samples)[0][0], "what the collate_fn of train makes of 1 samples is a tensor .*a pair"),
+        (lambda samples: (padded(samples)[0], [0]), "target.0 in what .* is a int, needed is a tensor with a row per"),
+        (lambda samples: (torch.zeros(3, 1), torch.zeros(3)), r"input in what .* is a tensor \[3, 1\] float32, needed"),
+    ],
+)
+def test_collate_fns_that_do_not_suit_are_refused(collate: Callable[[list[Any]], Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        DatasetPair(Texts(collate), Texts(collate), LOSSES["cross_entropy"], {}).check()
+
+
+def test_lengths_beyond_all_memory_are_refused() -> None:
+    """0.2.0: a run ended with exit code 3 when it drew the order of an epoch."""
+    with pytest.raises(DataError, match="the data set of train has 1,000,000,000,000,000 samples, and memory"):
+        DatasetPair(Made(lambda i: (POINTS[0], 0), 10**15), Made(lambda i: None), LOSSES["mse"], {})
+
+
 def test_objects_other_than_data_sets_are_refused() -> None:
     good = TensorDataset(POINTS, LABELS)
     with pytest.raises(DataError, match="the data set of train is a Endless, needed is one with a length"):
@@ -261,7 +323,7 @@ def test_the_best_k_of_k_outputs_are_refused(name: str, shape: tuple[int, ...]) 
 )
 def test_invalid_numbers_of_samples_are_refused_with_the_allowed_ones(value: Any, sentence: str) -> None:
     data = plain(lambda i: (POINTS[i], LABELS[i]), loss="mse")
-    data._loss, data._metrics = lambda _, __: value, {"sure": Metric(lambda _, __: value, "max")}
+    data._loss, data._means = lambda _, __: value, {"sure": Metric(lambda _, __: value, "max")}
     targets = data.fetch("train", [0, 1], ["target"])
     for what, measure in (("loss", data.loss), ("metric sure", data.score)):
         with pytest.raises(
