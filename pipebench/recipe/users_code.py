@@ -21,6 +21,7 @@ _ZOO = _PACKAGE / "zoo"
 _TRACED = "<eval_with_key>"  # beginning of the file name of code that torch.fx generates from a model's forward
 # What operations raise on unsuitable data. Exhausted memory and failing devices raise other classes.
 _OF_DATA = (IndexError, ValueError, TypeError, NotImplementedError)
+_COMPILER = ("torch._dynamo", "torch._inductor")  # modules of the errors of torch.compile
 _OF_DEVICES = ("CUDA", "cuDNN", "CUDNN", "cublas", "CUBLAS", "NCCL")  # in texts of RuntimeErrors
 _INSTALLED = {"site-packages", "dist-packages"}
 _LONGEST = 300  # characters of an exception's message
@@ -43,7 +44,10 @@ def users_code(what: str, key: str = "") -> Iterator[None]:
 
 
 def as_users(error: BaseException) -> UserCodeError | None:
-    """Return an exception that the user's own code raised as a `UserCodeError`; None for one of pipebench's."""
+    """Return an exception of the user's own code, or of torch's compiler, as a `UserCodeError`, or None."""
+    if type(error).__module__.startswith(_COMPILER):
+        problem = f"got true, and torch.compile fails; allowed for these layers is false ({reason(error)})"
+        return UserCodeError(problem, "engine.compile")
     place = _place(error)
     if isinstance(error, PipebenchError | KeyboardInterrupt) or (place is None and not _is_about_data(error)):
         return None

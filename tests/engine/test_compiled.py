@@ -9,6 +9,7 @@ from torch import nn
 
 from pipebench.engine.replica import Replica
 from pipebench.engine.virtual import VirtualEngine
+from pipebench.errors import UserCodeError
 from pipebench.schedule.operations import Op
 from pipebench.simulate.simulation import TimelineEvent
 from tests.models import ConvNet
@@ -147,3 +148,17 @@ def test_modes_train_the_same_weights_with_compiled_stages(name: str) -> None:
 def test_images_train_the_same_weights_with_compiled_stages(last: bool) -> None:
     data = Blobs(num_train=46, shape=(2, 8, 8), dtype=torch.float32)
     same(lambda: ConvNet(norm=False), plan=([4], [1, 1]), dataset=data, channels_last=last)
+
+
+def test_a_failure_of_torch_s_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("conflicting declaration")
+
+    to_compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda module, options: to_compile(module, backend=fails))
+    engine = make_engine(make_setup(Mlp(), ([3], [1, 1]), compiled=True))
+    with pytest.raises(UserCodeError) as failed:
+        engine.train(0, 1)
+    assert failed.value.key == "engine.compile"
+    assert "torch.compile fails; allowed for these layers is false" in failed.value.problem
+    assert "conflicting declaration" in failed.value.problem
