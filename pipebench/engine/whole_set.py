@@ -15,6 +15,10 @@ from pipebench.zoo.registry import DataError, Dataset
 from pipebench.zoo.samples import in_words
 
 
+class NotComputedError(DataError):
+    """`compute` of a metric raises."""
+
+
 class WholeSet:
     """Collects outputs and targets, and computes a data set's metrics of the whole set.
 
@@ -55,7 +59,8 @@ class WholeSet:
         """Return the metrics; nothing if the first minibatch was another process's.
 
         Raises:
-            DataError: `compute` of a metric fails, or returns no number.
+            NotComputedError: `compute` of a metric raises.
+            DataError: it returns no number.
         """
         return {name: _computed(name, metric) for name, metric in self.metrics.items()} if self._num_updates else {}
 
@@ -65,7 +70,7 @@ def _computed(name: str, metric: Any) -> float:
         with _alone():
             value = metric.compute()
     except Exception as error:
-        raise DataError(f"compute of the metric {name} fails") from error
+        raise NotComputedError(f"compute of the metric {name} fails") from error
     with suppress(TypeError, ValueError, RuntimeError):  # such as for None, and for tensors of several numbers
         return float(value)
     raise DataError(f"compute of the metric {name} gives {in_words(value)}, needed is a number")

@@ -23,15 +23,15 @@ from torch.utils import _pytree as pytree
 
 from pipebench.checkpoint.state import CheckpointError, check_types
 from pipebench.engine.weights import Weights
-from pipebench.engine.whole_set import WholeSet
-from pipebench.errors import UserCodeError
+from pipebench.engine.whole_set import NotComputedError, WholeSet
+from pipebench.errors import UserCodeError, print_notice
 from pipebench.model.cores import usable_cores
 from pipebench.model.optimizer import FUSED, called, key_of, make_optimizer
 from pipebench.recipe.load import LoadedRecipe, faults_of
 from pipebench.recipe.make import make_dataset
 from pipebench.recipe.named import KINDS, SCHEDULE
 from pipebench.recipe.schema import OptimizerRecipe, Recipe
-from pipebench.recipe.users_code import users_code
+from pipebench.recipe.users_code import message_of, users_code
 from pipebench.run.trial_measures import Summed, refuse_no_mean, refuse_untrained, refuse_what_changes, some
 from pipebench.train.learning_rate import rate_of_samples
 from pipebench.train.profiled_model import initial_model
@@ -150,7 +150,13 @@ def _try_metrics(dataset: Dataset, output: Any, targets: Mapping[str, torch.Tens
             refuse_no_mean(name, measure, detached, targets, key, why)
     for name in dataset.whole_set_metrics():
         measure = partial(_of_whole_set, dataset, name)
-        measure(detached, targets)
+        try:
+            measure(detached, targets)
+        except NotComputedError as error:
+            if not isinstance(error.__cause__, ValueError | ArithmeticError):
+                raise
+            print_notice(f"{message_of(error)}; it had {count} training samples, which may be too few, or of one class")
+            continue
         refuse_what_changes(name, measure, detached, targets, f"dataset.metrics.{name}" if are_own else given)
 
 

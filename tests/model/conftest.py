@@ -236,7 +236,9 @@ class MacroF1:
         self.calls.append(1.0)
 
     def compute(self):
-        if self.fails in ("at once", "late") and (self.fails == "at once" or len(self.hits) > 1):
+        if self.fails == "at once":
+            raise TypeError("too few")
+        if self.fails == ("late" if len(self.hits) > 1 else "early"):
             raise ArithmeticError("too few")
         chosen, right = torch.cat(self.hits, 1)
         per_class = 2 * (chosen * right).sum(0) / (chosen + right).sum(0).clamp(min=1)

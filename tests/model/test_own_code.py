@@ -31,7 +31,7 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     ),
     (
         ["dataset.losss=mse"],
-        "dataset.losss: unknown option, allowed are loss, metrics, inputs, targets, loader_processes; did you mean",
+        "dataset.losss: unknown option, allowed are length, fails, held_out, loss, metrics, inputs, targets, loader_proc",
     ),
     (
         ["model.fails=at once"],
@@ -207,11 +207,11 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     ),
     (
         ["dataset.metrics={f1: {target: 'OWN:MacroF1', best: max, fails: at once}}"],
-        "doesn't suit the output of OWN:Net: compute of the metric f1 fails: ArithmeticError: too few (OWN.py:232, in",
+        "doesn't suit the output of OWN:Net: compute of the metric f1 fails: TypeError: too few (OWN.py:232, in",
     ),
     (
         ["dataset.metrics={f1: {target: 'OWN:MacroF1', best: max, fails: late}}"],
-        "stranger: evaluation after 1 epoch: compute of the metric f1 fails: ArithmeticError: too few (OWN.py:232, in",
+        "stranger: evaluation after 1 epoch: compute of the metric f1 fails: ArithmeticError: too few (OWN.py:234, in",
     ),
     (
         ["dataset.metrics={f1: {target: 'OWN:MacroF1', best: max, fails: many}}"],
@@ -393,3 +393,11 @@ def test_the_example_in_processes_and_resumed_has_the_virtual_engine_s_weights(t
         found[kind] = weights(folder)
     assert found["virtual"].keys() == found["distributed"].keys()
     assert all(torch.equal(tensor, found["distributed"][name]) for name, tensor in found["virtual"].items())
+
+
+@pytest.mark.usefixtures("project")
+def test_a_metric_that_needs_more_samples_is_used_all_the_same() -> None:
+    result = run(f"dataset.metrics={{f1: {{target: '{OWN}:MacroF1', best: max, fails: early}}}}")
+    assert result.exit_code == 0, result.output
+    assert "compute of the metric f1 fails: ArithmeticError: too few" in result.output
+    assert "training samples, which may be too few, or of one class" in result.output
