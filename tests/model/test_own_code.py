@@ -31,7 +31,7 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     ),
     (
         ["dataset.losss=mse"],
-        "dataset.losss: unknown option, allowed are length, fails, held_out, loss, metrics, inputs, targets, loader_proc",
+        "dataset.losss: unknown option, allowed are length, fails, held_out, loss, metrics, inputs, targets, loader",
     ),
     (
         ["model.fails=at once"],
