@@ -76,18 +76,17 @@ def test_minibatches_of_any_process_are_taken_in_their_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("metric", "sentence"),
+    ("recording", "sentence"),
     [
-        (Recording(fails="update"), "the metric mine fails on the output, a tensor [2] float32"),
-        (Recording(fails="compute"), "compute of the metric mine fails"),
-        (Recording(value=torch.ones(2)), "compute of the metric mine gives a tensor [2] float32, needed is a number"),
-        (Recording(value={"a": 1.0}), "compute of the metric mine gives a dict of a: a float, needed is a number"),
-        (Recording(value=None), "compute of the metric mine gives None, needed is a number"),
+        ({"fails": "update"}, "the metric mine fails on the output, a tensor [2] float32"),
+        ({"fails": "compute"}, "compute of the metric mine fails"),
+        ({"value": torch.ones(2)}, "compute of the metric mine gives a tensor [2] float32, needed is a number"),
+        ({"value": {"a": 1.0}}, "compute of the metric mine gives a dict of a: a float, needed is a number"),
+        ({"value": None}, "compute of the metric mine gives None, needed is a number"),
     ],
-    ids=str,
 )
-def test_metrics_that_give_no_number_are_named(metric: Recording, sentence: str) -> None:
-    whole_set = WholeSet(Recorded(metric))
+def test_metrics_that_give_no_number_are_named(recording: dict[str, Any], sentence: str) -> None:
+    whole_set = WholeSet(Recorded(Recording(**recording)))
     with pytest.raises(DataError, match=re.escape(sentence)):  # noqa: PT012
         whole_set.add(0, torch.ones(2), {})
         whole_set.compute()
