@@ -23,6 +23,7 @@ import torch
 from torch.utils import data
 
 from pipebench.errors import UserCodeError
+from pipebench.garbage import without_collector
 from pipebench.recipe.users_code import as_users, reason
 from pipebench.zoo.registry import Dataset
 
@@ -137,18 +138,14 @@ class LoaderProcesses:
     def _begun(self) -> Any:
         """Return torch's iterator, without its SIGCHLD handler, which could raise an error anywhere in this process."""
         handler = signal.getsignal(signal.SIGCHLD)
-        # A forked process mustn't collect this one's garbage: a process group of Gloo's, destroyed there, waits for
-        # threads that it doesn't have, and crash.
-        gc.freeze()
         try:
-            fetching = iter(self._loader)
+            with without_collector():  # until `_begin`, in the new processes
+                fetching = iter(self._loader)
         except (PicklingError, AttributeError, TypeError) as error:  # where processes aren't forked
             raise UserCodeError(
                 f"a process that fetches ahead can't be given the data set ({reason(error)}): keep no lambdas, local "
                 "functions or open files in it, or set dataset.loader_processes to 0"
             ) from error
-        finally:
-            gc.unfreeze()
         if signal.getsignal(signal.SIGCHLD) is not handler:
             signal.signal(signal.SIGCHLD, handler)
         return fetching
@@ -175,8 +172,12 @@ def _begin(_: int) -> None:
 
     It leaves the process group to which torchrun sends signals. It also outlives SIGTERM, which all processes of a job
     may get, for a while, since its reader still needs it to drain. If its queue can't send a minibatch, it sends the
-    reason instead; otherwise the queue would drop the minibatch, and the reader would wait for ever.
+    reason instead; otherwise the queue would drop the minibatch, and the reader would wait for ever. It doesn't collect
+    garbage of the process that forked it: a process group of Gloo's, destroyed here, would wait for threads that only
+    that process has, and crash.
     """
+    gc.freeze()
+    gc.enable()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, _end_later)

@@ -177,7 +177,7 @@ def test_layers_profiled_in_situ_add_up_to_their_stages_times_and_keep_their_sha
     # A size that was not measured, nearest to 4: ratios are those of 4.
     assert [row.forward_s for row in found.layers[7][:2]] == pytest.approx([4, 4])
     assert (found.load_s, found.update_floor_s, found.update_s_per_byte) == (profile.load_s, 0, 0)
-    assert "in use" in found.note
+    assert "x as long while all workers compute" in found.note
 
 
 def test_loads_count_where_workers_fetch_themselves() -> None:
