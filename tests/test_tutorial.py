@@ -22,7 +22,7 @@ from tests.patience import PATIENCE_S
 ROOT = Path(__file__).parents[1]
 README, TUTORIAL, HOW_TO = ROOT / "README.md", ROOT / "docs/tutorial.md", ROOT / "docs/how-to.md"
 NOTEBOOK = ROOT / "docs/tutorial.ipynb"
-PHASE = re.compile(r"^\w+  \w+ing .*\n?", re.MULTILINE)  # lines on phases that last two seconds
+PHASE = re.compile(r"^\w+  \w+ing\b.*\n?", re.MULTILINE)  # lines on phases that last two seconds
 ELSEWHERE = ("pipebench run quickstart", "pipebench report modes.yaml")  # each has a test of its own
 
 
