@@ -1,7 +1,7 @@
 """A user's pair of PyTorch data sets as a `Dataset`; minibatches are collated as torch's DataLoader does.
 
-It ensures what an engine relies on: samples of one shape, fetched by index, random augmentation that depends on the
-caller's number only, and a loss and metrics that are sums over samples.
+It ensures what an engine relies on: samples fetched by index, of one shape unless a function of the user's own collates
+them, random augmentation that depends on the caller's number only, and a loss and metrics that are sums over samples.
 """
 
 import copy
@@ -29,6 +29,8 @@ from pipebench.zoo.samples import INPUT, TARGET, Fields, flat, how_to_name, in_w
 from pipebench.zoo.seeding import seeded
 
 Collate = Callable[[list[Any]], Any]  # makes a minibatch of samples, as for torch's DataLoader
+Form = dict[str, torch.Tensor]  # fields of no samples, on the meta device: the shapes and types of some
+_TRIED = 16  # samples of a split that tell whether the user's own collate function gives minibatches of one shape
 _KEPT_TARGETS = 32  # minibatches whose inputs have been fetched and whose targets may be, by the same process
 _IGNORED = -100  # the label that torch's cross-entropy ignores
 _GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment, which gives neighbouring samples very different seeds
@@ -77,7 +79,7 @@ class DatasetPair(Dataset):
         self._inputs, self._targets = (tuple(tensor_names(name, first[name])) for name in (INPUT, TARGET))
         self.inputs, self.targets = self._inputs, self._targets
         self._names_inputs = isinstance(first[INPUT], Mapping)
-        self._like = {name: value[:0].to("meta") for name, value in flat(first).items()}
+        self._forms, self._free = self._shapes(_form(flat(first)))
         self._kept: OrderedDict[tuple[str, tuple[int, ...], int], dict[str, torch.Tensor]] = OrderedDict()
 
     def check(self) -> None:
@@ -136,7 +138,21 @@ class DatasetPair(Dataset):
 
     def example(self, num_samples: int) -> dict[str, torch.Tensor]:
         """Return every field of `num_samples` samples on the meta device."""
-        return {name: like.new_empty((num_samples, *like.shape[1:])) for name, like in self._like.items()}
+        return self.examples(num_samples)[0]
+
+    def examples(self, num_samples: int) -> list[dict[str, torch.Tensor]]:
+        """Return `example`, and another one if minibatches differ in more than their number of samples."""
+        return [
+            {name: like.new_empty((num_samples, *like.shape[1:])) for name, like in form.items()}
+            for form in self._forms
+        ]
+
+    @property
+    def example_note(self) -> str:
+        """See `Dataset`."""
+        shapes = {name: ", ".join(map(str, ("n", *like.shape[1:]))) for name, like in self._forms[0].items()}
+        varied = ", ".join(f"{name} [{shape}]" for name, shape in shapes.items() if self._free[name])
+        return f"minibatches differ in shape, costs are of {varied}" if varied else ""
 
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
@@ -209,6 +225,31 @@ class DatasetPair(Dataset):
             "tensor of one number per sample"
         )
 
+    def _shapes(self, first: Form) -> tuple[list[Form], dict[str, set[int]]]:
+        """Return the form that costs are of and, if minibatches differ, a smaller one; by field, what they differ in.
+
+        The latter are dimensions. Only a collate function of the user's own makes minibatches of several shapes.
+        """
+        spread = {
+            split: sorted({k * _length(split, data) // _TRIED for k in range(_TRIED)})
+            for split, (data, collate) in self._splits.items()
+            if collate is not default_collate
+        }
+        like = _form(flat(self._collated("train", spread["train"], 0))) if "train" in spread else first
+        alone = [_form(flat(self._collated(split, [k], 0))) for split, indices in spread.items() for k in indices]
+        others = [form for form in alone if _is_of_kind(form, like) and _sizes(form) != _sizes(like)]
+        free = {
+            name: {
+                dim
+                for dim in range(1, value.dim())
+                if any(form[name].shape[dim] != value.shape[dim] for form in others)
+            }
+            for name, value in like.items()
+        }
+        # A size of 1 may decide how tensors broadcast, as a single sample may.
+        others.sort(key=lambda form: (1 in _sizes(form), _sizes(form)))
+        return [like, *others[:1]], free
+
     def _collated(self, split: str, indices: Sequence[int], draw: int) -> dict[str, Any]:
         data, collate = self._splits[split]
         samples = []
@@ -251,16 +292,19 @@ class DatasetPair(Dataset):
         return tuple(pair)
 
     def _check_alike(self, split: str, indices: Sequence[int], given: Mapping[str, torch.Tensor]) -> None:
-        for name, like in self._like.items():
+        for name, like in self._forms[0].items():
             found = given.get(name)
-            if found is None or found.shape[1:] != like.shape[1:] or found.dtype != like.dtype:
-                self._check_each(split, indices)
-                was = "missing" if found is None else in_words(found[0])
-                needed = in_words(like.new_empty((1, *like.shape[1:]))[0])
-                raise DataError(
-                    f"{name} of sample {indices[0]} of {split} is {was}, needed is {needed} as in the first sample of "
-                    "train: plans and costs are for one size; pad samples to it, or see pipebench.zoo.Dataset"
-                )
+            if found is not None and found.dtype == like.dtype and found.dim() == like.dim():
+                as_free = [found.shape[dim] if dim in self._free[name] else size for dim, size in enumerate(like.shape)]
+                if as_free[1:] == [*found.shape[1:]]:
+                    continue
+            self._check_each(split, indices)
+            was = "missing" if found is None else in_words(found[0])
+            needed = in_words(like.new_empty((1, *like.shape[1:]))[0])
+            raise DataError(
+                f"{name} of sample {indices[0]} of {split} is {was}, needed is {needed} as in the first sample of "
+                "train: pad samples to one size, or give a collate_fn that pads those of a minibatch"
+            )
 
     def _check_labels(self, split: str, indices: Sequence[int], given: Mapping[str, torch.Tensor]) -> None:
         """Raise a DataError for labels that torch's mean ignores, since weights here count every sample."""
@@ -276,6 +320,20 @@ class DatasetPair(Dataset):
         """Raise a DataError that names the first sample whose shapes or dtypes aren't those of the first of train."""
         for index in indices if len(indices) > 1 else ():
             self._check_alike(split, [index], flat(self._collated(split, [index], 0)))
+
+
+def _form(fields: Mapping[str, torch.Tensor]) -> Form:
+    return {name: value[:0].to("meta") for name, value in fields.items()}
+
+
+def _sizes(form: Form) -> list[int]:
+    return [size for value in form.values() for size in value.shape[1:]]
+
+
+def _is_of_kind(form: Form, other: Form) -> bool:
+    """Return whether forms have the same fields with as many dimensions and the same types."""
+    kinds = ({name: (value.dim(), value.dtype) for name, value in each.items()} for each in (form, other))
+    return next(kinds) == next(kinds)
 
 
 def _by_split(train: Any, held_out: Any) -> dict[str, tuple[Any, Collate]]:

@@ -99,6 +99,11 @@ class Dataset(ABC):
         If samples differ in length, this is the length that stands for all of them in profiles.
         """
 
+    @property
+    def example_note(self) -> str:
+        """What results should say of `example` if minibatches differ in shape; empty if they don't."""
+        return ""
+
     def of_length(self, columns: int) -> Dataset:
         """Return this data set with examples of one of the lengths that it declares."""
         raise NotImplementedError(f"{type(self).__name__} declares no lengths")

@@ -114,7 +114,7 @@ def profile_model(
         check_traced(*exact, sizes)
     if trains and slices > 1:
         graph = in_precision(trained, recipe.train.precision)
-    return ProfiledModel(dataset, graph, device, _noted(profile, left_over), left_over)
+    return ProfiledModel(dataset, graph, device, _noted(profile, left_over, exact[1].example_note), left_over)
 
 
 def _profile_of(
@@ -140,9 +140,10 @@ def _profile_of(
         return profile_for(recipe, cluster, several, device, on_progress)
 
 
-def _noted(profile: Profile, left_over: int) -> Profile:
-    """Return a profile with a note on the samples of an epoch that are left out, if there are some."""
-    return replace(profile, note=f"{profile.note}; {left_over_note(left_over)}") if left_over else profile
+def _noted(profile: Profile, left_over: int, note: str = "") -> Profile:
+    """Return a profile with a note, and one on the samples of an epoch that are left out, if there are some."""
+    said = [profile.note, note, left_over_note(left_over) if left_over else ""]
+    return replace(profile, note="; ".join(filter(None, said)))
 
 
 def left_over_note(left_over: int) -> str:
@@ -211,7 +212,7 @@ class Arguments(NamedTuple):
     """What a data set gives a model."""
 
     fed: int | Collection[str]  # number or names of the arguments
-    examples: Sequence[Example]  # minibatches of several sizes, if all samples of the data set have one size
+    examples: Sequence[Example]  # minibatches of several sizes, of a user's data set
 
 
 def arguments_of(recipe: Recipe, dataset: Dataset) -> Arguments:
@@ -221,7 +222,7 @@ def arguments_of(recipe: Recipe, dataset: Dataset) -> Arguments:
         return Arguments(fed, ())
     # A single sample is left out: what decides by it, broadcasts mostly, is compared with the model itself.
     sizes = {2, 3, *travelling_sizes(recipe, dataset)} - {1}
-    found = [dataset.example(size) for size in sorted(sizes)]
+    found = [example for size in sorted(sizes) for example in dataset.examples(size)]
     keys: Sequence[str | int] = dataset.argument_names or range(len(dataset.inputs))
     pairs = [*zip(keys, dataset.inputs, strict=True)]
     tensors = [{key: each[field] for key, field in pairs} for each in found]

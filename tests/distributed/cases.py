@@ -34,6 +34,7 @@ from pipebench.schedule.weights import CORRECT, DOUBLE_BUFFER, ONE, PREDICT, VER
 from pipebench.simulate.network import Network
 from tests.engine.test_cells import leaving_out
 from tests.evaluations import RankedBlobs
+from tests.lengths import Reader, texts
 from tests.model.test_cells import Stack
 from tests.models import ConvNet, FrozenPart, Gated, MixedTypes, RandomNet, SkipNet, Structures, TiedEnds
 from tests.support import Blobs, Mlp, make_setup
@@ -46,7 +47,7 @@ POLICIES = [ONE, ONE, STASH, STASH, VERTICAL_SYNC, DOUBLE_BUFFER, PREDICT, CORRE
 class Case:
     """A recipe in small."""
 
-    model: str  # `conv`, `skip`, `mlp`, `structures`, `matrices`, `mixed`, `frozen`, `gated` or `random-` and a seed
+    model: str  # the name of a kind in `model_of`, or `random-` and a seed
     starts: tuple[int, ...]  # first layers of all stages but the first
     replicas: tuple[int, ...]  # per stage
     columns: Mapping[str, Any] = field(default_factory=dict)  # of `make_setup`
@@ -106,6 +107,7 @@ def model_of(name: str) -> nn.Module:
     kinds: dict[str, Callable[[], nn.Module]] = {
         "conv": ConvNet, "skip": SkipNet, "mlp": Mlp, "structures": Structures, "matrices": matrices,
         "mixed": MixedTypes, "frozen": FrozenPart, "gated": Gated, "stack": stack, "tied": TiedEnds,
+        "reader": Reader,
     }  # fmt: skip
     return kinds[name]()
 
@@ -150,7 +152,7 @@ def small_setup(case: Case) -> Setup:
     setup = make_setup(
         model,
         (list(case.starts), list(case.replicas)),
-        dataset=images() if case.model == "conv" else RankedBlobs(num_train=46),
+        dataset={"conv": images, "reader": texts}.get(case.model, partial(RankedBlobs, num_train=46))(),
         make_optimizer=partial(make_optimizer, case.optimizer) if case.optimizer else momentum,
         **columns,
     )

@@ -343,6 +343,19 @@ def test_every_optimizer_ends_with_the_virtual_engine_s_weights(two: Processes) 
         check(case, list(outcomes))
 
 
+def test_minibatches_padded_to_their_longest_sample(two: Processes) -> None:
+    """Messages of many layouts, the largest of which aren't the first."""
+    cases = [
+        Case("reader", (start,), (1, 1), columns, segments=(13, 4), shares_memory=shares)
+        for start, columns in ((4, {}), (9, {"weights": "one", "order": "all-forwards", "microbatches": 3}))
+        for shares in (True, False)
+    ]
+    cases.append(Case("reader", (), (2,), {"weights": "one", "depth": 1, "shard": "parameters"}))
+    found = two.run("tests.distributed.cases:all_distributed", cases)
+    for case, outcomes in zip(cases, zip(*found, strict=True), strict=True):
+        check(case, list(outcomes))
+
+
 def test_sharded_replicas_exchange_by_sockets_too(two: Processes) -> None:
     case = replace(TWO["fsdp"], shares_memory=False)
     check(case, two.run("tests.distributed.cases:distributed", case))

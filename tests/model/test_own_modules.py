@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from pipebench.errors import TracingError
+from pipebench.model.graph import trace
 from pipebench.recipe.load import load
 from pipebench.recipe.preflight import preflight
 from pipebench.recipe.targets import import_target
 from pipebench.train.profiled_model import arguments_of, initial_model
 from pipebench.zoo.measures import squared_error
 from pipebench.zoo.plain import DatasetPair
+from tests.lengths import Reader, texts
 from tests.model.conftest import CODE, OWN, RECIPE
 from tests.model.test_own_code import run
 
@@ -91,3 +94,20 @@ def test_examples_have_the_types_of_the_precision(precision: str, types: set[tor
     recipe = load("r.yaml", [f"train.precision={precision}"]).recipe
     examples = arguments_of(recipe, DatasetPair([(torch.ones(3), 1)], [(torch.ones(3), 1)], squared_error, {})).examples
     assert {example.low_type for example in examples} == types
+
+
+class Unrolled(Reader):
+    """Goes through a text token by token."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        return self.out(torch.stack([hidden[:, place] for place in range(ids.shape[1])]).sum(0))
+
+
+@pytest.mark.usefixtures("project")
+def test_a_length_that_varies_decides_nothing_while_tracing() -> None:
+    given = arguments_of(load("r.yaml").recipe, texts())
+    assert len({example.tensors[0].shape[1] for example in given.examples}) == 2
+    assert trace(Reader(), fed=given.fed, examples=given.examples)
+    with pytest.raises(TracingError, match="Unrolled"):
+        trace(Unrolled(), fed=given.fed, examples=given.examples)

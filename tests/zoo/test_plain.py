@@ -210,7 +210,7 @@ REFUSED: list[tuple[Callable[[int], Any], str]] = [
     (lambda i: ((), LABELS[i]), "the input of a sample is empty"),
     (
         lambda i: (POINTS[i][: 3 - i // 4], LABELS[i]),
-        r"input of sample 4 of train is a tensor \[2\] float32, needed is a tensor \[3\] float32 .*; pad samples",
+        r"input of sample 4 of train is a tensor \[2\] float32, needed is a tensor \[3\] float32 .*: pad samples",
     ),
     (lambda i: (POINTS[i] if i < 6 else POINTS[i].double(), LABELS[i]), "input of sample 7 of train .*float64, needed"),
 ]
@@ -263,10 +263,38 @@ def test_a_collate_fn_may_return_a_dict_of_inputs_and_targets() -> None:
     assert (data.inputs, data.targets) == (("input.ids", "input.labels"), ("target",))
 
 
+def test_a_collate_fn_may_pad_to_the_longest_of_a_minibatch() -> None:
+    data = DatasetPair(Texts(to_the_longest), Texts(padded), LOSSES["cross_entropy"], {})
+    data.check()
+    assert [*data.fetch("train", [4, 1], ["input.0"])["input.0"].shape] == [2, 2]
+    assert [*data.fetch("eval", [4, 1], ["input.0"])["input.0"].shape] == [2, 5]
+    # Costs are of samples that are spread over the training set; tracing also meets another length, which isn't 1.
+    lengths = [[each[field].shape[1] for field in ("input.0", "input.1")] for each in data.examples(7)]
+    assert lengths == [[4, 4], [2, 2]]
+    assert [*data.example(3)["input.0"].shape] == [3, 4]
+    assert data.example_note == "minibatches differ in shape, costs are of input.0 [n, 4], input.1 [n, 4]"
+    assert not DatasetPair(Texts(padded), Texts(padded), LOSSES["mse"], {}).example_note
+
+
+def test_what_a_collate_fn_never_varied_stays_as_it_was() -> None:
+    class Rare(Made):
+        def collate_fn(self, samples: list[Any]) -> Any:
+            points, labels = zip(*samples, strict=True)
+            length = 2 + len(samples) % 2
+            return torch.stack(points).unsqueeze(1).repeat(1, length, 1), torch.tensor(labels)
+
+    samples = Rare(lambda i: (torch.zeros(2 if i == 5 else 3), i), 64)
+    data = DatasetPair(samples, samples, LOSSES["cross_entropy"], {})
+    assert data.fetch("train", [1, 2], ["input"])["input"].shape == (2, 2, 3)
+    with pytest.raises(
+        DataError, match=r"input of sample 5 of train is a tensor \[3, 2\] .* needed is a tensor \[2, 3\]"
+    ):
+        data.fetch("train", [5], ["input"])
+
+
 @pytest.mark.parametrize(
     ("collate", "message"),
     [
-        (to_the_longest, r"input.0 of sample 7 of train is a tensor \[4\] .*needed is a tensor \[1\] .*; pad samples"),
         (lambda samples: 1 / 0, "the collate_fn of train fails on 1 samples"),
         (lambda samples: padded(samples)[0][0], "what the collate_fn of train makes of 1 samples is a tensor .*a pair"),
         (lambda samples: (padded(samples)[0], [0]), "target.0 in what .* is a int, needed is a tensor with a row per"),

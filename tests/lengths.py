@@ -1,0 +1,57 @@
+"""Texts of many lengths, padded to the longest of a minibatch, and a model whose output padding doesn't change."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipebench.zoo.measures import LOSSES, METRICS
+from pipebench.zoo.plain import DatasetPair
+
+_IDS, _WIDTH, _CLASSES = 9, 6, 4
+
+
+class Texts(torch.utils.data.Dataset[Any]):
+    """Random texts of 2 to 9 tokens, the next of which is seldom as long, with random labels."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(2, 10, (count,), generator=generator).tolist()
+        self.texts = [torch.randint(1, _IDS, (length,), generator=generator) for length in lengths]
+        self.labels = torch.randint(_CLASSES, (count,), generator=generator).tolist()
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.texts[index], self.labels[index]
+
+    def collate_fn(self, samples: Sequence[Any]) -> Any:
+        """Return ids [samples, longest], padded with 0, and labels [samples]."""
+        ids = nn.utils.rnn.pad_sequence([text for text, _ in samples], batch_first=True)
+        return ids, torch.tensor([label for _, label in samples])
+
+
+def texts() -> DatasetPair:
+    """Return texts, the last minibatch of 4 of an epoch a short one."""
+    return DatasetPair(Texts(46, 1), Texts(10, 2), LOSSES["cross_entropy"], {"top1": METRICS["top1"]})
+
+
+class Reader(nn.Module):
+    """Attends over a text's own tokens, then takes the mean over them; double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(3)
+        self.embedding = nn.Embedding(_IDS, _WIDTH)
+        self.query, self.value, self.out = (nn.Linear(_WIDTH, width) for width in (_WIDTH, _WIDTH, _CLASSES))
+        self.double()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Map [samples, tokens], 0 for padding, to [samples, classes]."""
+        is_own = ids > 0
+        hidden = self.embedding(ids)
+        scores = torch.einsum("sid,sjd->sij", self.query(hidden), hidden).masked_fill(~is_own.unsqueeze(1), -torch.inf)
+        hidden = torch.tanh(self.value(scores.softmax(2) @ hidden)) * is_own.unsqueeze(2)
+        return self.out(hidden.sum(1) / is_own.sum(1, keepdim=True))
