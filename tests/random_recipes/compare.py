@@ -156,15 +156,15 @@ def _keeps_otherwise(job: Job) -> bool:
     return any(step.split()[0] in ("dropout", "lstm") for step in job.recipe.model["steps"])
 
 
-def prepared(path: Path, overrides: Sequence[str] = ()) -> tuple[LoadedRecipe, Job]:
-    """Load and prepare a recipe.
+def prepared(path: Path, overrides: Sequence[str] = (), **how: Any) -> tuple[LoadedRecipe, Job]:
+    """Load and prepare a recipe; `how` are options of `prepare`.
 
     Raises:
         RefusedError: pipebench refuses it.
     """
     try:
         loaded = load_file(path, overrides)
-        job = prepare_job(loaded, silent=True)
+        job = prepare_job(loaded, silent=True, **how)
     except UserError as error:
         raise RefusedError(str(error)) from error
     asked, plan, layers = job.recipe.parallelism, job.setup.plan, job.setup.graph.layers

@@ -1,7 +1,7 @@
 """Compares random recipes in persistent processes with the virtual engine: whole runs, and runs that resume.
 
 Both engines are pipebench's, so recipes can have features that the plain loop lacks: sharding, ordered sums, 16 bits,
-layers that move or that vPipe chooses a policy for, loader processes, compiled stages.
+layers that move or that vPipe chooses a policy for, loader processes, compiled stages, tensor slices.
 """
 
 import multiprocessing
@@ -19,9 +19,11 @@ import torch
 
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.distributed.engine import DistributedEngine
+from pipebench.distributed.slices import ProcessSlices
 from pipebench.distributed.world import World
 from pipebench.engine.engine import OnLoss, OnUnit, TrainingEngine
 from pipebench.model.device import torch_settings
+from pipebench.run.deciding import decision_of
 from pipebench.schedule.modes import MODES
 from pipebench.show.progress import Silent
 from pipebench.train.checkpointing import CheckpointPolicy, resume_point
@@ -55,6 +57,7 @@ class Whole:
     outcome: str  # of the run
     num_bytes: dict[tuple[str, str], int]  # sent by the workers, by kind and level
     versions: dict[int, int]  # most weight versions at once, by worker
+    cuts: dict[str, int]  # of one slice of a worker: in which dimension its tensors are parts of whole ones
 
 
 def draw_more(seed: int, number: int) -> dict[str, Any]:
@@ -93,6 +96,10 @@ def draw_more(seed: int, number: int) -> dict[str, Any]:
             cuts = [names[index] for index in sorted(draw.sample(range(1, len(names)), count))]
             moves.append({"at": {"minibatches": at}, "cuts": cuts})
         made["vpipe"] = {"swap": False, "recompute": False, "live": draw.random() < 0.6, "moves": moves}
+    elif draw.random() < 0.25:
+        made["tensor"] = draw.choice((2, 2, 3))
+        recipe["model"]["steps"] += ["linear", draw.choice(("relu", "dropout 0.3")), "linear"]  # to be divided
+        recipe["cluster"] = {"name": "cluster-b", "servers": num_workers(recipe), "count": made["tensor"]}
     return recipe
 
 
@@ -111,8 +118,9 @@ def disagreements(processes: Processes, path: Path, draw: random.Random) -> Iter
     """
     folders = [str(path.parent / name) for name in ("virtual", "processes")]
     job, expected = virtually(path, folders[0])
-    if job.setup.pipeline.num_workers != len(processes):
-        raise RefusedError(f"the plan is for {job.setup.pipeline.num_workers} workers")
+    size = job.setup.pipeline.num_workers * job.recipe.parallelism.tensor
+    if size != len(processes):
+        raise RefusedError(f"the plan is for {size} processes")
     if expected.outcome == DIVERGED:
         raise RefusedError("diverges")
     asked = "tests.random_recipes.worlds:in_process"
@@ -140,6 +148,9 @@ def in_process(world: World, path: str, folder: str, step: int | None, shares_me
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined] # it may have loaders
     world = replace(world, shares_memory=shares_memory)
     _, job = prepared(Path(path), IN_PROCESSES)
+    if (slices := int(job.recipe.parallelism.tensor)) > 1:
+        group = ProcessSlices(slices, world.rank % slices)
+        _, job = prepared(Path(path), IN_PROCESSES, decision=decision_of(job), group=group)
     job = replace(job, setup=replace(job.setup, device=world.device))
 
     def make(on_loss: OnLoss, on_unit: OnUnit) -> DistributedEngine:
@@ -169,10 +180,14 @@ def _run(job: Job, make: MakeEngine, folder: str, step: int | None) -> Whole:
             for worker in engine.workers
         }
         versions = {worker.index: worker.versions_max for worker in engine.workers}
+        sent, cuts = {(kind, level): count for kind, level, count in engine.facts()["num_bytes"]}, dict[str, int]()
         points = [(point.samples, dict(point.metrics)) for point in result.points]
-        found = Whole(tensors, points, result.outcome, dict(engine.num_bytes), versions)
         if isinstance(engine, DistributedEngine):
+            if (slices := job.setup.graph.slices) is not None:
+                cuts = {name: cut.dimension for name, cut in slices.cuts.items()}
+                sent = sent if engine.world.slice_index == 0 else {}  # the first process has counted for all
             engine.close()
+        found = Whole(tensors, points, result.outcome, sent, versions, cuts)
     return found
 
 
@@ -181,11 +196,18 @@ def compared(found: Sequence[Whole], expected: Whole, job: Job, *, counts: bool 
     dtype, row, pipeline = job.recipe.model["dtype"], job.recipe.parallelism.row, job.setup.pipeline
     most = max(len(pipeline.members(group)) for group in range(pipeline.num_stages + len(pipeline.ties)))
     compiles = job.recipe.engine.compile  # its kernels depend on the sizes that a process has seen before
-    of_buffers = 0.0 if not compiles and (most <= 2 or row.sums == "ordered") else _OF_SUMS[dtype]
-    of_weights = 0.0 if not compiles and row.sync.startswith("parameter-server") else of_buffers
+    inexact = compiles or job.recipe.parallelism.tensor > 1  # kernels round a slice's numbers differently
+    of_buffers = 0.0 if not inexact and (most <= 2 or row.sums == "ordered") else _OF_SUMS[dtype]
+    of_weights = 0.0 if not inexact and row.sync.startswith("parameter-server") else of_buffers
     for worker, theirs in expected.tensors.items():
-        (ours,) = (each.tensors[worker] for each in found if worker in each.tensors)
-        for mine, others in zip(ours, theirs, strict=True):
+        holders = [each for each in found if worker in each.tensors]
+        for replica, others in enumerate(theirs):
+            parts = [each.tensors[worker][replica] for each in holders]
+            cuts = holders[0].cuts
+            mine = {
+                name: torch.cat([part[name] for part in parts], cuts[name]) if name in cuts else tensor
+                for name, tensor in parts[0].items()
+            }
             if mine.keys() != others.keys():
                 yield f"worker {worker}: holds {mine.keys() ^ others.keys()} or doesn't"
             for name in mine.keys() & others.keys():
