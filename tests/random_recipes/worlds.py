@@ -187,8 +187,7 @@ def _run(job: Job, make: MakeEngine, folder: str, step: int | None) -> Whole:
                 cuts = {name: cut.dimension for name, cut in slices.cuts.items()}
                 sent = sent if engine.world.slice_index == 0 else {}  # the first process has counted for all
             engine.close()
-        found = Whole(tensors, points, result.outcome, sent, versions, cuts)
-    return found
+        return Whole(tensors, points, result.outcome, sent, versions, cuts)
 
 
 def compared(found: Sequence[Whole], expected: Whole, job: Job, *, counts: bool = True) -> Iterator[str]:
