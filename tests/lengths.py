@@ -52,6 +52,8 @@ class Reader(nn.Module):
         """Map [samples, tokens], 0 for padding, to [samples, classes]."""
         is_own = ids > 0
         hidden = self.embedding(ids)
-        scores = torch.einsum("sid,sjd->sij", self.query(hidden), hidden).masked_fill(~is_own.unsqueeze(1), -torch.inf)
-        hidden = torch.tanh(self.value(scores.softmax(2) @ hidden)) * is_own.unsqueeze(2)
+        # Without views: behind a cut, a view and what it is of are two tensors.
+        own_keys, own_rows = (torch.stack([is_own], dimension) for dimension in (1, 2))
+        scores = torch.einsum("sid,sjd->sij", self.query(hidden), hidden).masked_fill(~own_keys, -torch.inf)
+        hidden = torch.tanh(self.value(scores.softmax(2) @ hidden)) * own_rows
         return self.out(hidden.sum(1) / is_own.sum(1, keepdim=True))

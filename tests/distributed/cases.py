@@ -65,7 +65,7 @@ class Case:
 def random_case(seed: int, num_workers: int) -> Case:
     """Return any case that so many processes can run."""
     draw = random.Random(f"{seed} of {num_workers}")
-    model = draw.choice(["conv", "skip", "mlp", f"random-{seed}"])
+    model = draw.choice(["conv", "skip", "mlp", "reader", f"random-{seed}"])
     num_layers = len(trace(model_of(model)).layers)
     replicas: list[int] = []
     columns: dict[str, Any] = {"weights": draw.choice(POLICIES)}
