@@ -171,6 +171,7 @@ def _run(job: Job, make: MakeEngine, folder: str, step: int | None) -> Whole:
     with torch_settings(job.recipe.engine):
         result, _ = TrainingLoop(job, making, Silent(), lambda point: None, policy).run()
         engine: Any = made[0]
+        sent, cuts = {(kind, level): count for kind, level, count in engine.facts()["num_bytes"]}, dict[str, int]()
         whole(engine)
         tensors = {
             worker.index: [
@@ -180,7 +181,6 @@ def _run(job: Job, make: MakeEngine, folder: str, step: int | None) -> Whole:
             for worker in engine.workers
         }
         versions = {worker.index: worker.versions_max for worker in engine.workers}
-        sent, cuts = {(kind, level): count for kind, level, count in engine.facts()["num_bytes"]}, dict[str, int]()
         points = [(point.samples, dict(point.metrics)) for point in result.points]
         if isinstance(engine, DistributedEngine):
             if (slices := job.setup.graph.slices) is not None:
