@@ -285,3 +285,17 @@ def test_libraries_outside_a_virtual_environment_were_taken_for_the_user_s_code(
     assert users_code._is_library("/opt/python/lib/python3.11/site-packages/omegaconf/_utils.py")
     assert users_code._is_library("/usr/lib/python3/dist-packages/yaml/__init__.py")
     assert not users_code._is_library("/home/anna/packages/site/model.py")
+
+
+def test_packages_that_pip_put_into_a_folder_of_the_user_s_were_taken_for_his_code(tmp_path: Path) -> None:
+    """0.2.0: a run of a model of transformers, installed by `pip install --target`, parsed all of it, twice."""
+    record = tmp_path / "lib-1.0.dist-info" / "RECORD"
+    record.parent.mkdir()
+    record.write_text("lib/__init__.py,sha256=abc,0\nlib/inner/net.py,,\nalone.py,,\nlib-1.0.dist-info/RECORD,,\n")
+    for name, is_library in {
+        "lib/inner/net.py": True,
+        "alone.py": True,
+        "mine.py": False,
+        "mine/lib.py": False,
+    }.items():
+        assert users_code._is_library(str(tmp_path / name)) is is_library, name

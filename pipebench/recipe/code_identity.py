@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import lru_cache
+from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NamedTuple
@@ -102,7 +102,7 @@ def _imported(folder: Path, source: bytes, package: str) -> Iterator[str]:
         yield from (each.name for each in _beside(folder, f"{package}." if package else ""))
 
 
-@lru_cache(maxsize=1024)  # runs of one comparison have the same code
+@cache  # a run asks twice, and so does every run of a comparison; those of large code have thousands of modules
 def _imports(source: bytes, package: str) -> tuple[Sequence[str], bool]:
     """Return the full names that a module of a package imports, and whether it also imports a computed name."""
     names: dict[str, None] = {}

@@ -155,7 +155,15 @@ def _is_library(file: str) -> bool:
         file.startswith("<")
         or not _INSTALLED.isdisjoint(Path(file).parts)  # also of another Python with shared packages
         or any(Path(file).is_relative_to(folder) for folder in _libraries())
+        or any(Path(file).relative_to(folder).parts[0] in _installed_in(folder) for folder in Path(file).parents)
     )
+
+
+@cache
+def _installed_in(folder: Path) -> frozenset[str]:
+    """Return the names of the packages and modules that pip has put into a folder, such as by `--target`."""
+    records = [path.read_text(errors="replace") for path in folder.glob("*.dist-info/RECORD")]
+    return frozenset(line.partition(",")[0].partition("/")[0] for text in records for line in text.splitlines())
 
 
 @cache
