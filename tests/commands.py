@@ -27,11 +27,13 @@ from tests.processes import IMPORTED
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
-def _command_line() -> None:
+def _command_line(change: Callable[[], object] | None = None) -> None:
     from pipebench.__main__ import main
     from pipebench.cli import run
 
     run._has_computed_nothing = lambda: True  # although torch is imported
+    if change is not None:
+        change()
     main()
 
 
@@ -116,8 +118,14 @@ class Done(NamedTuple):
     stderr: str
 
 
-def run_copy(words: Sequence[str], folder: Path, settings: Mapping[str, str] = NOTHING) -> Done:
-    return _run_to_its_end(words, folder, settings, _command_line)
+def run_copy(
+    words: Sequence[str],
+    folder: Path,
+    settings: Mapping[str, str] = NOTHING,
+    change: Callable[[], object] | None = None,
+) -> Done:
+    """Run a command to its end; `change`, a function of a module, may change the process before."""
+    return _run_to_its_end(words, folder, settings, partial(_command_line, change))
 
 
 def run_code(code: str, folder: Path, *words: str, settings: Mapping[str, str] = NOTHING) -> Done:

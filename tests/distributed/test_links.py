@@ -1,9 +1,6 @@
 """Links are measured between real processes and written as a cluster."""
 
-import os
-import socket
-import subprocess
-import sys
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +14,9 @@ from pipebench.cli.main import cli
 from pipebench.distributed.links import MeasuredLevel, MeasuredLinks, copies
 from pipebench.recipe.clusters import load_cluster, sources
 from pipebench.run.links import cluster_text
-from tests.distributed.test_launch import ROOT
+from tests.commands import CopiedCommand
 from tests.made_up_gpu import made_up_gpu
+from tests.processes import reserved_port
 
 
 def level(name: str, port: float, pair: float, ring: float) -> MeasuredLevel:
@@ -55,23 +53,19 @@ def test_copies_go_between_a_gpu_and_pinned_memory() -> None:
     assert copied == [("cuda", "cpu"), ("cpu", "cuda")]
 
 
-def started(rank: int, port: int, words: list[str], folder: Path) -> "subprocess.Popen[str]":
-    """Start one of two processes, with settings by which each is alone on its host."""
-    place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "pipebench", "links", *words]
-    environ = {**os.environ, **place, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        command, cwd=folder, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-
-
 def test_two_processes_measure_the_link_between_them(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    both = [started(rank, port, ["--device", "cpu", "--out", "ours.yaml"], tmp_path) for rank in range(2)]
-    outputs = [each.communicate()[0] for each in both]
-    assert [each.returncode for each in both] == [0, 0], outputs
+    """By settings with which each is alone on its host."""
+    words = ["links", "--device", "cpu", "--out", "ours.yaml"]
+    files = [tmp_path / f"said-{rank}.txt" for rank in range(2)]
+    with reserved_port() as reserved, contextlib.ExitStack() as stack:
+        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(reserved.getsockname()[1])}
+        both = [
+            stack.enter_context(CopiedCommand(words, tmp_path, file, file, {**place, "RANK": str(rank)}))
+            for rank, file in enumerate(files)
+        ]
+        codes = [each.wait() for each in both]
+    outputs = [file.read_text() for file in files]
+    assert codes == [0, 0], outputs
     assert "written  ours.yaml" in outputs[0]
     assert "written" not in outputs[1]
     (found,) = load_cluster(str(tmp_path / "ours.yaml"), 1).levels

@@ -15,6 +15,7 @@ from pipebench.run.request import RunRequest
 from pipebench.run.suite import Suite, left
 from pipebench.show import console
 from pipebench.tracking import mlperf
+from tests.commands import run_copy
 
 
 @pytest.fixture(autouse=True)
@@ -74,16 +75,24 @@ def test_an_interrupted_trained_run_is_done_and_removes_temporary_checkpoints(
     assert not [*Path("pipebench-runs").glob("*/checkpoints/step-*")]
 
 
-def test_a_run_in_processes_interrupted_while_its_end_is_sent_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "end_record", interrupted)
-    train = ["train.max_epochs=1", "train.seed=0,1", "engine.kind=distributed", "engine.timing=analytic"]
-    done = CliRunner().invoke(cli, ["run", "quickstart/dp", "dataset.num_train=256", "cluster.count=2", *train])
-    assert done.exit_code == 130
+IN_PROCESSES = (
+    *("quickstart/dp", "dataset.num_train=256", "cluster.count=2", "train.max_epochs=1"),
+    *("engine.kind=distributed", "engine.timing=analytic"),
+)
+
+
+def interrupt_the_end() -> None:
+    vars(processes)["end_record"] = interrupted
+
+
+def test_a_run_in_processes_interrupted_while_its_end_is_sent_is_done(tmp_path: Path) -> None:
+    done = run_copy(["run", *IN_PROCESSES, "train.seed=0,1"], tmp_path, change=interrupt_the_end)
+    assert done.returncode == 130
     assert [line for line in done.stderr.splitlines() if "1 of 2 runs done" in line]
 
 
-def test_a_run_in_processes_is_done_that_is_interrupted_while_rank_0_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second Ctrl-C ends the workers, whatever they do."""
+def kill_at_the_end() -> None:
+    """Cut a run's record off after its result, as if a second Ctrl-C had ended rank 0 while it drew."""
 
     def killed_at_its_end(*given: Any, **options: Any) -> int:
         assert launch.run_workers(*given, **options) == 0
@@ -93,21 +102,23 @@ def test_a_run_in_processes_is_done_that_is_interrupted_while_rank_0_draws(monke
         record.write_text("".join(lines[: end + 1]))
         return launch.INTERRUPTED
 
-    monkeypatch.setattr(processes, "run_workers", killed_at_its_end)
-    keys = ["train.max_epochs=1", "train.checkpoint_keep=0", "engine.kind=distributed", "engine.timing=analytic"]
-    words = ["quickstart/dp", "dataset.num_train=256", "cluster.count=2", *keys, "train.seed=0,1"]
-    done = CliRunner().invoke(cli, ["run", *words])
-    assert done.exit_code == 130
-    assert [line for line in done.stderr.splitlines() if "1 of 2 runs done" in line], done.output
-    assert "--resume" not in done.output
+    vars(processes)["run_workers"] = killed_at_its_end
+
+
+def test_a_run_in_processes_is_done_that_is_interrupted_while_rank_0_draws(tmp_path: Path) -> None:
+    """A second Ctrl-C ends the workers, whatever they do."""
+    words = [*IN_PROCESSES, "train.checkpoint_keep=0", "train.seed=0,1"]
+    done = run_copy(["run", *words], tmp_path, change=kill_at_the_end)
+    assert done.returncode == 130
+    assert [line for line in done.stderr.splitlines() if "1 of 2 runs done" in line], done
+    assert "--resume" not in done.stdout + done.stderr
     assert not [*Path("pipebench-runs").glob("*/checkpoints/step-*")]
 
 
 def test_an_interrupted_start_is_not_done_though_the_run_that_it_goes_on_with_was(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = ["engine.kind=distributed", "engine.timing=analytic", "cluster.count=2", "train.checkpoint_keep=1"]
-    CliRunner().invoke(cli, ["run", "quickstart/dp", "dataset.num_train=256", *keys, "train.max_epochs=1"])
+    run_copy(["run", *IN_PROCESSES, "train.checkpoint_keep=1"], tmp_path)
     monkeypatch.setattr(processes, "run_workers", lambda *_, **__: launch.INTERRUPTED)
     (folder,) = Path("pipebench-runs").iterdir()
     done = CliRunner().invoke(cli, ["run", "--resume", folder.name, "train.max_epochs=2"])
