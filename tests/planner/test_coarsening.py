@@ -124,12 +124,12 @@ def test_all_places_around_the_first_cut_are_searched(seed: int, monkeypatch: py
 
 
 @pytest.mark.usefixtures("coarsen_early")
-@pytest.mark.parametrize(("limit_bytes", "near"), [(1.3e9, 1.15), pytest.param(2e9, NEAR, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("limit_bytes", "near"), [(0.9e9, 1.15), pytest.param(1.3e9, NEAR, marks=pytest.mark.slow)])
 def test_memory_limits_bind_coarsened_searches_too(
     limit_bytes: float, near: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With 1 GB nothing fits. Near that, few cuts are as good as the best."""
-    work = UnitWork(prefixes(chain(300, 2)))
+    """With 0.7 GB nothing fits. Near that, few cuts are as good as the best."""
+    work = UnitWork(prefixes(chain(200, 2)))
     problem = FlatProblem(work, COST_MODELS["overlap"], SERVERS[1], 16, MemoryRule(limit_bytes))
     found = plan_flat(problem)
     assert found is not None
