@@ -85,7 +85,7 @@ def test_the_largest_minibatch_is_an_epoch(tmp_path: Path) -> None:
 
 def test_without_a_given_plan_every_size_is_planned_anew(tmp_path: Path) -> None:
     """Where the planner finds no plan, nothing fits."""
-    loaded = recipe_of(tmp_path, "1500 kB", "parallelism.plan=auto", "train.minibatch_size=128")
+    loaded = recipe_of(tmp_path, "1500 kB", "parallelism.plan=auto", "train.minibatch_size=64", "cluster.count=2")
     found = largest_minibatch(loaded)
     assert found.fits
     beyond = next(size for size in sizes_tried_between(found.minibatch_size)[1:])
@@ -95,7 +95,7 @@ def test_without_a_given_plan_every_size_is_planned_anew(tmp_path: Path) -> None
 REFUSED: Sequence[tuple[str, Sequence[str], str]] = (
     ("10 kB", (), "train.minibatch_size: not even 1 fits with parallelism.mode pipedream: it needs .* and a V100 has"),
     ("10 kB", ("parallelism.mode=dp", "parallelism.plan=auto"), "mode dp: .* help: a mode of several stages, or fsdp$"),
-    ("10 kB", ("parallelism.plan=auto",), "no plan of mode pipedream fits"),
+    ("10 kB", ("parallelism.plan=auto", "cluster.count=2"), "no plan of mode pipedream fits"),
     ("null", (), "cluster.name: got small, whose file gives no memory size; a largest minibatch needs one"),
 )
 
