@@ -74,7 +74,7 @@ SHORT = [
     *("train.max_epochs=1", "train.minibatch_size=512", "train.evaluate_every={epochs: 1}", "dataset.num_eval=50"),
     *("model.num_layers=1", "model.width=8", "model.feed_forward=8", "model.num_heads=2"),
     *(f"{section}.vocabulary=300" for section in ("model", "dataset")),
-    *("model.max_tokens=32", "dataset.columns=32"),
+    *("model.max_tokens=16", "dataset.columns=16"),
 ]
 
 
