@@ -82,10 +82,16 @@ def measured(limit_bytes: float, notes: list[str]) -> Profile:
         return measured_profile(request, CUDA, StopRule(most=2), notes.append, engine=EngineRecipe())
 
 
+@pytest.fixture(scope="module")
+def whole() -> Profile:
+    """The stack's profile on a device that holds all of it at once."""
+    return measured(1e9, [])
+
+
 @pytest.mark.usefixtures("step_one_layer")
 @pytest.mark.parametrize(("layers_held", "num_pieces"), [(100, 1), (14, 2), (8, 4), (4.5, 8)])
 def test_as_few_pieces_as_fit_are_measured(
-    layers_held: float, num_pieces: int, monkeypatch: pytest.MonkeyPatch
+    layers_held: float, num_pieces: int, whole: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stepped: list[str] = []
 
@@ -102,7 +108,6 @@ def test_as_few_pieces_as_fit_are_measured(
     assert [each for each in notes if "pieces" in each] == [
         f"measuring in {k} pieces, larger ones are too much for cuda" for k in tried
     ]
-    whole = measured(1e9, [])
     bytes_of = [
         [replace(row, forward_s=0, backward_s=0, weight_s=0) for row in profile.layers[4]] for profile in (found, whole)
     ]
@@ -194,9 +199,9 @@ def test_a_layer_too_large_for_the_device_is_named() -> None:
 
 
 @pytest.mark.usefixtures("step_one_layer")
-def test_whole_steps_count_only_if_every_process_has_timed_them() -> None:
+def test_whole_steps_count_only_if_every_process_has_timed_them(whole: Profile) -> None:
     """Of two GPUs, something else has taken memory of one."""
-    whole, apart = measured(1e9, []), measured(9 * LAYER_BYTES, [])
+    apart = measured(9 * LAYER_BYTES, [])
     assert whole.whole_step_s
     assert mean_profile([whole, whole]).whole_step_s == whole.whole_step_s
     assert mean_profile([whole, apart]).whole_step_s == mean_profile([apart, whole]).whole_step_s == {}
