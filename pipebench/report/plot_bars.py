@@ -17,6 +17,7 @@ _MOST_TICKS = 6
 _SHORTEST = 0.1  # scale of a panel over the longest of its unit
 _FULL = 0.86  # of a bar's slot
 _ROOM, _ROOM_FOR_RANGES = 0.3, 0.6  # share of the longest bar that is left for the values written after the bars
+_AFTER_PT, _CLEAR_PX = 3, 3  # between a bar's end and its value, and between a value and a bound's line at least
 
 
 def bars_figure(evaluated: Evaluated, picture: Picture) -> Figure | None:
@@ -58,14 +59,21 @@ def _share_scales(panels: Sequence[Axes], measures: Sequence[Measure]) -> None:
 
 
 def _step_aside(figure: Figure, panels: Sequence[Axes]) -> None:
-    """Move texts that a bound's line would cross to the right of the line, after layout."""
+    """Move values that a bound's line would touch, after layout: into their bars, or after the line if they don't fit.
+
+    After the line of a long bar a value would look like the bound's.
+    """
     figure.draw_without_rendering()
     for axes in panels:
         for text in axes.texts:
-            box = text.get_window_extent()
+            box = text.get_window_extent().padded(_CLEAR_PX, 0)
             crossing = [line for line in axes.lines if line.get_window_extent().overlaps(box)]
             if crossing and isinstance(text, Annotation):
-                text.xy = (max(float(x) for line in crossing for x in line.get_xdata()), text.xy[1])  # type: ignore[union-attr,arg-type] # numbers
+                end = text.xy
+                if box.width + _CLEAR_PX < axes.transData.transform(end)[0] - axes.bbox.x0:
+                    text.set(position=(-_AFTER_PT, 0), ha="right", color="white")
+                else:
+                    text.xy = (max(float(x) for line in crossing for x in line.get_xdata()), end[1])  # type: ignore[union-attr,arg-type] # numbers
 
 
 def _draw(
@@ -138,7 +146,7 @@ def _draw_range(axes: Axes, cell: TableCell, place: float, value: float) -> floa
 
 
 def _write(axes: Axes, end: float, place: float, text: str, ink: str) -> None:
-    at = {"xytext": (3, 0), "textcoords": "offset points"}
+    at = {"xytext": (_AFTER_PT, 0), "textcoords": "offset points"}
     axes.annotate(text, (end, place), va="center", fontsize=6.5, color=ink, **at)  # type: ignore[arg-type] # as it is
 
 

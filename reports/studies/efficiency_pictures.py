@@ -46,8 +46,9 @@ def draw(
         panel.grid(alpha=0.3)
         panel.set_xlim(0, longest * 1.02)
         panel.tick_params(labelsize=8)
-    for panel in panels[-1]:
+    for panel in panels.flat[max(0, len(curves) - _COLUMNS) : len(curves)]:  # nothing is drawn below these
         panel.set_xlabel(unit, fontsize=8)
+        panel.tick_params(labelbottom=True)
     for row in panels:
         row[0].set_ylabel(metric, fontsize=8)
     figure.savefig(path, dpi=80)

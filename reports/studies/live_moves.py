@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from pipebench.engine.setup import Setup
 from pipebench.extensions.moves.engine import moving
 from pipebench.extensions.moves.repartition_plan import CutLayout, Repartition, Starts, layout_problems
-from pipebench.extensions.moves.throughput import Finished, Finishes, throughput
+from pipebench.extensions.moves.throughput import Finished, Finishes
 from pipebench.model.plan import recut
 from pipebench.recipe.clusters import load_cluster
 from pipebench.recipe.load import load
@@ -172,15 +172,15 @@ def section(title: str, made: Sequence[Course], moved: int, num_layers: int, num
 
 
 def draw(made: Mapping[str, Sequence[Course]], path: Path) -> None:
-    """Write the picture: samples per second in periods of 8 minibatches, a panel per beginning."""
+    """Write the picture: samples per second of every 8 minibatches, a panel per beginning."""
     figure = Figure(figsize=(8.0, 2.6 * len(made)), layout="constrained")
     panels = figure.subplots(len(made), 1, sharex=True, squeeze=False).flat
     colours = {"never moved": "#B0B0B0", "live": "#0072B2", "drained": "#D55E00", "ideal": "#009E73"}
     for axes, (title, courses_of) in zip(panels, made.items(), strict=True):
         for each in courses_of:
-            period_s = 8 * each.end_s / COUNT
-            rates = throughput(each.units, period_s, each.end_s)
-            times = [(index + 0.5) * period_s for index in range(len(rates))]
+            units, starts = each.units, range(1, len(each.units) - 7, 8)
+            rates = [rate(units, start, start + 8) for start in starts]
+            times = [(units[start - 1].end_s + units[start + 7].end_s) / 2 for start in starts]
             style = "--" if each.name == "ideal" else "-"
             axes.plot(times, rates, color=colours[each.name], label=each.name, linewidth=1.4, linestyle=style)
         axes.set_title(f"it begins with {title}", fontsize=9)

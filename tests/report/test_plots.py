@@ -362,28 +362,34 @@ def test_no_line_hides_another_of_the_same_values() -> None:
         assert widths[0] > widths[1]
 
 
-def test_no_bound_crosses_a_value() -> None:
-    """Values stand at their bars' ends but where the line would cross them: those stand behind it."""
+def test_no_bound_touches_a_value() -> None:
+    """Values stand after their bars but where the line would touch them: then inside, or after the line of short bars.
+
+    A value after the line of a long bar looked like the bound's.
+    """
     row = REPORT.rows[0]
-    values = {f"r{n}": 0.05 * n for n in range(10, 20)}
+    values = {f"r{n}": 0.05 * n for n in range(1, 20)}
     report = replace(
         REPORT,
         rows=tuple(replace(row, name=name, title=name, published={}) for name in values),
         columns=REPORT.columns[:1],
     )
     cells = [TableCell(name, "speedup", "ideal", value) for name, value in values.items()]
-    bounds = [TableCell(name, "memory", "ideal", 1.0) for name in values]
+    limits = {name: 0.06 if value < 0.06 else 1.0 for name, value in values.items()}
+    bounds = [TableCell(name, "memory", "ideal", limit) for name, limit in limits.items()]
     figure = bars_figure(Evaluated(report, (*cells, *bounds)), replace(BARS, bound="memory"))
     assert figure is not None
     axes = only(figure.axes)
     figure.draw_without_rendering()
-    boxes = [text.get_window_extent() for text in axes.texts]
+    boxes = [text.get_window_extent().padded(1, 0) for text in axes.texts]
     assert len(boxes) == len(axes.lines) == len(values)
     assert not [(box, line) for box in boxes for line in axes.lines if line.get_window_extent().overlaps(box)]
+    ends = [axes.transData.transform((value, 0))[0] for value in values.values()]
+    inside = [box.x1 < end for box, end in zip(boxes, ends, strict=True)]
+    assert inside == sorted(inside)  # of long bars only
+    assert [text.get_color() == "white" for text in axes.texts] == inside
     places = [text.xy[0] for text in axes.texts if isinstance(text, Annotation)]
-    moved = [place != value for place, value in zip(places, values.values(), strict=True)]
-    assert moved == sorted(moved)  # of long bars only
-    assert {place for place, aside in zip(places, moved, strict=True) if aside} == {1.0}
+    assert places == [limits["r1"], *list(values.values())[1:]]
 
 
 @pytest.mark.parametrize("picture", [LINES, STAGES, replace(BARS, measures=("speedup",))], ids=lambda p: p.kind)

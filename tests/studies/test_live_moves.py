@@ -2,13 +2,17 @@
 
 import itertools
 import random
+from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from pipebench.extensions.moves.engine import moving
 from pipebench.extensions.moves.repartition_plan import CutLayout, Repartition, layout_problems
+from pipebench.extensions.moves.throughput import Finished
 from pipebench.schedule.modes import KEEP
-from reports.studies.live_moves import BEGINNINGS, HEAD, balanced, begun, steps, subject
+from reports.studies.live_moves import BEGINNINGS, HEAD, Course, balanced, begun, draw, steps, subject
 from tests.studies.again import check_rows
 from tests.support import Mlp, make_setup
 
@@ -23,6 +27,17 @@ def test_no_cut_has_a_faster_slowest_stage(p: int) -> None:
         return max(sum(seconds[a:b]) for a, b in itertools.pairwise([0, *starts, len(seconds)]))
 
     assert slowest(balanced(setup)) == min(map(slowest, itertools.combinations(range(1, len(seconds)), p - 1)))
+
+
+def test_minibatches_at_one_pace_are_a_level_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Periods of equal seconds ended one minibatch more now and then, and drew a peak 13 % higher."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    units = [Finished(0.3 + 0.031 * number, 4) for number in range(280)]
+    draw({"a": [Course("live", units, units[-1].end_s + 0.2, 0)]}, Path("x.png"))
+    (line,) = drawn[0].axes[0].lines
+    assert np.asarray(line.get_ydata()).tolist() == pytest.approx([4 / 0.031] * 34)
+    assert np.asarray(line.get_xdata()).tolist()[:2] == pytest.approx([0.424, 0.672])
 
 
 def test_every_step_moves_layers_by_one_stage() -> None:

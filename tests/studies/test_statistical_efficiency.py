@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from pipebench.recipe.catalog import recipe_names
 from pipebench.train.result import MISSED, REACHED, Point, RunResult
@@ -153,6 +154,17 @@ def test_pictures_have_a_panel_per_mode(tmp_path: Path) -> None:
     path = tmp_path / "x.png"
     draw({"single": [curve], "dp": [curve, curve]}, "single", "epochs", "top1", 0.8, path)
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_column_of_panels_has_its_numbers_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns whose last row is empty had neither numbers nor a unit."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    draw({f"m{n}": [[[1.0, 2.0, 0.5]]] for n in range(6)}, "m0", "epochs", "top1", 0.8, tmp_path / "x.png")
+    panels = [panel for panel in drawn[0].axes if panel.get_title()]
+    assert [panel.get_xlabel() for panel in panels] == ["", "", *["epochs"] * 4]
+    shown = [bool(panel.xaxis.get_tick_params()["labelbottom"]) for panel in panels]
+    assert shown == [False, False, *[True] * 4]
 
 
 def test_quoted_values_equal_the_published_ones() -> None:
