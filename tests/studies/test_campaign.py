@@ -20,7 +20,7 @@ from reports.studies.campaign.drawing import ENDINGS, KILLS, KINDS, SPOIL, Trial
 from reports.studies.campaign.judging import other_bits, problems_of
 from reports.studies.campaign.page import WHOLE, Findings, draw_picture, page
 from reports.studies.campaign.points import FOLDER, PLAN, POINTS, Moment, Watch, answered, asked
-from reports.studies.campaign.spoilt import DAMAGE, WAYS, Spoilt, damage
+from reports.studies.campaign.spoilt import DAMAGE, WAYS, Spoilt, damage, own_lines, spoilt_cases
 from reports.studies.campaign.trial import Done, Outcome
 
 
@@ -29,14 +29,14 @@ def drawn() -> list[Trial]:
     return draw(0, 280)
 
 
-def test_a_campaign_covers_every_mode_in_both_engines_with_two_and_three_processes(drawn: list[Trial]) -> None:
+def test_a_campaign_covers_every_mode_in_both_engines_with_two_to_four_processes(drawn: list[Trial]) -> None:
     killed = [trial for trial in drawn if any(fault.kind in KILLS for fault in trial.faults)]
     assert sum(num_kills([trial]) for trial in drawn if trial.name.startswith("kill")) == 280
     assert {trial.case for trial in killed} == {*CASES}
     for engine in (VIRTUAL, DISTRIBUTED):
         assert {case.mode for case in CASES if case.engine == engine} == {*MODES}
     for mode in MODES.keys() - {"single"}:
-        counts = {2} if MODES[mode].shape == "even" else {2, 3}
+        counts = {2, 4} if MODES[mode].shape == "even" else {2, 3}
         assert {c.num_processes for c in CASES if c.mode == mode and c.in_processes} == counts, mode
     assert {fault.kind for trial in drawn for fault in trial.faults} == {*KINDS, *ENDINGS}
 
@@ -63,6 +63,9 @@ def test_only_requested_cases_are_drawn() -> None:
     found = draw(7, 20, "dp 2")
     assert sum(num_kills([trial]) for trial in found if trial.name.startswith("kill")) == 20
     assert all("dp 2" in trial.title for trial in found)
+    found = draw(7, 20, "zero1,fsdp")
+    assert {trial.case.mode for trial in found} == {"zero1", "fsdp"}
+    assert {case.mode for case in spoilt_cases("zero1,fsdp")} == {"zero1", "fsdp"}
     assert draw(0, 20, "no such mode") == []
     assert all(SPOIL in trial.title for trial in draw(0, 20, SPOIL))
 
@@ -92,7 +95,7 @@ def test_runs_reach_the_points(tmp_path: Path) -> None:
     """In a new process, whose functions are wrapped; without a disturbance, it has the undisturbed bits."""
     live, drained = (next(case for case in CASES if case.special == name) for name in ("live moves", "repartitions"))
     points = ["model", "segment", "instruction", "hand over", "part", "part written", "manifest", "committed", "pruned"]
-    points += ["evaluation", "evaluated", "result", "recut"]
+    points += ["evaluation", "evaluated", "result", "recut", "shards"]
     assert {*points} == POINTS.keys() - {"restored", "finish", "finished"}, "those need a command"
     questions = tmp_path / "questions"
     questions.mkdir()
@@ -101,7 +104,8 @@ def test_runs_reach_the_points(tmp_path: Path) -> None:
     for index in range(len(points)):
         answered(questions, index).touch()
     lines = []
-    for name, case in (("live", live), ("drained", drained), ("again", live)):
+    sharded = next(case for case in CASES if case.shards)
+    for name, case in (("live", live), ("drained", drained), ("again", live), ("sharded", sharded)):
         (tmp_path / name).mkdir()
         stops = [15] if name == "again" else []
         question = {"recipe": str(write_recipe(tmp_path)), "words": case.words, "stops": stops}
@@ -112,7 +116,7 @@ def test_runs_reach_the_points(tmp_path: Path) -> None:
         [sys.executable, "-m", "reports.studies.campaign.reference"], input="\n".join(lines), text=True,
         cwd=tmp_path, env={**os.environ, **settings}, capture_output=True, check=True,
     )  # fmt: skip
-    assert done.stdout.splitlines() == ["done"] * 3, done
+    assert done.stdout.splitlines() == ["done"] * 4, done
     assert [point for index, point in enumerate(points) if not asked(questions, index).exists()] == []
     assert [*other_bits(tmp_path / "live", tmp_path / "live")] == []
     assert any("other parameters" in problem for problem in other_bits(tmp_path / "live", tmp_path / "again")), (
@@ -181,6 +185,11 @@ def test_damage_leaves_no_valid_newest_checkpoint(tmp_path: Path, number: int, m
     found, skipped = Checkpoints(folder).latest()
     assert found is not None
     assert (found.step, len(skipped)) == (5, 1)
+
+
+def test_a_slow_command_still_refuses_in_one_sentence() -> None:
+    said = "pipebench run: loading torch\npipebench: model.target: executes m:n from m.py, of user a\n"
+    assert own_lines(said + "pipebench: error: run a is running\n") == ["pipebench: error: run a is running"]
 
 
 def outcome(**changes: object) -> Outcome:
