@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from datetime import date
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from pipebench import __version__
 from pipebench.checkpoint.state import ModelState
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.schedule.modes import MODES
 from reports.studies.campaign.cases import CASES, DISTRIBUTED, LAST, VIRTUAL, write_recipe
 from reports.studies.campaign.drawing import ENDINGS, KILLS, KINDS, SPOIL, Trial, draw, num_kills
 from reports.studies.campaign.judging import other_bits, problems_of
-from reports.studies.campaign.page import WHOLE, Findings, draw_picture, page
+from reports.studies.campaign.page import PAGES, WHOLE, Findings, draw_picture, page
 from reports.studies.campaign.points import FOLDER, PLAN, POINTS, Moment, Watch, answered, asked
 from reports.studies.campaign.spoilt import DAMAGE, WAYS, Spoilt, damage, own_lines, spoilt_cases
 from reports.studies.campaign.trial import Done, Outcome
@@ -207,7 +209,7 @@ def test_the_page_has_the_disturbances_and_losses(tmp_path: Path) -> None:
     text = page(found)
     for line in (
         "1 kills and 1 other faults in 2 runs, all recovered; 0 came too late;",
-        "; 20 damaged checkpoints, all handled.",
+        "; 19 damaged checkpoints, all handled.",
         "| kill a worker | 1 | 1 of 1 | 4 (4) | 6 (6) | - |",
         "| SIGINT | 1 | 1 of 1 | 5 (5) | 0 (0) | 0.5 (0.5) |",
         "| dp | 0 | 0 | 0 | 0 | 2 | 1 | 1 | 0 |",
@@ -218,7 +220,7 @@ def test_the_page_has_the_disturbances_and_losses(tmp_path: Path) -> None:
         assert line in text
     lost = replace(found, outcomes=[outcome(problems=["other parameters"])], left=2)
     assert not lost.fine
-    assert "1 runs lost something; 0 came too late; 20 damaged checkpoints, all handled; parts left to do: 2." in page(
+    assert "1 runs lost something; 0 came too late; 19 damaged checkpoints, all handled; parts left to do: 2." in page(
         lost
     )
     assert "- kill-0 (dp 2 distributed): other parameters" in page(lost)
@@ -229,6 +231,15 @@ def test_the_page_has_the_disturbances_and_losses(tmp_path: Path) -> None:
 
 def test_the_stored_page_shows_its_picture() -> None:
     """It showed that of 200 kills, long after a campaign had 280."""
-    picture = "![seconds until training continues](campaign.png)"
-    assert picture in page(Findings(WHOLE, [outcome()], {}, 90))
-    assert picture not in page(Findings({**WHOLE, "seed": 3}, [outcome()], {}, 90))
+    for name, arguments in PAGES.items():
+        picture = f"![seconds until training continues]({name}.png)"
+        assert picture in page(Findings(arguments, [outcome()], {}, 90))
+        assert picture not in page(Findings({**arguments, "seed": 3}, [outcome()], {}, 90))
+
+
+def test_a_page_names_its_command_and_what_it_was_made_with() -> None:
+    text = page(Findings({"seed": 3, "kills": 280, "only": "zero1,fsdp"}, [outcome()], {}, 90))
+    assert text.startswith("# The campaign of zero1, fsdp: ")
+    assert "`nox -s campaign -- --seed 3 --only zero1,fsdp` makes this page." in text
+    assert f"Seed 3; 2 minutes, if all runs' are added; {date.today()}, pipebench {__version__}, torch " in text
+    assert "`nox -s campaign` makes this page." in page(Findings(WHOLE, [outcome()], {}, 90))

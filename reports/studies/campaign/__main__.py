@@ -1,7 +1,7 @@
 """Fault injection: kills and stops runs in every mode and both engines, damages checkpoints, and checks the results.
 
-`nox -s campaign` writes `reports/campaign.md` and its picture. Results are stored in a file as they come in, so that an
-interrupted campaign resumes.
+`nox -s campaign` writes a page of `reports/` and its picture: `PAGES` in `page.py`. Results are stored in a file as
+they come in, so that an interrupted campaign resumes.
 """
 
 import argparse
@@ -28,14 +28,14 @@ from reports.studies.campaign import disks
 from reports.studies.campaign.cases import write_recipe
 from reports.studies.campaign.drawing import Trial, draw
 from reports.studies.campaign.hosts import RunOnHosts
-from reports.studies.campaign.page import WHOLE, Findings, draw_picture, page
+from reports.studies.campaign.page import WHOLE, Findings, draw_picture, page, page_name
 from reports.studies.campaign.reference import References
 from reports.studies.campaign.spoilt import Spoilt, spoil_drawn, spoilt_cases, table_of_tests
 from reports.studies.campaign.trial import DisturbedRun, Outcome, Place
 from tests.lab.hosts import why_not as why_no_hosts
 
 ROOT = Path(pipebench.__file__).parents[1]
-KEPT, PAGE = ROOT / ".nox" / "campaign", ROOT / "reports" / "campaign.md"
+KEPT, REPORTS = ROOT / ".nox" / "campaign", ROOT / "reports"
 TABLE, DRAWN = "spoilt as the tests do", "spoilt by chance"  # names of the parts that damage checkpoints
 
 Spoiling = Mapping[str, Callable[[Place], list[Spoilt]]]
@@ -223,9 +223,9 @@ def main() -> int:
         _say(f"interrupted: {len(campaign.left)} left; the same command goes on")
     found = campaign.findings(not_tried)
     text = page(found)
-    if asked == WHOLE and not campaign.left:
-        PAGE.write_text(text)
-        draw_picture(found, PAGE.with_suffix(".png"))
+    if (name := page_name(asked)) and not campaign.left:
+        (REPORTS / f"{name}.md").write_text(text)
+        draw_picture(found, REPORTS / f"{name}.png")
     else:
         print(text)
     _say(found.verdict)

@@ -80,9 +80,9 @@ def _old_as_new(left: Left, other: Left, chance: Random) -> None:
 
 
 def _old_part(left: Left, other: Left, chance: Random) -> None:
-    """Replace a part by the older checkpoint's, and seal it again."""
-    index = chance.randrange(len(left.parts))
+    """Replace a part with counted updates by the older checkpoint's, and seal it again."""
     names = json.loads((_older(left) / MANIFEST).read_text())["parts"]
+    index = chance.choice([index for index, part in enumerate(names) if part["updates"]])
     left.parts[index].write_bytes((_older(left) / names[index]["file"]).read_bytes())
     left.reseal()
 
