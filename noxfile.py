@@ -208,7 +208,8 @@ def efficiency(session: nox.Session) -> None:
 def campaign(session: nox.Session) -> None:
     """Inject faults into runs in every mode, damage checkpoints, and write `reports/campaign.md`; needs Linux and root.
 
-    An interrupted campaign resumes. With arguments (`--kills 20 --seed 7 --only dp`) the page is printed instead.
+    An interrupted campaign resumes. With arguments (`--kills 20 --seed 7 --only dp`) the page is printed instead,
+    except with those that `reports/campaign_newer_modes.md` names.
     """
     command = [python_with_pipebench(session), "-m", "reports.studies.campaign", *session.posargs]
     session.run(*command, env=ONE_THREAD, external=True)

@@ -27,7 +27,7 @@ def updates_of(states: Mapping[str, Mapping[str, Any]]) -> dict[str, float | Non
 
 
 def check_updates(expected: Mapping[str, float | None], states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Compare a checkpoint's optimizer states with `expected`, what `updates_of` returned when it was written.
+    """Compare a part's optimizer states with `expected`, what `updates_of` returned when it was written.
 
     Raises:
         CheckpointError: names the parameter, what was found and what is expected.

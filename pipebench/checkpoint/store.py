@@ -70,7 +70,7 @@ class Checkpoint(Manifest):
         Raises:
             CheckpointError: a part can't be read as one; names it.
         """
-        return ModelState.joined(_load_part(self.path / part.file) for part in self.parts)
+        return ModelState.joined(load_part(self.path / part.file) for part in self.parts)
 
     def check(self) -> None:
         """Read and check all parts.
@@ -282,8 +282,8 @@ def _checkpoint(folder: Path, data: dict[str, Any]) -> Checkpoint:
     return Checkpoint(**vars(manifest), path=folder)
 
 
-def _load_part(path: Path) -> ModelState:
-    """Return a part's content."""
+def load_part(path: Path) -> ModelState:
+    """Return a part's content; raises a CheckpointError if it can't be read."""
     try:
         if path.stat().st_size == 0:
             raise CheckpointError("is empty")

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from datetime import date
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,15 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+from pipebench import __version__
 from pipebench.checkpoint.state import ModelState
 from pipebench.checkpoint.store import Checkpoints
 from pipebench.schedule.modes import MODES
 from reports.studies.campaign.cases import CASES, DISTRIBUTED, LAST, VIRTUAL, write_recipe
 from reports.studies.campaign.drawing import ENDINGS, KILLS, KINDS, SPOIL, Trial, draw, num_kills
 from reports.studies.campaign.judging import other_bits, problems_of
-from reports.studies.campaign.page import WHOLE, Findings, draw_picture, page
+from reports.studies.campaign.page import PAGES, WHOLE, Findings, draw_picture, page
 from reports.studies.campaign.points import FOLDER, PLAN, POINTS, Moment, Watch, answered, asked
-from reports.studies.campaign.spoilt import DAMAGE, WAYS, Spoilt, damage
+from reports.studies.campaign.spoilt import DAMAGE, WAYS, Spoilt, damage, own_lines, spoilt_cases
 from reports.studies.campaign.trial import Done, Outcome
 
 
@@ -29,14 +31,14 @@ def drawn() -> list[Trial]:
     return draw(0, 280)
 
 
-def test_a_campaign_covers_every_mode_in_both_engines_with_two_and_three_processes(drawn: list[Trial]) -> None:
+def test_a_campaign_covers_every_mode_in_both_engines_with_two_to_four_processes(drawn: list[Trial]) -> None:
     killed = [trial for trial in drawn if any(fault.kind in KILLS for fault in trial.faults)]
     assert sum(num_kills([trial]) for trial in drawn if trial.name.startswith("kill")) == 280
     assert {trial.case for trial in killed} == {*CASES}
     for engine in (VIRTUAL, DISTRIBUTED):
         assert {case.mode for case in CASES if case.engine == engine} == {*MODES}
     for mode in MODES.keys() - {"single"}:
-        counts = {2} if MODES[mode].shape == "even" else {2, 3}
+        counts = {2, 4} if MODES[mode].shape == "even" else {2, 3}
         assert {c.num_processes for c in CASES if c.mode == mode and c.in_processes} == counts, mode
     assert {fault.kind for trial in drawn for fault in trial.faults} == {*KINDS, *ENDINGS}
 
@@ -63,6 +65,9 @@ def test_only_requested_cases_are_drawn() -> None:
     found = draw(7, 20, "dp 2")
     assert sum(num_kills([trial]) for trial in found if trial.name.startswith("kill")) == 20
     assert all("dp 2" in trial.title for trial in found)
+    found = draw(7, 20, "zero1,fsdp")
+    assert {trial.case.mode for trial in found} == {"zero1", "fsdp"}
+    assert {case.mode for case in spoilt_cases("zero1,fsdp")} == {"zero1", "fsdp"}
     assert draw(0, 20, "no such mode") == []
     assert all(SPOIL in trial.title for trial in draw(0, 20, SPOIL))
 
@@ -92,7 +97,7 @@ def test_runs_reach_the_points(tmp_path: Path) -> None:
     """In a new process, whose functions are wrapped; without a disturbance, it has the undisturbed bits."""
     live, drained = (next(case for case in CASES if case.special == name) for name in ("live moves", "repartitions"))
     points = ["model", "segment", "instruction", "hand over", "part", "part written", "manifest", "committed", "pruned"]
-    points += ["evaluation", "evaluated", "result", "recut"]
+    points += ["evaluation", "evaluated", "result", "recut", "shards"]
     assert {*points} == POINTS.keys() - {"restored", "finish", "finished"}, "those need a command"
     questions = tmp_path / "questions"
     questions.mkdir()
@@ -101,7 +106,8 @@ def test_runs_reach_the_points(tmp_path: Path) -> None:
     for index in range(len(points)):
         answered(questions, index).touch()
     lines = []
-    for name, case in (("live", live), ("drained", drained), ("again", live)):
+    sharded = next(case for case in CASES if case.shards)
+    for name, case in (("live", live), ("drained", drained), ("again", live), ("sharded", sharded)):
         (tmp_path / name).mkdir()
         stops = [15] if name == "again" else []
         question = {"recipe": str(write_recipe(tmp_path)), "words": case.words, "stops": stops}
@@ -112,7 +118,7 @@ def test_runs_reach_the_points(tmp_path: Path) -> None:
         [sys.executable, "-m", "reports.studies.campaign.reference"], input="\n".join(lines), text=True,
         cwd=tmp_path, env={**os.environ, **settings}, capture_output=True, check=True,
     )  # fmt: skip
-    assert done.stdout.splitlines() == ["done"] * 3, done
+    assert done.stdout.splitlines() == ["done"] * 4, done
     assert [point for index, point in enumerate(points) if not asked(questions, index).exists()] == []
     assert [*other_bits(tmp_path / "live", tmp_path / "live")] == []
     assert any("other parameters" in problem for problem in other_bits(tmp_path / "live", tmp_path / "again")), (
@@ -183,6 +189,11 @@ def test_damage_leaves_no_valid_newest_checkpoint(tmp_path: Path, number: int, m
     assert (found.step, len(skipped)) == (5, 1)
 
 
+def test_a_slow_command_still_refuses_in_one_sentence() -> None:
+    said = "pipebench run: loading torch\npipebench: model.target: executes m:n from m.py, of user a\n"
+    assert own_lines(said + "pipebench: error: run a is running\n") == ["pipebench: error: run a is running"]
+
+
 def outcome(**changes: object) -> Outcome:
     kill = Done(KILLS[0], "manifest", 12, 4.0, 6)
     return replace(Outcome("kill-0", "dp 2 distributed", "dp", DISTRIBUTED, [kill]), **changes)  # type: ignore[arg-type] # by name
@@ -198,7 +209,7 @@ def test_the_page_has_the_disturbances_and_losses(tmp_path: Path) -> None:
     text = page(found)
     for line in (
         "1 kills and 1 other faults in 2 runs, all recovered; 0 came too late;",
-        "; 20 damaged checkpoints, all handled.",
+        "; 19 damaged checkpoints, all handled.",
         "| kill a worker | 1 | 1 of 1 | 4 (4) | 6 (6) | - |",
         "| SIGINT | 1 | 1 of 1 | 5 (5) | 0 (0) | 0.5 (0.5) |",
         "| dp | 0 | 0 | 0 | 0 | 2 | 1 | 1 | 0 |",
@@ -209,7 +220,7 @@ def test_the_page_has_the_disturbances_and_losses(tmp_path: Path) -> None:
         assert line in text
     lost = replace(found, outcomes=[outcome(problems=["other parameters"])], left=2)
     assert not lost.fine
-    assert "1 runs lost something; 0 came too late; 20 damaged checkpoints, all handled; parts left to do: 2." in page(
+    assert "1 runs lost something; 0 came too late; 19 damaged checkpoints, all handled; parts left to do: 2." in page(
         lost
     )
     assert "- kill-0 (dp 2 distributed): other parameters" in page(lost)
@@ -220,6 +231,15 @@ def test_the_page_has_the_disturbances_and_losses(tmp_path: Path) -> None:
 
 def test_the_stored_page_shows_its_picture() -> None:
     """It showed that of 200 kills, long after a campaign had 280."""
-    picture = "![seconds until training continues](campaign.png)"
-    assert picture in page(Findings(WHOLE, [outcome()], {}, 90))
-    assert picture not in page(Findings({**WHOLE, "seed": 3}, [outcome()], {}, 90))
+    for name, arguments in PAGES.items():
+        picture = f"![seconds until training continues]({name}.png)"
+        assert picture in page(Findings(arguments, [outcome()], {}, 90))
+        assert picture not in page(Findings({**arguments, "seed": 3}, [outcome()], {}, 90))
+
+
+def test_a_page_names_its_command_and_what_it_was_made_with() -> None:
+    text = page(Findings({"seed": 3, "kills": 280, "only": "zero1,fsdp"}, [outcome()], {}, 90))
+    assert text.startswith("# The campaign of zero1, fsdp: ")
+    assert "`nox -s campaign -- --seed 3 --only zero1,fsdp` makes this page." in text
+    assert f"Seed 3; 2 minutes, if all runs' are added; {date.today()}, pipebench {__version__}, torch " in text
+    assert "`nox -s campaign` makes this page." in page(Findings(WHOLE, [outcome()], {}, 90))

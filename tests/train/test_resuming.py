@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipebench.checkpoint.progress import SavedProgress
-from pipebench.checkpoint.state import ModelState
+from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.store import Checkpoint, CheckpointFile, Checkpoints
 from pipebench.engine.admission import StopRequest
 from pipebench.engine.engine import TrainingEngine
@@ -20,6 +20,9 @@ from pipebench.train.engines import on_virtual_clock
 from pipebench.train.job import Job
 from pipebench.train.loop import TrainingLoop
 from pipebench.train.result import DIVERGED, INTERRUPTED, MISSED, Point, RunResult
+from tests.checkpoint.spoiling import Left
+from tests.engine.test_sharding import Wide, momentum
+from tests.support import Blobs, flat_cluster, make_setup
 from tests.train.test_training import Silent, prepared, recipe, train
 
 
@@ -255,6 +258,25 @@ def test_a_resumed_run_frees_the_checkpoint(tmp_path: Path) -> None:
     assert {*found.state.optimizer} <= {*found.state.parameters} != set()
     TrainingLoop(given, on_virtual_clock(given), Silent(), lambda point: None, CheckpointPolicy(store, found)).run()
     assert found.state == ModelState()
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_lost_optimizer_state_of_a_replica_s_piece_is_found(tmp_path: Path, replica: int) -> None:
+    """In 0.2.0 the other replica's pieces hid it, and the run continued with zeros in the lost ones."""
+    sharded: dict[str, Any] = {"shard": "optimizer", "order": "sequential", "weights": "one", "depth": 1}
+    setup = make_setup(Wide(), ([], [2]), dataset=Blobs(48), sums="ordered", make_optimizer=momentum, **sharded)
+    given = Job(recipe(max_epochs=1, checkpoint_every=PeriodRecipe(minibatches=12)), flat_cluster(4), setup)
+    store = Checkpoints(tmp_path / "checkpoints")
+    checkpointed_run(given, store)
+    (step,) = store.steps()
+
+    def forget(data: Any) -> None:
+        assert "b.weight" in data["pieces"], "both replicas have a piece of it"
+        del data["optimizer"]["b.weight"]
+
+    Left(tmp_path).change_part(replica, forget)
+    with pytest.raises(CheckpointError, match=r"optimizer's state of b\.weight: found none, expected is the "):
+        resume_point(store.at(step), given)
 
 
 def test_lost_time_adds_up(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Fault injection: kills and stops runs in every mode and both engines, damages checkpoints, and checks the results.
 
-`nox -s campaign` writes `reports/campaign.md` and its picture. Results are stored in a file as they come in, so that an
-interrupted campaign resumes.
+`nox -s campaign` writes a page of `reports/` and its picture: `PAGES` in `page.py`. Results are stored in a file as
+they come in, so that an interrupted campaign resumes.
 """
 
 import argparse
@@ -28,14 +28,14 @@ from reports.studies.campaign import disks
 from reports.studies.campaign.cases import write_recipe
 from reports.studies.campaign.drawing import Trial, draw
 from reports.studies.campaign.hosts import RunOnHosts
-from reports.studies.campaign.page import WHOLE, Findings, draw_picture, page
+from reports.studies.campaign.page import WHOLE, Findings, draw_picture, page, page_name
 from reports.studies.campaign.reference import References
-from reports.studies.campaign.spoilt import Spoilt, spoil_drawn, table_of_tests
+from reports.studies.campaign.spoilt import Spoilt, spoil_drawn, spoilt_cases, table_of_tests
 from reports.studies.campaign.trial import DisturbedRun, Outcome, Place
 from tests.lab.hosts import why_not as why_no_hosts
 
 ROOT = Path(pipebench.__file__).parents[1]
-KEPT, PAGE = ROOT / ".nox" / "campaign", ROOT / "reports" / "campaign.md"
+KEPT, REPORTS = ROOT / ".nox" / "campaign", ROOT / "reports"
 TABLE, DRAWN = "spoilt as the tests do", "spoilt by chance"  # names of the parts that damage checkpoints
 
 Spoiling = Mapping[str, Callable[[Place], list[Spoilt]]]
@@ -182,10 +182,12 @@ def possible(trials: Sequence[Trial]) -> tuple[list[Trial], list[str]]:
 def spoiling(seed: int, kills: int, only: str) -> Spoiling:
     """Return the parts that damage checkpoints: at random and, in a large campaign, as the tests' tables do."""
     found: dict[str, Callable[[Place], list[Spoilt]]] = {}
-    if not only or only in DRAWN or "spoilt" in only:
-        found[DRAWN] = lambda place: spoil_drawn(seed, max(5, kills // 2), place.folder / "drawn", place.settings)
-        if kills >= 100 or only:
-            found[TABLE] = lambda place: table_of_tests(place.folder / "table", place.settings)
+    these = "spoilt" in only  # the parts themselves
+    if these or spoilt_cases(only):
+        cases, count = "" if these else only, max(5, kills // 2)
+        found[DRAWN] = lambda place: spoil_drawn(seed, count, cases, place.folder / "drawn", place.settings)
+    if these or (kills >= 100 and not only):
+        found[TABLE] = lambda place: table_of_tests(place.folder / "table", place.settings)
     return found
 
 
@@ -194,7 +196,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="nox -s campaign --", description=__doc__)
     parser.add_argument("--kills", type=int, default=WHOLE["kills"], help="number of kills; other faults in proportion")
     parser.add_argument("--seed", type=int, default=WHOLE["seed"])
-    parser.add_argument("--only", default=WHOLE["only"], help="runs whose mode, plan, engine or faults contain this")
+    parser.add_argument("--only", default=WHOLE["only"], help="a part of modes, plans, engines or faults; several: A,B")
     parser.add_argument("--at-once", type=int, default=max(1, min(4, os.cpu_count() or 1)), help="runs at once")
     parser.add_argument("--anew", action="store_true", help="discard the results of an earlier campaign")
     parser.add_argument("--list", action="store_true", help="print what is drawn, and do nothing")
@@ -221,9 +223,9 @@ def main() -> int:
         _say(f"interrupted: {len(campaign.left)} left; the same command goes on")
     found = campaign.findings(not_tried)
     text = page(found)
-    if asked == WHOLE and not campaign.left:
-        PAGE.write_text(text)
-        draw_picture(found, PAGE.with_suffix(".png"))
+    if (name := page_name(asked)) and not campaign.left:
+        (REPORTS / f"{name}.md").write_text(text)
+        draw_picture(found, REPORTS / f"{name}.png")
     else:
         print(text)
     _say(found.verdict)

@@ -1,9 +1,11 @@
-"""The cases that the campaign trains: every mode, in one to three processes, with and without layers that move."""
+"""The cases that the campaign trains: every mode, in one to four processes, with and without layers that move."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from pipebench.schedule.modes import MODES
 
 VIRTUAL, DISTRIBUTED = "virtual", "distributed"
 LAST = 72  # minibatches of a run
@@ -28,6 +30,8 @@ _ADAM = ("train.optimizer.name=adam", "train.optimizer.lr=0.003", "train.optimiz
 _HALVES = ("parallelism.microbatches=2",)
 # Segments of exactly one update, whose gradients are clipped by one norm over all stages.
 _CLIPPED = (f"parallelism.accumulate={EVERY}", "train.optimizer.clip_norm=0.3")
+# A scale at which some updates are skipped, and which grows again.
+_FP16 = ("train.precision=fp16", "train.loss_scale={initial: 1048576, growth_interval: 4}")
 _SERVER = ("parallelism.sync=parameter-server",)
 
 
@@ -67,6 +71,11 @@ class Case:
         return any("vpipe" in word for word in self.overrides)
 
     @property
+    def shards(self) -> bool:
+        """Whether every replica has a shard of the optimizer's state, or of more."""
+        return MODES[self.mode].is_sharded
+
+    @property
     def adds_in_a_ring(self) -> bool:
         """Whether three or more replicas all-reduce by a ring, whose order of sums isn't the virtual engine's."""
         return self.in_processes and max(map(int, self.plan.split("-"))) > 2 and _SERVER[0] not in self.overrides
@@ -102,7 +111,7 @@ CASES = (
     Case("dp", "2", VIRTUAL),
     Case("dp-asp", "2", VIRTUAL),
     Case("zero1", "2", VIRTUAL, _ADAM, "Adam"),
-    Case("zero2", "2", VIRTUAL),
+    Case("zero2", "2", VIRTUAL, _FP16, "fp16"),
     Case("fsdp", "2", VIRTUAL),
     Case("model", "1-1", VIRTUAL),
     Case("hybrid", "2-1", VIRTUAL),
@@ -128,10 +137,10 @@ CASES = (
     Case("dp-asp", "3", DISTRIBUTED),
     Case("zero1", "2", DISTRIBUTED),
     Case("zero1", "3", DISTRIBUTED),
-    Case("zero2", "2", DISTRIBUTED),
+    Case("zero2", "2", DISTRIBUTED, ("train.optimizer.clip_norm=0.3",), "clipped"),
     Case("zero2", "3", DISTRIBUTED),
     Case("fsdp", "2", DISTRIBUTED, _ADAM, "Adam"),
-    Case("fsdp", "3", DISTRIBUTED),
+    Case("fsdp", "3", DISTRIBUTED, _FP16, "fp16"),
     Case("model", "1-1", DISTRIBUTED),
     Case("model", "1-1-1", DISTRIBUTED),
     Case("hybrid", "1-1", DISTRIBUTED),
@@ -149,6 +158,7 @@ CASES = (
     Case("dualpipev", "1-1", DISTRIBUTED, _HALVES),
     Case("dualpipev", "1-1-1", DISTRIBUTED, _HALVES),
     Case("dualpipe", "2", DISTRIBUTED, _HALVES),
+    Case("dualpipe", "2-2", DISTRIBUTED, _HALVES),
     Case("pipedream", "1-1", DISTRIBUTED, _ADAM, "Adam"),
     Case("pipedream", "2-1", DISTRIBUTED),
     Case("pipedream-2bw", "1-1", DISTRIBUTED),
@@ -164,6 +174,11 @@ CASES = (
     Case("gpipe", "1-1", DISTRIBUTED, (*_HALVES, *moving(*_TWO, live=False, at=_AT_DRAINS)), "repartitions"),
     Case("pipedream", "1-1-1", DISTRIBUTED, moving(*_THREE, live=False, at=_AT_DRAINS), "repartitions"),
 )
+
+
+def contains(title: str, only: str) -> bool:
+    """Return whether a title contains one of the texts that `only` has between commas; "" admits any title."""
+    return any(text in title for text in only.split(","))
 
 
 def write_recipe(folder: Path) -> Path:

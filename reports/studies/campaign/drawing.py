@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from reports.studies.campaign.cases import CASES, EVERY, LAST, Case
+from reports.studies.campaign.cases import CASES, EVERY, LAST, Case, contains
 from reports.studies.campaign.points import Moment
 
 KILLS = ("kill a worker", "kill several workers", "kill the launcher", "kill all at once", "kill the process")
@@ -66,7 +66,7 @@ def draw(seed: int, num_kills: int, only: str = "") -> list[Trial]:
     Args:
         seed: of the random numbers.
         num_kills: faults that kill processes; the numbers of other faults are in proportion.
-        only: a part of the titles of all trials, "" for any.
+        only: parts of titles, between commas; all trials have one of them. "" for any.
     """
     chance = random.Random(seed)
     kinds: tuple[tuple[str, int, Make, Callable[[Case], bool]], ...] = (
@@ -92,11 +92,11 @@ def _share(kills: int, per: int) -> int:
     return max(1, round(kills / per))
 
 
-def _that_contain(trials: Iterator[Trial], text: str) -> Iterator[Trial]:
-    """Yield the trials whose title contains a text; end after many trials in a row whose title doesn't."""
+def _that_contain(trials: Iterator[Trial], only: str) -> Iterator[Trial]:
+    """Yield the trials whose title contains one of some texts; end after many trials in a row whose title doesn't."""
     misses = 0
     for trial in trials:
-        misses = 0 if text in trial.title else misses + 1
+        misses = 0 if contains(trial.title, only) else misses + 1
         if misses > 20 * len(CASES):
             return
         if not misses:
@@ -160,6 +160,8 @@ def _moment(chance: random.Random, case: Case, step: int) -> Moment:
     points = dict(_TRAINING)
     if case.moves:
         points["recut" if "repartitions" in case.special else "hand over"] = 9
+    if case.shards:
+        points["shards"] = 4
     return _moment_at(chance, case, step, chance.choices([*points], [*points.values()])[0])
 
 

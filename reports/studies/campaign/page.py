@@ -5,6 +5,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,15 @@ from reports.studies.campaign.spoilt import PASSED_OVER, REFUSED
 from reports.studies.campaign.trial import Done, Outcome
 from reports.studies.markdown import table
 
-# The arguments of the campaign whose page is `reports/campaign.md`, with a picture beside it.
-WHOLE: Mapping[str, Any] = {"seed": 0, "kills": 280, "only": ""}
-HEAD = f"""# The campaign: injected faults and damaged checkpoints, and what was lost
-
-`nox -s campaign` makes this page. A small network with running statistics and dropout is trained for {LAST}
-minibatches in every mode, in one process on the virtual clock and in one, two and three processes, with a checkpoint
-every {EVERY} minibatches and an evaluation every {EVALUATED}. Every run has faults injected, most runs several, at
-named [points](#where-the-kills-came) of its course that a seed draws: a process that reaches its point waits until it,
-or whatever else was drawn, has been killed. Launchers and single processes that were killed, and runs that were
-stopped, are resumed by `pipebench run --resume`.
+WHOLE: Mapping[str, Any] = {"seed": 0, "kills": 280, "only": ""}  # the arguments, if none are given
+# The arguments of the campaigns whose pages are under `reports/`, with a picture beside each, by name of the page.
+PAGES = {"campaign": WHOLE, "campaign_newer_modes": {"seed": 39, "kills": 72, "only": "zero1,zero2,fsdp,zbv,dualpipe"}}
+HEAD = f"""A small network with running statistics and dropout is trained for {LAST} minibatches in each
+[mode](#modes), in one process on the virtual clock and in up to four processes, with a checkpoint every {EVERY}
+minibatches and an evaluation every {EVALUATED}. Every run has faults injected, most runs several, at named
+[points](#where-the-kills-came) of its course that a seed draws: a process that reaches its point waits until it, or
+whatever else was drawn, has been killed. Launchers and single processes that were killed, and runs that were stopped,
+are resumed by `pipebench run --resume`.
 
 A run has recovered if
 
@@ -93,16 +93,19 @@ class Findings:
 
 def page(found: Findings) -> str:
     """Return the page."""
-    asked = found.asked
-    only = f", `--only {asked['only']}`" if asked["only"] else ""
+    asked, name = found.asked, page_name(found.asked)
+    modes = f" of {asked['only'].replace(',', ', ')}" if asked["only"] else ""
+    title = f"# The campaign{modes}: injected faults and damaged checkpoints, and what was lost"
+    words = " ".join(f"--{key} {value}" for key, value in asked.items() if value != WHOLE[key])
+    head = f"`nox -s campaign{f' -- {words}' if words else ''}` makes this page.\n\n{HEAD}"
     made = (
-        f"Seed {asked['seed']}{only}; {found.seconds / 60:.0f} minutes of runs, several at once; "
+        f"Seed {asked['seed']}; {found.seconds / 60:.0f} minutes, if all runs' are added; {date.today()}, "
         f"pipebench {__version__}, torch {torch.__version__}, {platform.system()} {platform.machine()}."
     )
-    parts = [HEAD, found.verdict, made, *(f"Not tried: {why}." for why in found.not_tried)]
+    parts = [title, head, found.verdict, made, *(f"Not tried: {why}." for why in found.not_tried)]
     parts += ["## Faults", READING, _by_kind(found.outcomes)]
-    if asked == WHOLE:
-        parts += ["![seconds until training continues](campaign.png)"]
+    if name:
+        parts += [f"![seconds until training continues]({name}.png)"]
     parts += ["## Modes", _by_mode(found.outcomes)]
     parts += ["## Where the kills came", _by_point(found.outcomes)]
     if found.spoilt:
@@ -110,6 +113,11 @@ def page(found: Findings) -> str:
     problems = found.problems
     parts += ["## Problems", *(["None."] if not problems else ["\n".join(f"- {each}" for each in problems)])]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+def page_name(asked: Mapping[str, Any]) -> str | None:
+    """Return the name of the page that stores the results of these arguments; None if none does."""
+    return next((name for name, arguments in PAGES.items() if arguments == asked), None)
 
 
 def draw_picture(found: Findings, path: Path) -> None:

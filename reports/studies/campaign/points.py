@@ -26,6 +26,7 @@ POINTS = {
     "restored": "a checkpoint has been loaded",
     "segment": "between two drains",
     "instruction": "within a segment",
+    "shards": "while replicas gather weights, or scatter gradients, of which each has a shard",
     "hand over": "while layers move",
     "recut": "at a drain that moves layers",
     "part": "a part of a checkpoint is written, not renamed",
@@ -221,7 +222,8 @@ def _wrap_engines(watch: Watch) -> None:
     from pipebench.schedule.instructions import MOVE_OPS
     from pipebench.schedule.operations import Op
 
-    transfers = {*MOVE_OPS, Op.GIVE_UNIT, Op.TAKE_UNIT, Op.FORWARD_AGAIN}
+    points = dict.fromkeys((*MOVE_OPS, Op.GIVE_UNIT, Op.TAKE_UNIT, Op.FORWARD_AGAIN), "hand over")
+    points |= dict.fromkeys((Op.WAIT_GATHER, Op.WAIT_SCATTER), "shards")
     place = [0, 0]  # the segment's first minibatch, and the number of its instructions that are done in this process
 
     @contextlib.contextmanager
@@ -235,8 +237,8 @@ def _wrap_engines(watch: Watch) -> None:
         if worker._scores is None:  # in training, not in an evaluation
             watch.reached("instruction", first, number)
             place[1] += 1
-            if instruction.op in transfers:
-                watch.reached("hand over", first)
+            if instruction.op in points:
+                watch.reached(points[instruction.op], first)
         yield
 
     _wrap(Worker, "execute", executing)

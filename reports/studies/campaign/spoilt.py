@@ -21,9 +21,10 @@ from click.testing import CliRunner
 
 from pipebench.checkpoint.store import MANIFEST, Checkpoints
 from pipebench.cli.main import cli
-from reports.studies.campaign.cases import CASES, LAST, Case, write_recipe
+from reports.studies.campaign.cases import CASES, LAST, Case, contains, write_recipe
 from reports.studies.campaign.judging import other_bits
 from tests.checkpoint.spoiling import Left
+from tests.patience import without_phases
 
 REFUSED, PASSED_OVER = "refused", "passed over"
 _MISTAKE = 2
@@ -78,11 +79,11 @@ def _old_as_new(left: Left, other: Left, chance: Random) -> None:
     shutil.copytree(_older(left), left.last)
 
 
-def _part_of(source: Path, left: Left, chance: Random) -> None:
-    """Replace a part by the part of another checkpoint, and seal it again."""
-    index = chance.randrange(len(left.parts))
-    names = json.loads((source / MANIFEST).read_text())["parts"]
-    left.parts[index].write_bytes((source / names[index]["file"]).read_bytes())
+def _old_part(left: Left, other: Left, chance: Random) -> None:
+    """Replace a part with counted updates by the older checkpoint's, and seal it again."""
+    names = json.loads((_older(left) / MANIFEST).read_text())["parts"]
+    index = chance.choice([index for index, part in enumerate(names) if part["updates"]])
+    left.parts[index].write_bytes((_older(left) / names[index]["file"]).read_bytes())
     left.reseal()
 
 
@@ -162,8 +163,7 @@ DAMAGE: Mapping[str, Way] = {
 }
 # Changes that the seals don't show.
 SIGNED: Mapping[str, Way] = {
-    "part of an older step, signed": lambda left, other, chance: _part_of(_older(left), left, chance),
-    "part of another seed, signed": lambda left, other, chance: _part_of(other.last, left, chance),
+    "part of an older step, signed": _old_part,
     "checkpoint of another seed": _foreign,
     "no optimizer state of a parameter, signed": _in_part(_forget_one),
     "no optimizer state of a part, signed": _in_part(_forget_all),
@@ -186,20 +186,27 @@ def damage(checkpoints: Path, chance: Random) -> str:
     return way
 
 
+def spoilt_cases(only: str) -> list[Case]:
+    """Return the cases whose checkpoints are damaged, of those that `only` admits."""
+    return [case for case in CASES if not case.in_processes and contains(case.name, only)]
+
+
 def _applies(way: str, case: Case) -> bool:
-    return "steps off by one" not in way or "Adam" in case.special
+    """Return whether the change can be noticed: SGD's state doesn't count steps."""
+    return not way.startswith(("part of an older step", "optimizer's steps")) or "Adam" in case.special
 
 
-def spoil_all(seed: int, count: int, room: Path) -> None:
+def spoil_all(seed: int, count: int, only: str, room: Path) -> None:
     """Train runs, damage copies of them, each way in turn, and print the result of resuming each.
 
     Args:
         seed: draws the cases and the random numbers of the ways.
         count: number of copies.
+        only: parts of the cases' names, as for `drawing.draw`.
         room: a folder for the runs.
     """
     chance, made = Random(seed), dict[str, tuple[Left, Left]]()
-    cases = [case for case in CASES if not case.in_processes]
+    cases = spoilt_cases(only)
     by_way = {way: [case for case in chance.sample(cases, len(cases)) if _applies(way, case)] for way in WAYS}
     turns = [(way, by_way[way][turn]) for turn in range(len(cases)) for way in by_way if turn < len(by_way[way])]
     for number, (way, case) in enumerate(turns[:count]):
@@ -231,7 +238,7 @@ def _spoil(way: str, case: Case, made: Sequence[Left], folder: Path, chance: Ran
 
 
 def _answer(code: int, said: str, found: Path, expected: Path) -> str:
-    lines = _own_lines(said)
+    lines = own_lines(said)
     if code == _MISTAKE:
         fine = len(lines) == 1 and lines[0].startswith("pipebench: error: ")
         return REFUSED if fine else f"refused in {len(lines)} lines: {lines[-1:]}"
@@ -242,18 +249,18 @@ def _answer(code: int, said: str, found: Path, expected: Path) -> str:
     return f"taken: {problems[0]}" if problems else PASSED_OVER
 
 
-def _own_lines(said: str) -> list[str]:
-    """Return the lines of standard error without those that say which code a resumed run executes."""
-    return [line for line in said.splitlines() if "model.target: executes " not in line]
+def own_lines(said: str) -> list[str]:
+    """Return the lines of standard error without those that name a phase, or the code that a resumed run executes."""
+    return [line for line in without_phases(said).splitlines() if "model.target: executes " not in line]
 
 
-def spoil_drawn(seed: int, count: int, room: Path, settings: Mapping[str, str]) -> list[Spoilt]:
+def spoil_drawn(seed: int, count: int, only: str, room: Path, settings: Mapping[str, str]) -> list[Spoilt]:
     """Call `spoil_all` in a process with these environment variables; return what it prints.
 
     Raises:
         RuntimeError: the process crashed.
     """
-    return [Spoilt(**row) for row in _lines(__spec__.name, [str(seed), str(count), str(room)], room, settings)]
+    return [Spoilt(**row) for row in _lines(__spec__.name, [str(seed), str(count), only, str(room)], room, settings)]
 
 
 def table_of_tests(room: Path, settings: Mapping[str, str]) -> list[Spoilt]:
@@ -281,7 +288,7 @@ def _lines(module: str, words: Sequence[str], room: Path, settings: Mapping[str,
 
 
 def _in_table(row: Mapping[str, Any], weights: set[str]) -> str:
-    lines = _own_lines(row["said"])
+    lines = own_lines(row["said"])
     if row["code"] == _MISTAKE and len(lines) == 1:
         return REFUSED
     if row["code"] == 0 and len(weights) == 1:
@@ -291,4 +298,4 @@ def _in_table(row: Mapping[str, Any], weights: set[str]) -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    spoil_all(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    spoil_all(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))

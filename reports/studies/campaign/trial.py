@@ -35,7 +35,7 @@ from reports.studies.campaign.drawing import (
 from reports.studies.campaign.judging import other_bits, record_problems
 from reports.studies.campaign.points import BEGUN, FOLDER, PLAN, Question, answered, asked
 from reports.studies.campaign.reference import References
-from reports.studies.campaign.spoilt import damage
+from reports.studies.campaign.spoilt import damage, own_lines
 from reports.studies.watched_run import WatchedRun
 
 _LIMIT_S = 900.0  # for a command or a moment, on a machine that is busy with other programs
@@ -239,8 +239,7 @@ class DisturbedRun:
         """Let a second command resume a run that is running: it has to refuse."""
         assert run.run_folder is not None
         code, said = self._resume(run.run_folder.name)
-        said = "".join(line for line in said.splitlines(keepends=True) if ": executes " not in line)
-        if code != _MISTAKE or said.count("\n") != 1:
+        if code != _MISTAKE or len(own_lines(said)) != 1:
             self.outcome.problems.append(f"a living run is resumed: exit code {code}, {last_line(said)}")
 
     def _resume(self, run_id: str) -> tuple[int, str]:
