@@ -65,12 +65,16 @@ class Checkpoint(Manifest):
     path: Path = field(kw_only=True)
 
     def load(self) -> ModelState:
-        """Return the model's state. Files are mapped into memory, so that only what is used is read.
+        """Return the model's state, joined from all parts; see `load_parts`."""
+        return ModelState.joined(self.load_parts())
+
+    def load_parts(self) -> list[ModelState]:
+        """Return the parts' contents. Files are mapped into memory, so that only what is used is read.
 
         Raises:
             CheckpointError: a part can't be read as one; names it.
         """
-        return ModelState.joined(load_part(self.path / part.file) for part in self.parts)
+        return [_load_part(self.path / part.file) for part in self.parts]
 
     def check(self) -> None:
         """Read and check all parts.
@@ -282,8 +286,8 @@ def _checkpoint(folder: Path, data: dict[str, Any]) -> Checkpoint:
     return Checkpoint(**vars(manifest), path=folder)
 
 
-def load_part(path: Path) -> ModelState:
-    """Return a part's content; raises a CheckpointError if it can't be read."""
+def _load_part(path: Path) -> ModelState:
+    """Return a part's content."""
     try:
         if path.stat().st_size == 0:
             raise CheckpointError("is empty")

@@ -162,8 +162,12 @@ def _is_library(file: str) -> bool:
 @cache
 def _installed_in(folder: Path) -> frozenset[str]:
     """Return the names of the packages and modules that pip has put into a folder, such as by `--target`."""
-    records = [path.read_text(errors="replace") for path in folder.glob("*.dist-info/RECORD")]
-    return frozenset(line.partition(",")[0].partition("/")[0] for text in records for line in text.splitlines())
+    names = set[str]()
+    for record in folder.glob("*.dist-info/RECORD"):
+        with contextlib.suppress(OSError):  # an unreadable file mustn't hide the error that is being reported
+            lines = record.read_text(errors="replace").splitlines()
+            names.update(line.partition(",")[0].partition("/")[0] for line in lines)
+    return frozenset(names)
 
 
 @cache

@@ -13,7 +13,7 @@ from pipebench.checkpoint.identity import RunIdentity, changes, check_same_run
 from pipebench.checkpoint.optimizers import check_updates
 from pipebench.checkpoint.progress import Facts, SavedProgress
 from pipebench.checkpoint.state import CheckpointError, ModelState
-from pipebench.checkpoint.store import Checkpoint, CheckpointFile, Checkpoints, load_part
+from pipebench.checkpoint.store import Checkpoint, CheckpointFile, Checkpoints
 from pipebench.engine.engine import Gather, TrainingEngine
 from pipebench.model.sampling import Sampler
 from pipebench.recipe.engines import engine_kind
@@ -53,9 +53,10 @@ def resume_point(checkpoint: Checkpoint, job: Job, run: RunIdentity | None = Non
         check_same_run(checkpoint.run, run)
         progress = SavedProgress.from_json(checkpoint.progress)
         _check_progress(progress, job, checkpoint.step)
-        state = check_fits(checkpoint.load(), job.setup, checkpoint.step)
-        for part in checkpoint.parts:  # joined, a replica's piece would hide that another has lost its state
-            check_updates(part.updates, load_part(checkpoint.path / part.file).optimizer)
+        loaded = checkpoint.load_parts()
+        state = check_fits(ModelState.joined(loaded), job.setup, checkpoint.step)
+        for part, found in zip(checkpoint.parts, loaded, strict=True):
+            check_updates(part.updates, found.optimizer)  # joined, a replica's piece would hide another's lost state
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from None
     return ResumePoint(checkpoint.step, state, progress)
