@@ -1,11 +1,13 @@
 """Losses and metrics for `DatasetPair`, by name: functions of a model's output and of the samples' target.
 
 Each returns the mean over the samples, or one number per sample; `DatasetPair` turns both into sums. A model may also
-compute the loss itself.
+compute the loss itself. Losses that are means over something else, such as tokens without padding, go with a function
+that counts it.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 from pipebench.zoo.registry import DataError, SetMetric
 
 Measure = Callable[[Any, Any], Any]
+Count = Callable[[Any], Any]  # of the samples' target: one number per sample, or one of all of them
+IGNORED = -100  # the label that torch's cross-entropy ignores
 _PARTS = (torch.Tensor, torch.fx.Proxy, tuple, list, Mapping, int, float, str, type(None))
 
 
@@ -77,11 +81,35 @@ def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return _per_sample(nn.functional.cross_entropy(output, target, reduction="none"))
 
 
+def cross_entropy_of_labels(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return every sample's cross-entropy summed over its labels but -100; output: [samples, classes, ...]."""
+    each = nn.functional.cross_entropy(output, target, reduction="none", ignore_index=IGNORED)
+    return each.reshape(each.shape[0], -1).sum(1)
+
+
 def squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return every sample's mean squared error; output and target must have the same shape."""
     if output.shape != target.shape:
         raise ValueError(f"the output's shape is {list(output.shape)} and the target's {list(target.shape)}")
     return _per_sample(nn.functional.mse_loss(output, target, reduction="none"))
+
+
+def num_labels(target: Any, first: int = 0) -> torch.Tensor:
+    """Return every sample's number of labels but -100, of a text from its token `first` on.
+
+    Args:
+        target: the labels, [samples, ...] int, or a dict of targets with `labels` among them.
+        first: 1 for models that predict every token's label from the tokens before it.
+
+    Raises:
+        ValueError: there are no such labels.
+    """
+    labels = target.get("labels", target) if isinstance(target, Mapping) else target
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.dim() <= first:
+        shape = "[samples, tokens]" if first else "[samples, ...]"
+        raise ValueError(f"needed are labels {shape}, whole numbers: the only target, or the one named labels")
+    own = labels[:, first:] if first else labels
+    return (own != IGNORED).reshape(own.shape[0], -1).sum(1)
 
 
 @dataclass(frozen=True)
@@ -120,6 +148,7 @@ class OfClass:
 
 
 LOSSES: dict[str, Measure] = {"cross_entropy": cross_entropy, "mse": squared_error, "model": loss_of_model}
+COUNTS: dict[str, Count | None] = {"samples": None, "labels": num_labels, "next_labels": partial(num_labels, first=1)}
 METRICS: dict[str, Metric] = {
     "top1": Metric(Top(1), "max"),
     "top5": Metric(Top(5), "max"),

@@ -13,26 +13,28 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    default_collate,
-)
+from torch.utils.data import default_collate
 
-from pipebench.zoo.measures import Measure, Metric, OfWholeSet, beside_loss, cross_entropy, loss_of_model
-from pipebench.zoo.options import SPLITS
+from pipebench.zoo.measures import (
+    IGNORED,
+    Count,
+    Measure,
+    Metric,
+    OfWholeSet,
+    beside_loss,
+    cross_entropy,
+    loss_of_model,
+)
+from pipebench.zoo.pair_sources import by_split, length_of
 from pipebench.zoo.registry import DataError, Dataset, SetMetric
 from pipebench.zoo.samples import INPUT, TARGET, Fields, flat, how_to_name, in_words, shaped, tensor_names
 from pipebench.zoo.seeding import seeded
 
-Collate = Callable[[list[Any]], Any]  # makes a minibatch of samples, as for torch's DataLoader
+_Key = tuple[str, tuple[int, ...], int]  # split, samples and draw of a minibatch or microbatch
 Form = dict[str, torch.Tensor]  # fields of no samples, on the meta device: the shapes and types of some
 _TRIED = 16  # samples of a split that tell whether the user's own collate function gives minibatches of one shape
 _KEPT_TARGETS = 32  # minibatches whose inputs have been fetched and whose targets may be, by the same process
-_IGNORED = -100  # the label that torch's cross-entropy ignores
+_KEPT_WEIGHTS = 4096  # of microbatches; more than one update has
 _GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment, which gives neighbouring samples very different seeds
 
 
@@ -50,6 +52,8 @@ class DatasetPair(Dataset):
         metrics: by name.
         loader_processes: see `Dataset`.
         fields: the inputs and targets of samples that aren't pairs (input, target); None: they are pairs.
+        count: counts what the loss is a mean over, such as tokens without padding; the loss then returns that mean, or
+            one sum per sample. None: samples.
 
     Raises:
         DataError: the first sample is something else.
@@ -66,11 +70,12 @@ class DatasetPair(Dataset):
         metrics: Mapping[str, Metric | OfWholeSet],
         loader_processes: int = 0,
         fields: Fields | None = None,
+        count: Count | None = None,
     ) -> None:
-        self._splits = _by_split(train, held_out)
+        self._splits = by_split(train, held_out)
         self._fields = Fields() if fields is None and loss is loss_of_model else fields
-        self.num_train, self.num_eval = (_length(split, data) for split, (data, _) in self._splits.items())
-        self._loss = loss
+        self.num_train, self.num_eval = (length_of(split, data) for split, (data, _) in self._splits.items())
+        self._loss, self._count = loss, count
         self._means = {name: metric for name, metric in metrics.items() if isinstance(metric, Metric)}
         self._of_whole_set = {name: metric for name, metric in metrics.items() if isinstance(metric, OfWholeSet)}
         self.metrics = {name: metric.best for name, metric in metrics.items()}
@@ -80,7 +85,8 @@ class DatasetPair(Dataset):
         self.inputs, self.targets = self._inputs, self._targets
         self._names_inputs = isinstance(first[INPUT], Mapping)
         self._forms, self._free = self._shapes(_form(flat(first)))
-        self._kept: OrderedDict[tuple[str, tuple[int, ...], int], dict[str, torch.Tensor]] = OrderedDict()
+        self._kept: OrderedDict[_Key, dict[str, torch.Tensor]] = OrderedDict()
+        self._weights: OrderedDict[_Key, float] = OrderedDict()
 
     def check(self) -> None:
         """Try the first, the middle and the last samples of each split.
@@ -89,7 +95,7 @@ class DatasetPair(Dataset):
             DataError: they can't be collated, or differ when they are read again.
         """
         for split, (data, _) in self._splits.items():
-            length, fields = _length(split, data), [*self._inputs, *self._targets]
+            length, fields = length_of(split, data), [*self._inputs, *self._targets]
             indices = sorted({0, length // 2, length - 1})
             once, again = (self.fetch(split, indices, fields) for _ in range(2))
             for name in fields:
@@ -104,7 +110,7 @@ class DatasetPair(Dataset):
         """See `Dataset`; copies by `feeding` share the data sets, and are renewed, too."""
         if self.remake is not None:
             self._splits.clear()  # before the new ones are made: memory may be enough for one pair only
-            self._splits.update(_by_split(*self.remake()))
+            self._splits.update(by_split(*self.remake()))
 
     @property
     def argument_names(self) -> Sequence[str]:
@@ -171,19 +177,41 @@ class DatasetPair(Dataset):
             kept = flat(self._collated(split, indices, draw))
             self._check_alike(split, indices, kept)
             self._check_labels(split, indices, kept)
+            if self._count is not None:
+                self._weigh(key, kept)
             if not set(fields) & set(self._targets):
                 self._kept[key] = {name: kept[name] for name in self._targets}
                 while len(self._kept) > _KEPT_TARGETS:
                     self._kept.popitem(last=False)
         return {name: kept[name] for name in fields}
 
+    def weight(self, split: str, indices: Sequence[int]) -> float:
+        """See `Dataset`."""
+        return self.drawn_weight(split, indices, 0)
+
+    def drawn_weight(self, split: str, indices: Sequence[int], draw: int) -> float:
+        """See `Dataset`; samples are read for it if the loss isn't a mean over them, unless they have been."""
+        if self._count is None or not indices:
+            return float(len(indices))
+        key = (split, tuple(indices), draw)
+        if key in self._weights:
+            return self._weights[key]
+        return self._weigh(key, flat(self._collated(split, indices, draw)))
+
+    def _weigh(self, key: _Key, fields: Mapping[str, torch.Tensor]) -> float:
+        """Return the weight of samples that have been read, and store it: every replica asks for it."""
+        weight = self._weights[key] = float(self._counted({name: fields[name] for name in self._targets}))
+        while len(self._weights) > _KEPT_WEIGHTS:
+            self._weights.popitem(last=False)
+        return weight
+
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the loss summed over the samples.
+        """Return the loss summed over the samples, or what else it is a mean over.
 
         Raises:
             DataError: the loss fails, or returns neither a number nor one per sample.
         """
-        return self._sum("loss", self._loss, output, targets)
+        return self._sum("loss", self._loss, output, targets, self._counted(targets))
 
     def score(self, output: Any, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return every metric that is a mean, summed over the samples.
@@ -192,10 +220,15 @@ class DatasetPair(Dataset):
             DataError: a metric fails, or returns neither a number nor one per sample.
         """
         output = self._judged(output) if self._means else output
+        count = _num_samples(targets)
         return {
-            name: self._sum(f"metric {name}", metric.function, output, targets).detach()
+            name: self._sum(f"metric {name}", metric.function, output, targets, count).detach()
             for name, metric in self._means.items()
         }
+
+    def summarise(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
+        """Return the metrics, means over the held-out samples, whatever the loss is a mean over."""
+        return super().summarise(sums, weight if self._count is None else self.num_eval)
 
     def whole_set_metrics(self) -> dict[str, SetMetric]:
         """See `Dataset`."""
@@ -209,8 +242,30 @@ class DatasetPair(Dataset):
         """Return the part of a model's output that metrics get."""
         return beside_loss(output) if self._loss is loss_of_model else output
 
-    def _sum(self, what: str, measure: Measure, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        num_samples = next(iter(targets.values())).shape[0]
+    def _counted(self, targets: Mapping[str, torch.Tensor]) -> int | torch.Tensor:
+        """Return how many there are of what the loss is a mean over.
+
+        Raises:
+            DataError: counting fails, or returns neither a number nor one per sample.
+        """
+        num_samples = _num_samples(targets)
+        if self._count is None:
+            return num_samples
+        target = shaped(self._targets, targets)
+        try:
+            counted = torch.as_tensor(self._count(target), device=next(iter(targets.values())).device)
+        except Exception as error:
+            raise DataError(f"counting fails on the target, {in_words(target)}") from error
+        if tuple(counted.shape) in ((), (num_samples,)):
+            return counted.sum()
+        raise DataError(
+            f"the count of {num_samples} samples is {in_words(counted)}, needed is a number, or one per sample"
+        )
+
+    def _sum(
+        self, what: str, measure: Measure, output: Any, targets: Mapping[str, torch.Tensor], count: int | torch.Tensor
+    ) -> torch.Tensor:
+        num_samples = _num_samples(targets)
         try:
             value = measure(output, shaped(self._targets, targets))
         except Exception as error:
@@ -219,7 +274,10 @@ class DatasetPair(Dataset):
             with suppress(TypeError, ValueError, RuntimeError):  # such as for None and strings
                 value = torch.as_tensor(value, dtype=torch.float64)
         if isinstance(value, torch.Tensor) and tuple(value.shape) in ((), (num_samples,)):
-            return value.sum() if value.dim() else value * num_samples
+            if value.dim():
+                return value.sum()
+            # The mean over nothing is NaN, such as where no token of a microbatch is to be predicted.
+            return value * count if isinstance(count, int) else (value * count).where(count > 0, 0.0)
         raise DataError(
             f"the {what} gives {in_words(value)} for {num_samples} samples, needed is a number, their mean, or a "
             "tensor of one number per sample"
@@ -231,7 +289,7 @@ class DatasetPair(Dataset):
         The latter are dimensions. Only a collate function of the user's own makes minibatches of several shapes.
         """
         spread = {
-            split: sorted({k * _length(split, data) // _TRIED for k in range(_TRIED)})
+            split: sorted({k * length_of(split, data) // _TRIED for k in range(_TRIED)})
             for split, (data, collate) in self._splits.items()
             if collate is not default_collate
         }
@@ -272,7 +330,7 @@ class DatasetPair(Dataset):
                 f"{in_words(pairs[0])}"
             ) from error
 
-    def _collated_by(self, collate: Collate, split: str, samples: list[Any]) -> dict[str, Any]:
+    def _collated_by(self, collate: Callable[[list[Any]], Any], split: str, samples: list[Any]) -> dict[str, Any]:
         """Return what a collate function of the user's own makes of samples."""
         what = f"what the collate_fn of {split} makes of {len(samples)} samples"
         try:
@@ -309,17 +367,21 @@ class DatasetPair(Dataset):
     def _check_labels(self, split: str, indices: Sequence[int], given: Mapping[str, torch.Tensor]) -> None:
         """Raise a DataError for labels that torch's mean ignores, since weights here count every sample."""
         for name in self._targets if self._loss is cross_entropy else ():
-            ignored = (given[name] == _IGNORED).reshape(len(indices), -1).any(1)
+            ignored = (given[name] == IGNORED).reshape(len(indices), -1).any(1)
             if ignored.any():
                 raise DataError(
-                    f"sample {indices[int(ignored.nonzero()[0])]} of {split} has a label {_IGNORED}, which torch "
-                    "ignores; loss: cross_entropy counts every label: give a loss of your own, or loss: model"
+                    f"sample {indices[int(ignored.nonzero()[0])]} of {split} has a label {IGNORED}, which torch "
+                    "ignores; loss: cross_entropy counts every sample alike: say mean_over: labels"
                 )
 
     def _check_each(self, split: str, indices: Sequence[int]) -> None:
         """Raise a DataError that names the first sample whose shapes or dtypes aren't those of the first of train."""
         for index in indices if len(indices) > 1 else ():
             self._check_alike(split, [index], flat(self._collated(split, [index], 0)))
+
+
+def _num_samples(targets: Mapping[str, torch.Tensor]) -> int:
+    return next(iter(targets.values())).shape[0]
 
 
 def _form(fields: Mapping[str, torch.Tensor]) -> Form:
@@ -334,69 +396,3 @@ def _is_of_kind(form: Form, other: Form) -> bool:
     """Return whether forms have the same fields with as many dimensions and the same types."""
     kinds = ({name: (value.dim(), value.dtype) for name, value in each.items()} for each in (form, other))
     return next(kinds) == next(kinds)
-
-
-def _by_split(train: Any, held_out: Any) -> dict[str, tuple[Any, Collate]]:
-    return {split: _with_collate(split, given) for split, given in zip(SPLITS, (train, held_out), strict=True)}
-
-
-def _with_collate(split: str, given: Any) -> tuple[Any, Collate]:
-    """Return a data set, and what makes minibatches of its samples: the `collate_fn` of its loader, or its own."""
-    data = _copied(_unloaded(split, given))
-    return data, getattr(given if isinstance(given, DataLoader) else data, "collate_fn", None) or default_collate
-
-
-def _copied(data: Any) -> Any:
-    """Return a copy of a data set, and of data sets inside of it.
-
-    What reading opens, such as files, is then in the copy. A user's function may return the same data set every time,
-    and each `DatasetPair` then has files of its own.
-    """
-    if not isinstance(data, torch.utils.data.Dataset):
-        return data
-    try:
-        made = copy.copy(data)
-    except Exception:  # a class that can't be copied, as many with a __getattr__
-        return data
-    for name, part in [*vars(made).items()]:
-        if isinstance(part, torch.utils.data.Dataset):
-            vars(made)[name] = _copied(part)
-        elif isinstance(part, list) and part and isinstance(part[0], torch.utils.data.Dataset):
-            vars(made)[name] = [_copied(each) for each in part]
-    return made
-
-
-def _unloaded(split: str, data: Any) -> Any:
-    """Return the data set of a loader, or `data` if it is none; minibatches are drawn from the run's seed instead.
-
-    Raises:
-        DataError: the loader has a sampler of its own, or drops the last minibatch.
-    """
-    if not isinstance(data, DataLoader):
-        return data
-    known = (RandomSampler, SequentialSampler)
-    if type(data.sampler) not in known or type(data.batch_sampler) is not BatchSampler:
-        raise DataError(
-            f"the loader of {split} has a sampler of its own, and minibatches are drawn from the run's seed: give its "
-            "data set, `loader.dataset`"
-        )
-    if data.drop_last:
-        raise DataError(
-            f"the loader of {split} has drop_last=True, and every sample is read once an epoch, in a smaller last "
-            "minibatch too: leave it out, or choose train.minibatch_size so that it divides their number"
-        )
-    return data.dataset
-
-
-def _length(split: str, data: Any) -> int:
-    if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
-        what = f"the data set of {split} is a {type(data).__name__}"
-        raise DataError(f"{what}, needed is one with a length and samples by index (torch.utils.data.Dataset)")
-    if len(data) < 1:
-        raise DataError(f"the data set of {split} has no sample")
-    try:
-        torch.empty(len(data), dtype=torch.int64)  # takes no memory before it is written to
-    except RuntimeError:
-        most = f"the data set of {split} has {len(data):,} samples, and memory can't even hold their order"
-        raise DataError(f"{most}: let __len__ return those of an epoch") from None
-    return len(data)

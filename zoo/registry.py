@@ -125,6 +125,10 @@ class Dataset(ABC):
         """Return the weight of samples in the mean loss: their number, or that of target tokens without padding."""
         return float(len(indices))
 
+    def drawn_weight(self, split: str, indices: Sequence[int], draw: int) -> float:
+        """Return `weight` of samples as `fetch` draws them: another one only if draws choose what is a target."""
+        return self.weight(split, indices)
+
     @abstractmethod
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the loss to minimise, summed over samples or tokens: a scalar. Divided by `weight` it is the mean."""

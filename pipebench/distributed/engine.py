@@ -25,7 +25,7 @@ from pipebench.distributed.warm_up import needs_warm_up, warm_up
 from pipebench.distributed.world import World
 from pipebench.engine.admission import admitted_program
 from pipebench.engine.engine import CUDA_LOSS_EVERY, Gather, OnLoss, OnUnit, TrainingEngine
-from pipebench.engine.feed import Feed, training_feed
+from pipebench.engine.feed import Feed
 from pipebench.engine.protocols import SegmentExtension, UnitLoss
 from pipebench.engine.setup import Setup, ranks_of
 from pipebench.engine.whole_set import WholeSet
@@ -162,10 +162,10 @@ class DistributedEngine(TrainingEngine):
 
     def train(self, first_minibatch: int, num_minibatches: int) -> int:
         """Train on minibatches from `first_minibatch`, then drain; return how many, fewer after an agreed stop."""
-        feed, divisors = training_feed(self.setup, first_minibatch, num_minibatches, self.loaders)
+        feed = Feed(self.setup, "train", first_minibatch, num_minibatches, self.loaders)
         self._feed = feed
         by_extension = self._begin_segment()
-        self.worker.begin_training(feed, first_minibatch, num_minibatches, divisors, by_extension)
+        self.worker.begin_training(feed, first_minibatch, num_minibatches, by_extension)
         with nullcontext() if self._slices is None else self._slices.counting():
             try:
                 done = self._train(first_minibatch, num_minibatches, by_extension)
@@ -344,7 +344,7 @@ class DistributedEngine(TrainingEngine):
             self._control.request_stop(str(diverged))
         # Reading a loss from a GPU waits for it, so only every so many of this worker's own losses are read.
         if not loss.total.is_cuda or self._num_losses % CUDA_LOSS_EVERY == 0:
-            self._transport.latest_loss = float(loss.total) / loss.weight
+            self._transport.latest_loss = loss.mean
         self._num_losses += 1
 
     def _complete(self, whole_set: WholeSet) -> None:

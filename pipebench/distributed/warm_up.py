@@ -22,7 +22,7 @@ import torch
 
 from pipebench.distributed.channel import ChannelLink, ChannelSender, Receiver
 from pipebench.distributed.world import World
-from pipebench.engine.feed import Feed, training_feed
+from pipebench.engine.feed import Feed
 from pipebench.engine.in_situ import AloneCollectives, zero_gradients
 from pipebench.engine.replica import Replica
 from pipebench.engine.scores import Scores
@@ -191,10 +191,10 @@ class _Neighbours:
 
 
 def _train(setup: Setup, worker: Worker, neighbours: _Neighbours, minibatch: int, unit: int, *, updates: bool) -> None:
-    feed, divisors = training_feed(setup, minibatch, 1)
+    feed = Feed(setup, "train", minibatch, 1)
     program = programs(setup.pipeline, 1)[worker.index]
     try:
-        worker.begin_training(feed, minibatch, 1, divisors)
+        worker.begin_training(feed, minibatch, 1)
         _play((it for it in program if (updates if it.op is Op.UPDATE else it.number == unit)), worker, neighbours)
     finally:
         feed.close()

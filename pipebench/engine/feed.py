@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from pipebench.engine.setup import Setup, loss_divisors
+from pipebench.engine.setup import Setup, draw_of
 from pipebench.engine.streams import StreamSlot
 from pipebench.model.loading import Loaders, Source, onto_device
-from pipebench.model.sampling import microbatch_sizes, mix, name_hash
+from pipebench.model.sampling import microbatch_sizes
 from pipebench.schedule.programs import forward_units
 from pipebench.simulate.costs import shared_loaders
 
@@ -66,7 +66,7 @@ class Feed:
 
     def weight(self, unit: int) -> float:
         """Return a unit's weight in the mean loss."""
-        return self._setup.dataset.weight(self.split, self.indices(unit))
+        return self._setup.dataset.drawn_weight(self.split, self.indices(unit), self._draw(unit))
 
     def place(self, unit: int) -> StreamSlot:
         """Return the stream whose state stateful modules continue in a unit."""
@@ -148,7 +148,7 @@ class Feed:
         return (unit for unit in dropwhile(first.__ne__, units) if self.size(unit) > 0)
 
     def _draw(self, unit: int) -> int:
-        return mix(self._setup.seed, name_hash("augmentation"), self.minibatch(unit)[0])
+        return draw_of(self._setup, self.minibatch(unit)[0])
 
     def _size(self, unit: int) -> int:
         minibatch, microbatch = self.minibatch(unit)
@@ -156,13 +156,6 @@ class Feed:
 
     def _sizes(self, minibatch: int) -> list[int]:
         return microbatch_sizes(self._sampler.size(minibatch), self._parts)
-
-
-def training_feed(
-    setup: Setup, first: int, num_minibatches: int, loaders: Loaders | None = None
-) -> tuple[Feed, list[float] | None]:
-    """Return a training segment's data and the divisors of its losses."""
-    return Feed(setup, "train", first, num_minibatches, loaders), loss_divisors(setup, first, num_minibatches)
 
 
 _Fetched = Generator[tuple[int, dict[str, torch.Tensor]], None, None]

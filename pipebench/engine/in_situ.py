@@ -28,7 +28,7 @@ import torch
 
 from pipebench import formats
 from pipebench.engine.feed import Feed
-from pipebench.engine.setup import Setup, loss_divisors
+from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker
 from pipebench.model.allocator import release_copies
 from pipebench.model.graph import cloned
@@ -233,7 +233,7 @@ class _ListPlayer:
         A worker runs its list to the end, except in the first segment, where it may have to wait for a message to copy.
         """
         count, others = self._num_minibatches, self._others
-        feed, divisors = _InRows(self._setup, "train", 0, count), loss_divisors(self._setup, 0, count)
+        feed = _InRows(self._setup, "train", 0, count)
         others.feed = feed
         lists = programs(self._setup.pipeline, count)
         playing = {worker: deque(lists[index]) for index, worker in zip(self._indices, self._workers, strict=True)}
@@ -241,7 +241,7 @@ class _ListPlayer:
         clock = device_clock(self._setup.device, now)
         try:
             for worker in playing:
-                worker.begin_training(feed, 0, count, divisors)
+                worker.begin_training(feed, 0, count)
             while any(playing.values()):
                 for worker, program in playing.items():
                     others.worker = worker

@@ -3,6 +3,7 @@
 The virtual engine implements transport and collectives in one process, the distributed engine between processes.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -35,7 +36,12 @@ class UnitLoss(NamedTuple):
 
     total: torch.Tensor  # sum over the samples: [], on the worker's device
     samples: int
-    weight: float  # of the samples in a mean loss
+    weight: float  # of the samples in a mean loss; 0 if nothing in them is a target
+
+    @property
+    def mean(self) -> float:
+        """The mean loss, read from the device; NaN without targets."""
+        return float(self.total) / self.weight if self.weight else math.nan
 
 
 class StageRunner(Protocol):

@@ -1,5 +1,6 @@
 """Sums of an evaluation over held-out samples, and the whole model for metrics that no single stage can compute."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -44,7 +45,11 @@ class Scores:
             for name, value in sums.items():
                 total[name] += value
         weight = total.pop(_WEIGHT)
-        return {_LOSS: total.pop(_LOSS) / weight, **self._dataset.summarise(total, weight), **whole_set}
+        return {
+            _LOSS: total.pop(_LOSS) / weight if weight else math.nan,
+            **self._dataset.summarise(total, weight),
+            **whole_set,
+        }
 
 
 class WholeModel:

@@ -11,7 +11,7 @@ from pipebench.errors import PlanError
 from pipebench.model.graph import LayerGraph
 from pipebench.model.optimizer import MakeOptimizer
 from pipebench.model.plan import Plan, recut
-from pipebench.model.sampling import Sampler, microbatch_sizes
+from pipebench.model.sampling import Sampler, microbatch_sizes, mix, name_hash
 from pipebench.planner.predict import pipeline_under
 from pipebench.profile.model import Profile
 from pipebench.recipe.schema import LossScaleRecipe
@@ -111,28 +111,18 @@ def ranks_of(setup: Setup) -> list[int]:
     return [sorted(setup.devices).index(device) for device in setup.devices]
 
 
+def draw_of(setup: Setup, k: int) -> int:
+    """Return what seeds the random augmentation of minibatch k of the run, together with a sample's index."""
+    return mix(setup.seed, name_hash("augmentation"), k)
+
+
 def minibatch_weight(setup: Setup, k: int) -> float:
-    """Return the weight in a mean loss of minibatch k of the run."""
-    return setup.dataset.weight("train", setup.sampler.indices(k))
-
-
-def loss_divisors(setup: Setup, first: int, num_minibatches: int) -> list[float] | None:
-    """Return what the loss of every minibatch of a segment is divided by before its backward.
-
-    It is the weight of the minibatch's update, if the updates of all stages average over the same minibatches, as in
-    flushing modes and straight pipelines. Otherwise None: every stage divides at its own update. Either way a gradient
-    is divided once.
-    """
-    pipeline = setup.pipeline
-    sizes = {pipeline.round_size(stage) for stage in range(pipeline.num_stages)}
-    if len(sizes) > 1:
-        return None
-    size = sizes.pop()
-    divisors: list[float] = []
-    for start in range(0, num_minibatches, size):
-        group = range(start, min(start + size, num_minibatches))
-        divisors += [sum(minibatch_weight(setup, first + k) for k in group)] * len(group)
-    return divisors
+    """Return the weight in a mean loss of minibatch k of the run, as its microbatches are drawn."""
+    indices, weight, start = setup.sampler.indices(k), 0.0, 0
+    for size in microbatch_sizes(len(indices), setup.pipeline.microbatches):
+        weight += setup.dataset.drawn_weight("train", indices[start : start + size], draw_of(setup, k))
+        start += size
+    return weight
 
 
 def share_of(setup: Setup, stage: int, replica: int) -> Share:

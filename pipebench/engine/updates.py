@@ -5,7 +5,8 @@ stages average over the same minibatches, the loss is divided before its backwar
 gradients at its own update.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from pipebench.model.slice_modules import Divided
 from pipebench.model.stage import LossFunction
 from pipebench.schedule.instructions import Instruction
 
+_WEIGHTS_CACHED = 64  # rounds; more than are in flight
 _Gradients = list[torch.Tensor | None]
 
 
@@ -28,18 +30,20 @@ class Updates:
         setup: what is run.
         first: the segment's first minibatch, numbered since the run's start.
         num_minibatches: minibatches of the segment.
-        divisors: per minibatch, of its loss; None: every stage divides at its own update.
     """
 
-    def __init__(self, setup: Setup, first: int, num_minibatches: int, divisors: Sequence[float] | None) -> None:
+    def __init__(self, setup: Setup, first: int, num_minibatches: int) -> None:
         self._setup = setup
         self._first = first
         self.num_minibatches = num_minibatches  # lowered if the segment ends early
-        self._divisors = divisors
+        sizes = {setup.pipeline.round_size(stage) for stage in range(setup.pipeline.num_stages)}
+        self._divides_losses = len(sizes) == 1
+        # Only when it is needed, since a user's data set may read samples to tell their weight.
+        self._weight = lru_cache(maxsize=_WEIGHTS_CACHED)(self._weight_of_round)
 
     def loss_function(self, targets: Mapping[str, torch.Tensor], minibatch: int) -> LossFunction:
         """Return the map from the model's output to the loss to differentiate; `minibatch` counts from the drain."""
-        divisor = None if self._divisors is None else self._divisors[minibatch]
+        divisor = self._divisor(minibatch)
 
         def loss(output: Any) -> torch.Tensor:
             value = self._setup.dataset.loss(output, targets)
@@ -49,7 +53,8 @@ class Updates:
 
     def summed_loss(self, loss: torch.Tensor, minibatch: int) -> torch.Tensor:
         """Return a unit's loss, summed over its samples, from the loss that was differentiated."""
-        return loss if self._divisors is None else loss * self._divisors[minibatch]
+        divisor = self._divisor(minibatch)
+        return loss if divisor is None else loss * divisor
 
     def apply(
         self,
@@ -82,8 +87,8 @@ class Updates:
                 replica.skip_update(keep_from=keep_from)
                 return
             replace_each(gradients, range(len(gradients)), lambda gradient: gradient / scale)
-        if self._divisors is None:
-            weight = sum(minibatch_weight(self._setup, self._first + k) for k in self._round(stage, round_index))
+        if not self._divides_losses:
+            weight = self._weight(self._round(stage, round_index))
             replace_each(gradients, range(len(gradients)), lambda gradient: gradient / weight)
             norm = None  # it was that of the undivided gradients
         self.clip(gradients, norm, replica.tied_positions, replica.divided)
@@ -125,6 +130,17 @@ class Updates:
         samples_before = sampler.samples_before(self._first + minibatches.start)
         own_samples = sum(sampler.size(self._first + k) for k in minibatches)
         return self._setup.lr(stage, samples_before, own_samples)
+
+    def _divisor(self, minibatch: int) -> float | None:
+        """Return what a minibatch's loss is divided by; None if every stage divides at its own update."""
+        if not self._divides_losses:
+            return None
+        size = self._setup.pipeline.round_size(0)
+        return self._weight(self._round(0, minibatch // size))
+
+    def _weight_of_round(self, minibatches: range) -> float:
+        """Return the weight of minibatches, numbered since the drain; 1 if none has a target to learn from."""
+        return sum(minibatch_weight(self._setup, self._first + k) for k in minibatches) or 1.0
 
     def _round(self, stage: int, round_index: int) -> range:
         """Return the minibatches of a stage's round, numbered since the drain."""

@@ -17,7 +17,7 @@ from pipebench.checkpoint.state import ModelState
 from pipebench.engine.admission import StopRequest
 from pipebench.engine.collectives import InProcessCollectives
 from pipebench.engine.engine import CUDA_LOSS_EVERY, OnLoss, OnUnit, TrainingEngine
-from pipebench.engine.feed import Feed, training_feed
+from pipebench.engine.feed import Feed
 from pipebench.engine.replica import Replica
 from pipebench.engine.segment import Segment
 from pipebench.engine.setup import Setup
@@ -179,9 +179,9 @@ class VirtualEngine(TrainingEngine):
     def train(self, first_minibatch: int, num_minibatches: int) -> int:
         """See `Engine`."""
         setup, by_extension = self.setup, self._begin_segment()
-        feed, divisors = training_feed(setup, first_minibatch, num_minibatches, self.loaders)
+        feed = Feed(setup, "train", first_minibatch, num_minibatches, self.loaders)
         for worker in self.workers:
-            worker.begin_training(feed, first_minibatch, num_minibatches, divisors, by_extension)
+            worker.begin_training(feed, first_minibatch, num_minibatches, by_extension)
         segment = Segment(setup, by_extension, first_minibatch, num_minibatches, self._stop, self._end_early)
         self.collectives.begin(segment.part)
         try:
@@ -232,7 +232,7 @@ class VirtualEngine(TrainingEngine):
         if loss is not None:
             self._on_loss(*loss, self.now_s)
             if not loss.total.is_cuda or self._num_losses % CUDA_LOSS_EVERY == 0:
-                self._latest_loss = float(loss.total) / loss.weight
+                self._latest_loss = loss.mean
             self._num_losses += 1
             self._on_unit(loss.samples, self._latest_loss, self.now_s)
 

@@ -75,12 +75,7 @@ class Worker(WorkerReplicas):
             self.handlers.update(self.extensions[name].handlers)
 
     def begin_training(
-        self,
-        feed: Feed,
-        first: int,
-        num_minibatches: int,
-        divisors: list[float] | None,
-        by_extension: Mapping[str, Any] = NOTHING,
+        self, feed: Feed, first: int, num_minibatches: int, by_extension: Mapping[str, Any] = NOTHING
     ) -> None:
         """Start a segment of training, with nothing in flight.
 
@@ -88,13 +83,12 @@ class Worker(WorkerReplicas):
             feed: the segment's data.
             first: first minibatch, numbered since the run's start.
             num_minibatches: minibatches of the segment; `end_early` may lower it.
-            divisors: per minibatch, of its loss; see `loss_divisors`.
             by_extension: extensions' parts in the segment, by name.
         """
         scales = {stage: replica.scale for stage, replica in self.replicas.items() if replica.scale is not None}
         self._stages = {stage: replica.stage for stage, replica in self.replicas.items()}
         self._begin(feed, BoundaryValues(self.setup.graph, self.setup.pipeline, self._stages, scales), None)
-        self.updates = Updates(self.setup, first, num_minibatches, divisors)
+        self.updates = Updates(self.setup, first, num_minibatches)
         self._drained_versions = {stage: r.weights.newest.number for stage, r in self.replicas.items()}
         for name, extension in self.extensions.items():
             extension.begin(by_extension.get(name))

@@ -14,7 +14,7 @@ from pipebench.zoo.registry import DATASETS, MODELS
 
 RESERVED = ("name", "target", "leaves")
 # Keys of `dataset`, with a target that returns a pair of data sets, that are no arguments of the target.
-OF_PAIRS = ("loss", "metrics", "inputs", "targets", "loader_processes")
+OF_PAIRS = ("loss", "mean_over", "metrics", "inputs", "targets", "loader_processes")
 
 
 def options(section: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,17 @@ from pipebench.metrics import CURVES
 from pipebench.recipe.options import OF_PAIRS, arguments_of, target_options
 from pipebench.recipe.targets import import_target, target_in
 from pipebench.recipe.users_code import users_code
-from pipebench.zoo.measures import LOSSES, METRICS, Measure, Metric, OfClass, OfWholeSet
+from pipebench.zoo.measures import (
+    COUNTS,
+    LOSSES,
+    METRICS,
+    Count,
+    Measure,
+    Metric,
+    OfClass,
+    OfWholeSet,
+    cross_entropy_of_labels,
+)
 from pipebench.zoo.plain import DatasetPair
 from pipebench.zoo.registry import Dataset
 from pipebench.zoo.samples import Fields
@@ -40,9 +50,11 @@ def own_dataset(dataset: Mapping[str, Any]) -> Dataset:
         )
     with users_code(f"{target} makes data that can't be used", "dataset.target"):
         metrics, processes = _metrics(dataset.get("metrics")), dataset.get("loader_processes") or 0
-        loss = dataset["loss"]
-        measure = LOSSES[loss] if isinstance(loss, str) and loss in LOSSES else _measure(loss, "dataset.loss")
-        pair = DatasetPair(made[0], made[1], measure, metrics, processes, _fields(dataset))
+        loss, count = _loss(dataset["loss"], dataset.get("mean_over"))
+        pair = DatasetPair(made[0], made[1], loss, metrics, processes, _fields(dataset), count)
+    if count is not None:
+        with users_code(f"what the loss is a mean over can't be counted in {target}", "dataset.mean_over"):
+            pair.weight("train", [0])
     pair.remake = partial(_made, dataset)
     return pair
 
@@ -58,6 +70,15 @@ def _made(dataset: Mapping[str, Any]) -> Any:
 def _fields(dataset: Mapping[str, Any]) -> Fields | None:
     named = [dataset.get(key) for key in ("inputs", "targets")]
     return None if named == [None, None] else Fields(*named)
+
+
+def _loss(loss: Any, mean_over: Any) -> tuple[Measure, Count | None]:
+    """Return a recipe's loss, and what counts the things that it is a mean over; None: these are samples."""
+    mean_over = "samples" if mean_over is None else mean_over
+    count = COUNTS[mean_over] if mean_over in [*COUNTS] else _tried(mean_over, "dataset.mean_over")[0]
+    if not isinstance(loss, str) or loss not in LOSSES:
+        return _measure(loss, "dataset.loss"), count
+    return cross_entropy_of_labels if loss == "cross_entropy" and count is not None else LOSSES[loss], count
 
 
 def directions(metrics: Any) -> dict[str, str]:
@@ -78,7 +99,7 @@ def _with_its_own(made: Dataset, dataset: Mapping[str, Any]) -> Dataset:
             f"allowed are names beside {', '.join(CURVES)}",
             "dataset.target",
         )
-    given = [name for name in OF_PAIRS[:4] if dataset.get(name) is not None]
+    given = [name for name in OF_PAIRS[:5] if dataset.get(name) is not None]
     if given:
         raise UserCodeError(
             f"is for pairs of torch data sets, and {dataset['target']} gives a zoo.Dataset, which has its own",

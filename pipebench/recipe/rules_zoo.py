@@ -103,9 +103,9 @@ def _dataset(draft: Draft) -> Problems:
 def _own_dataset(draft: Draft, dataset: Mapping[str, Any]) -> Problems:
     """Check the keys of a data set with a target; what the target returns is checked when the recipe runs."""
     from pipebench.recipe.own_data import directions
-    from pipebench.zoo.measures import LOSSES, METRICS
+    from pipebench.zoo.measures import COUNTS, LOSSES, METRICS
 
-    loss, metrics, inputs, targets, processes = (dataset.get(name) for name in OF_PAIRS)
+    loss, mean_over, metrics, inputs, targets, processes = (dataset.get(name) for name in OF_PAIRS)
     problems: list[tuple[str, str]] = []
     if dataset.get("name") is not None:
         problems.append(("dataset", f"got both of name and target, allowed is one of them, a target is {ALLOWED}"))
@@ -113,6 +113,10 @@ def _own_dataset(draft: Draft, dataset: Mapping[str, Any]) -> Problems:
         problems.append(("dataset.target", f"got {shown(dataset['target'])}, allowed is {ALLOWED}"))
     if loss is not None and loss not in [*LOSSES] and target_in(loss) is None:
         problems.append(("dataset.loss", f"{choice(loss, LOSSES)}, or a target, {ALLOWED}"))
+    if mean_over is not None and mean_over not in [*COUNTS] and target_in(mean_over) is None:
+        problems.append(("dataset.mean_over", f"{choice(mean_over, COUNTS)}, or a target, {ALLOWED}"))
+    elif mean_over not in (None, "samples") and loss == "mse":
+        problems.append(("dataset.mean_over", f"got {shown(mean_over)}, allowed is samples: mse is a mean over them"))
     if processes is not None and (problem_with(processes, int) or not 0 <= processes <= _MOST_PROCESSES):
         allowed = f"a whole number from 0 to {_MOST_PROCESSES}"
         problems.append(("dataset.loader_processes", f"got {shown(processes)}, allowed is {allowed}"))

@@ -61,6 +61,7 @@ def targets_of(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     }
     if dataset.get("target") is not None:
         places["dataset.loss"] = target_in(dataset.get("loss"))
+        places["dataset.mean_over"] = target_in(dataset.get("mean_over"))
         metrics = dataset.get("metrics")
         for name, given in metrics.items() if isinstance(metrics, dict) else ():
             places[f"dataset.metrics.{name}"] = target_in(given)

@@ -31,6 +31,7 @@ from pipebench.recipe.load import LoadedRecipe, faults_of
 from pipebench.recipe.make import make_dataset
 from pipebench.recipe.named import KINDS, SCHEDULE
 from pipebench.recipe.schema import OptimizerRecipe, Recipe
+from pipebench.recipe.targets import target_in
 from pipebench.recipe.users_code import message_of, users_code
 from pipebench.run.trial_measures import Summed, refuse_no_mean, refuse_untrained, refuse_what_changes, some
 from pipebench.train.learning_rate import rate_of_samples
@@ -110,10 +111,10 @@ def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> 
             raise UserCodeError(f"{given}: the data, {model_name} or the loss gives it", loss_key)
         refuse_untrained(total, model, loss_key)
         refuse_what_changes("the loss", dataset.loss, output, targets, loss_key)
-        if "loss" in recipe.dataset and recipe.parallelism.microbatches > 1:
-            why = "which microbatches would make another loss: return one number per sample, or cut nothing"
+        mean_over = recipe.dataset.get("mean_over", "samples")
+        if "loss" in recipe.dataset and (mean_over != "samples" or recipe.parallelism.microbatches > 1):
             measure, parts = (_loss_of(model, dataset), fields) if model_loss else (dataset.loss, output)
-            refuse_no_mean("the loss", measure, parts, targets, loss_key, f"{why} (parallelism.microbatches: 1)")
+            refuse_no_mean("the loss", measure, parts, targets, loss_key, _how_to_mean(mean_over))
         total.backward()  # type: ignore[no-untyped-call]
     sparse = next((name for name, p in model.named_parameters() if p.grad is not None and p.grad.is_sparse), None)
     if sparse is not None:
@@ -122,6 +123,18 @@ def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> 
         )
     with users_code(f"a metric of {data_name} doesn't suit the output of {model_name}", metrics_key):
         _try_metrics(dataset, output, targets, metrics_key)
+
+
+def _how_to_mean(mean_over: Any) -> str:
+    """Return the end of the sentence that refuses a loss because it isn't a mean over what the recipe says."""
+    if mean_over == "samples":
+        return (
+            "which microbatches would make another loss: name what it is a mean over (dataset.mean_over: labels, or "
+            "next_labels in models that shift them), return one number per sample, or cut nothing "
+            "(parallelism.microbatches: 1)"
+        )
+    counts = target_in(mean_over) or mean_over
+    return f"weighed by what dataset.mean_over, {counts}, counts: it has to be what the loss is a mean over"
 
 
 def _loss_of(model: nn.Module, dataset: Dataset) -> Summed:

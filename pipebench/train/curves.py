@@ -132,7 +132,7 @@ class TrainingLoss:
         return math.isfinite(self.total)
 
     def take_mean(self) -> float:
-        """Return the mean loss since the last evaluation, and reset it."""
-        mean = self.total / self.weight
+        """Return the mean loss since the last evaluation, NaN if nothing was a target, and reset it."""
+        mean = self.total / self.weight if self.weight else math.nan
         self.total = self.weight = 0.0
         return mean

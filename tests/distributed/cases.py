@@ -34,7 +34,7 @@ from pipebench.schedule.weights import CORRECT, DOUBLE_BUFFER, ONE, PREDICT, VER
 from pipebench.simulate.network import Network
 from tests.engine.test_cells import leaving_out
 from tests.evaluations import RankedBlobs
-from tests.lengths import Reader, texts
+from tests.lengths import Reader, Tagger, labelled_tokens, texts
 from tests.model.test_cells import Stack
 from tests.models import ConvNet, FrozenPart, Gated, MixedTypes, RandomNet, SkipNet, Structures, TiedEnds
 from tests.support import Blobs, Mlp, make_setup
@@ -65,7 +65,7 @@ class Case:
 def random_case(seed: int, num_workers: int) -> Case:
     """Return any case that so many processes can run."""
     draw = random.Random(f"{seed} of {num_workers}")
-    model = draw.choice(["conv", "skip", "mlp", "reader", f"random-{seed}"])
+    model = draw.choice(["conv", "skip", "mlp", "reader", "tagger", f"random-{seed}"])
     num_layers = len(trace(model_of(model)).layers)
     replicas: list[int] = []
     columns: dict[str, Any] = {"weights": draw.choice(POLICIES)}
@@ -107,7 +107,7 @@ def model_of(name: str) -> nn.Module:
     kinds: dict[str, Callable[[], nn.Module]] = {
         "conv": ConvNet, "skip": SkipNet, "mlp": Mlp, "structures": Structures, "matrices": matrices,
         "mixed": MixedTypes, "frozen": FrozenPart, "gated": Gated, "stack": stack, "tied": TiedEnds,
-        "reader": Reader,
+        "reader": Reader, "tagger": Tagger,
     }  # fmt: skip
     return kinds[name]()
 
@@ -152,7 +152,9 @@ def small_setup(case: Case) -> Setup:
     setup = make_setup(
         model,
         (list(case.starts), list(case.replicas)),
-        dataset={"conv": images, "reader": texts}.get(case.model, partial(RankedBlobs, num_train=46))(),
+        dataset={"conv": images, "reader": texts, "tagger": labelled_tokens}.get(
+            case.model, partial(RankedBlobs, num_train=46)
+        )(),
         make_optimizer=partial(make_optimizer, case.optimizer) if case.optimizer else momentum,
         **columns,
     )

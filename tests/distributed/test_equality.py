@@ -351,6 +351,11 @@ def test_minibatches_padded_to_their_longest_sample(two: Processes) -> None:
         for shares in (True, False)
     ]
     cases.append(Case("reader", (), (2,), {"weights": "one", "depth": 1, "shard": "parameters"}))
+    # A loss that is a mean over labels, of which some microbatches have none.
+    flushed = {"weights": "one", "microbatches": 4}
+    cases += [
+        Case("tagger", starts, (2,) if not starts else (1, 1), flushed, segments=(13, 4)) for starts in ((), (9,))
+    ]
     found = two.run("tests.distributed.cases:all_distributed", cases)
     for case, outcomes in zip(cases, zip(*found, strict=True), strict=True):
         check(case, list(outcomes))

@@ -1,15 +1,22 @@
 """Minibatches that a user's collate function pads to their longest sample."""
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
 
+from pipebench.engine.virtual import VirtualEngine
 from pipebench.model.graph import trace
 from pipebench.model.sampling import Sampler
+from pipebench.simulate.network import Network
+from pipebench.zoo.plain import DatasetPair
 from tests.evaluations import mode_setup, trained
-from tests.lengths import Reader, texts
+from tests.lengths import Reader, Tagger, labelled_tokens, texts
 from tests.oracles import sequential
-from tests.support import parameters_of
+from tests.oracles.draws import augmentation
+from tests.support import make_setup, parameters_of
 
 UPDATES = 5
 CUTS = range(1, len(trace(Reader()).layers), 3)
@@ -40,3 +47,71 @@ def test_they_train_as_samples_without_padding_do(mode: str, starts: list[int]) 
     engine = trained(mode_setup(Reader(), mode, starts, dataset=data, sizes=(1, 2, 4)), UPDATES * per_update)
     for name, parameter in parameters_of(engine).items():
         torch.testing.assert_close(parameter, dict(model.named_parameters())[name].detach(), rtol=1e-9, atol=1e-11)
+
+
+FLUSHED: dict[str, Any] = {"weights": "one", "microbatches": 3}
+
+
+def sample_of(data: DatasetPair, split: str, index: int, draw: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    fields = data.fetch(split, [index], ["input", "target"], draw)
+    return (fields["input"],), fields["target"]
+
+
+def num_labels(labels: torch.Tensor) -> float:
+    return float((labels != -100).sum())
+
+
+def summed_loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(output.transpose(1, 2), labels, reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("starts", "replicas", "columns"),
+    [
+        ([], [1], {"weights": "one", "depth": 1}),
+        ([], [1], FLUSHED),
+        ([], [2], {"weights": "one", "depth": 1}),
+        ([], [3], FLUSHED),
+        ([9], [1, 1], {**FLUSHED, "order": "all-forwards", "recompute": True}),
+        ([9], [2, 1], FLUSHED),
+        ([4, 9], [1, 1, 2], {**FLUSHED, "accumulate": 2}),
+    ],
+)
+def test_a_mean_over_labels_has_the_gradient_of_all_labels_of_an_update(
+    starts: list[int], replicas: list[int], columns: dict[str, Any]
+) -> None:
+    """Microbatches and replicas have different numbers of labels, some none; which tokens have one is drawn."""
+    data, sampler, model = labelled_tokens(), Sampler(46, 4, 0), Tagger()
+    per_update = math.lcm(*replicas) * columns.get("accumulate", 1)
+    counts: list[float] = []
+    losses: list[tuple[float, float]] = []  # of units, with their weights
+
+    def sample(k: int, index: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        inputs, labels = sample_of(data, "train", index, augmentation(0, k))
+        counts.append(num_labels(labels))
+        return inputs, labels
+
+    sequential.train(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        [
+            [sample(k, index) for k in range(first, first + per_update) for index in sampler.indices(k)]
+            for first in range(0, UPDATES * per_update, per_update)
+        ],
+        summed_loss,
+        num_labels,
+    )
+    assert {0.0, 1.0, 2.0, 3.0} <= {*counts}
+    setup = make_setup(Tagger(), (starts, replicas), dataset=labelled_tokens(), sizes=(1, 2, 4), **columns)
+    network = Network(setup.cluster, setup.devices, copies=setup.copies)
+    engine = VirtualEngine(setup, network, on_loss=lambda loss, n, weight, s: losses.append((float(loss), weight)))
+    engine.train(0, UPDATES * per_update)
+    assert sum(weight for _, weight in losses) == sum(counts)
+    assert all(math.isfinite(loss) for loss, _ in losses)
+    for name, parameter in parameters_of(engine).items():
+        torch.testing.assert_close(parameter, dict(model.named_parameters())[name].detach(), rtol=1e-9, atol=1e-11)
+    with torch.no_grad():
+        each = [sample_of(data, "eval", index, augmentation(0, index // 4)) for index in range(data.num_eval)]
+        total = sum(float(summed_loss(model.eval()(*inputs), labels)) for inputs, labels in each)
+    expected = total / sum(num_labels(labels) for _, labels in each)
+    assert engine.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-9)

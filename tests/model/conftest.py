@@ -249,6 +249,14 @@ class MacroF1:
 
 def scored(y_true, y_pred):
     raise AssertionError
+
+
+def class_weights(target):
+    return torch.tensor([1.0, 5.0, 1.0])[target]
+
+
+def two_numbers(target):
+    return torch.ones(2)
 """
 RECIPE = """\
 name: stranger

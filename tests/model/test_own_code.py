@@ -31,7 +31,7 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     ),
     (
         ["dataset.losss=mse"],
-        "dataset.losss: unknown option, allowed are length, fails, held_out, loss, metrics, inputs, targets, loader",
+        "dataset.losss: unknown option, allowed are length, fails, held_out, loss, mean_over, metrics, inputs, targe",
     ),
     (
         ["model.fails=at once"],
@@ -186,6 +186,24 @@ REFUSED: list[tuple[Sequence[str], str]] = [
         "dataset.loss: the loss of some samples isn't the mean of what it is of each half of them, which microbatches",
     ),
     (
+        ["dataset.loss=OWN:weighted", "dataset.mean_over=labels"],
+        "the mean of what it is of each half of them, weighed by what dataset.mean_over, labels, counts: it has to be",
+    ),
+    (
+        ["dataset.loss=OWN:weighted", "dataset.mean_over=OWN:two_numbers"],
+        "dataset.mean_over: what the loss is a mean over can't be counted in OWN:data: the count of 1 samples is a",
+    ),
+    (
+        ["dataset.mean_over=next_labels"],
+        "dataset.mean_over: what the loss is a mean over can't be counted in OWN:data: counting fails on th",
+    ),
+    (
+        ["dataset.mean_over=label"],
+        "dataset.mean_over: got 'label', allowed are samples, labels, next_labels; did you me",
+    ),
+    (["dataset.loss=mse", "dataset.mean_over=labels"], "dataset.mean_over: got 'labels', allowed is samples: mse is a"),
+    (["dataset.mean_over=OWN:class_weight"], "has no function class_weight; did you mean 'class_weights'?"),
+    (
         [*_JUDGING, "dataset.metrics={right: {target: 'OWN:num_right', best: max}}"],
         "dataset.metrics.right: right of 10 samples is the sum of each one's, needed is their mean",
     ),
@@ -279,6 +297,11 @@ def test_faults_of_users_code_are_one_sentence(overrides: Sequence[str], message
         ["dataset.loss={target: 'torch.nn:CrossEntropyLoss', label_smoothing: 0.1}"],
         ["dataset.metrics={loss: {target: 'torch.nn:CrossEntropyLoss', best: min}}", "dataset.loader_processes=1"],
         [*_JUDGING],
+        [
+            *("dataset.loss=OWN:weighted", "dataset.mean_over=OWN:class_weights"),
+            "parallelism={mode: gpipe, plan: 1-1, microbatches: 5}",
+        ],
+        ["dataset.mean_over=labels", "dataset.loader_processes=1", "parallelism={mode: pipedream, plan: 2-1}"],
         [
             "dataset.metrics={f1: {target: 'OWN:MacroF1', best: max}, top1: top1}",
             "train.target={metric: f1, value: 0.1}",

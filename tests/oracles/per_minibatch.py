@@ -138,7 +138,7 @@ class Loop:
         fresh = self._take_buffers(k)
         loss = self._loss("train", samples, (first + k, part))
         self._keep_buffers(fresh, k)
-        self.weight_sum += self.dataset.weight("train", samples)
+        self.weight_sum += self._weight_of(samples, first + k)
         self.loss_sum += loss.item()
         self._load([self._backward_weights(s, first, k, forward[s]) for s in range(len(self.stages))])
         target = loss if divisor is None else loss / divisor
@@ -318,8 +318,11 @@ class Loop:
         return seed
 
     def _weight(self, first: int, members: range) -> float:
-        samples = (self.meaning.order.samples(first + k) for k in members)
-        return sum(float(self.dataset.weight("train", each)) for each in samples)
+        return sum(self._weight_of(self.meaning.order.samples(first + k), first + k) for k in members)
+
+    def _weight_of(self, samples: Sequence[int], k: int) -> float:
+        """Return the weight of samples of minibatch k of the run."""
+        return float(self.dataset.drawn_weight("train", samples, augmentation(self.meaning.seed, k)))
 
     def _evaluate(self) -> dict[str, float]:
         meaning = self.meaning
@@ -351,7 +354,7 @@ class Loop:
         copies, samples = [stage.versions[0]] * workers, self.meaning.order.before(first)
         for k in order:
             members = self.meaning.order.samples(first + k)
-            self._unit(first, k, 0, [copies[k % workers]], float(self.dataset.weight("train", members)))
+            self._unit(first, k, 0, [copies[k % workers]], self._weight_of(members, first + k))
             _clip([stage.pending], self.meaning.clip_norm)
             self._step(0, self._rate_at(0, samples, len(members)))
             samples += len(members)

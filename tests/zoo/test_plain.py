@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from pipebench.zoo.measures import LOSSES, METRICS, Metric, Top
+from pipebench.zoo.measures import COUNTS, LOSSES, METRICS, Metric, Top, cross_entropy_of_labels, num_labels
 from pipebench.zoo.plain import DatasetPair
 from pipebench.zoo.registry import DataError
 from pipebench.zoo.samples import Fields
@@ -181,6 +181,73 @@ def test_labels_that_torch_ignores_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(DataError, match="sample 2 of train has a label -100, which torch ignores; loss: cross_entropy"):
         DatasetPair(data, data, LOSSES["cross_entropy"], {}).check()
     DatasetPair(data, data, nn.functional.cross_entropy, {}).check()
+
+
+def test_labels_that_torch_ignores_count_nothing_in_a_mean_over_labels() -> None:
+    points, labels = torch.randn(4, 3, 6, requires_grad=True), torch.randint(3, (4, 6))
+    labels[2], labels[3, 4:] = -100, -100
+    data = TensorDataset(points.detach(), labels)
+    pairs = [
+        DatasetPair(data, data, loss, {"first": Metric(lambda output, target: target[:, 0] > 0, "max")}, count=count)
+        for loss, count in ((nn.functional.cross_entropy, COUNTS["labels"]), (cross_entropy_of_labels, num_labels))
+    ]
+    expected = nn.functional.cross_entropy(points, labels, reduction="sum")
+    for pair in pairs:
+        pair.check()
+        assert [pair.weight("train", [index]) for index in range(4)] == [6, 6, 0, 4]
+        assert (pair.weight("train", []), pair.weight("eval", [3, 2, 0])) == (0, 10)
+        torch.testing.assert_close(pair.loss(points, {"target": labels}), expected)
+        scores = {name: float(value) for name, value in pair.score(points, {"target": labels}).items()}
+        assert pair.summarise(scores, 16.0) == {"first": float((labels[:, 0] > 0).sum()) / 4}
+        nothing = pair.loss(points[2:3], {"target": labels[2:3]})
+        (gradient,) = torch.autograd.grad(nothing, points, retain_graph=True)
+        assert float(nothing.detach()) == 0.0
+        assert not gradient.any()
+
+
+def counted(name: str, target: Any) -> torch.Tensor:
+    function = COUNTS[name]
+    assert function is not None
+    found: torch.Tensor = function(target)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("target", "counts"),
+    [
+        (torch.tensor([[1, -100, 2], [-100, -100, 0]]), {"labels": [2, 1], "next_labels": [1, 1]}),
+        ({"a": torch.ones(1), "labels": torch.tensor([[1, 0]])}, {"labels": [2], "next_labels": [1]}),
+        (torch.tensor([1, -100]), {"labels": [1, 0]}),
+    ],
+)
+def test_labels_are_counted(target: Any, counts: Mapping[str, list[int]]) -> None:
+    assert {name: counted(name, target).tolist() for name in counts} == counts
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [("labels", torch.ones(2)), ("labels", {"a": LABELS}), ("labels", torch.tensor(1)), ("next_labels", LABELS)],
+)
+def test_what_is_no_label_is_not_counted(name: str, target: Any) -> None:
+    with pytest.raises(ValueError, match=r"needed are labels \[samples, .*\], whole numbers: the only target, or the"):
+        counted(name, target)
+
+
+def test_a_weight_is_that_of_what_is_drawn_and_samples_are_read_once_for_it() -> None:
+    read: list[int] = []
+
+    def masked(index: int) -> Any:
+        read.append(index)
+        return POINTS[index], torch.where(torch.rand(5) < 0.5, 1, -100)
+
+    data = DatasetPair(Made(masked), Made(masked), nn.functional.cross_entropy, {}, count=num_labels)
+    drawn = [data.fetch("train", [1, 2], ["target"], draw)["target"] for draw in range(8)]
+    assert len({float((each != -100).sum()) for each in drawn}) > 2
+    read.clear()
+    assert [data.drawn_weight("train", [1, 2], draw) for draw in range(8)] == [(each != -100).sum() for each in drawn]
+    assert read == []
+    data.drawn_weight("train", [2, 1], 0)
+    assert read == [2, 1]
 
 
 def test_metrics_of_all_forms_are_means() -> None:
