@@ -40,6 +40,7 @@ from pipebench.zoo.registry import Dataset
 from pipebench.zoo.seeding import seeded
 
 _SAMPLES = 16
+_LARGER = 16  # a power of two, so that divided by it numbers are what they were
 
 
 def try_out(loaded: LoadedRecipe) -> None:
@@ -111,10 +112,11 @@ def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> 
             raise UserCodeError(f"{given}: the data, {model_name} or the loss gives it", loss_key)
         refuse_untrained(total, model, loss_key)
         refuse_what_changes("the loss", dataset.loss, output, targets, loss_key)
-        mean_over = recipe.dataset.get("mean_over", "samples")
+        mean_over = recipe.dataset.get("mean_over") or "samples"
         if "loss" in recipe.dataset and (mean_over != "samples" or recipe.parallelism.microbatches > 1):
             measure, parts = (_loss_of(model, dataset), fields) if model_loss else (dataset.loss, output)
-            refuse_no_mean("the loss", measure, parts, targets, loss_key, _how_to_mean(mean_over))
+            for made in (measure, _amplified(measure, model if model_loss else None)):
+                refuse_no_mean("the loss", made, parts, targets, loss_key, _how_to_mean(mean_over))
         total.backward()  # type: ignore[no-untyped-call]
     sparse = next((name for name, p in model.named_parameters() if p.grad is not None and p.grad.is_sparse), None)
     if sparse is not None:
@@ -134,7 +136,7 @@ def _how_to_mean(mean_over: Any) -> str:
             "(parallelism.microbatches: 1)"
         )
     counts = target_in(mean_over) or mean_over
-    return f"weighed by what dataset.mean_over, {counts}, counts: it has to be what the loss is a mean over"
+    return f"each weighed by its {counts} (dataset.mean_over): count what the loss is a mean over"
 
 
 def _loss_of(model: nn.Module, dataset: Dataset) -> Summed:
@@ -145,6 +147,28 @@ def _loss_of(model: nn.Module, dataset: Dataset) -> Summed:
         return dataset.loss(model.eval()(*positional, **named), targets)
 
     return measure
+
+
+def _amplified(measure: Summed, model: nn.Module | None) -> Summed:
+    """Return a loss of larger outputs, or of a model with larger matrices.
+
+    At the initial weights a classifier gives all classes nearly the same probability, so that samples' losses are the
+    same, and with them all means.
+    """
+    matrices = [] if model is None else [p.data for p in model.parameters() if p.dim() > 1 and p.is_floating_point()]
+
+    def amplified(output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if model is None:
+            return measure(pytree.tree_map_only(torch.Tensor, lambda t: t * _LARGER, output), targets)
+        try:
+            for matrix in matrices:
+                matrix.mul_(_LARGER)
+            return measure(output, targets)
+        finally:
+            for matrix in matrices:
+                matrix.div_(_LARGER)
+
+    return amplified
 
 
 def _try_metrics(dataset: Dataset, output: Any, targets: Mapping[str, torch.Tensor], given: str) -> None:

@@ -255,6 +255,16 @@ def class_weights(target):
     return torch.tensor([1.0, 5.0, 1.0])[target]
 
 
+def spread(output, target):
+    return weighted(3e-3 * output, target)
+
+
+class Even(Judging):
+    def forward(self, x, y):
+        output = self.b(self.leaf(torch.tanh(self.a(x))))
+        return {"loss": spread(output, y), "output": output}
+
+
 def two_numbers(target):
     return torch.ones(2)
 """

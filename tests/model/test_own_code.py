@@ -186,8 +186,16 @@ REFUSED: list[tuple[Sequence[str], str]] = [
         "dataset.loss: the loss of some samples isn't the mean of what it is of each half of them, which microbatches",
     ),
     (
+        ["dataset.loss=OWN:spread", "parallelism={mode: gpipe, plan: 1-1, microbatches: 2}"],
+        "dataset.loss: the loss of some samples isn't the mean of what it is of each half of them, which microbatches",
+    ),
+    (
+        ["model.target=OWN:Even", "dataset.loss=model", "parallelism={mode: gpipe, plan: 1-1, microbatches: 2}"],
+        "dataset.loss: the loss of some samples isn't the mean of what it is of each half of them, which microbatches",
+    ),
+    (
         ["dataset.loss=OWN:weighted", "dataset.mean_over=labels"],
-        "the mean of what it is of each half of them, weighed by what dataset.mean_over, labels, counts: it has to be",
+        "isn't the mean of what it is of each half of them, each weighed by its labels (dataset.mean_over): count what",
     ),
     (
         ["dataset.loss=OWN:weighted", "dataset.mean_over=OWN:two_numbers"],
