@@ -40,7 +40,7 @@ from pipebench.zoo.registry import Dataset
 from pipebench.zoo.seeding import seeded
 
 _SAMPLES = 16
-_LARGER = 16  # a power of two, so that divided by it numbers are what they were
+_LARGER = 64  # a power of two, so that divided by it numbers are what they were
 
 
 def try_out(loaded: LoadedRecipe) -> None:

@@ -256,7 +256,7 @@ def class_weights(target):
 
 
 def spread(output, target):
-    return weighted(3e-3 * output, target)
+    return weighted(1e-2 * output, target)
 
 
 class Even(Judging):
