@@ -6,7 +6,7 @@ gradients at its own update.
 """
 
 from collections.abc import Collection, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class Updates:
         sizes = {setup.pipeline.round_size(stage) for stage in range(setup.pipeline.num_stages)}
         self._divides_losses = len(sizes) == 1
         # Only when it is needed, since a user's data set may read samples to tell their weight.
-        self._weight = lru_cache(maxsize=_WEIGHTS_CACHED)(self._weight_of_round)
+        self._weight = lru_cache(maxsize=_WEIGHTS_CACHED)(partial(_weight_of, setup, first))
 
     def loss_function(self, targets: Mapping[str, torch.Tensor], minibatch: int) -> LossFunction:
         """Return the map from the model's output to the loss to differentiate; `minibatch` counts from the drain."""
@@ -138,10 +138,11 @@ class Updates:
         size = self._setup.pipeline.round_size(0)
         return self._weight(self._round(0, minibatch // size))
 
-    def _weight_of_round(self, minibatches: range) -> float:
-        """Return the weight of minibatches, numbered since the drain; 1 if none has a target to learn from."""
-        return sum(minibatch_weight(self._setup, self._first + k) for k in minibatches) or 1.0
-
     def _round(self, stage: int, round_index: int) -> range:
         """Return the minibatches of a stage's round, numbered since the drain."""
         return self._setup.pipeline.round_minibatches(stage, round_index, self.num_minibatches)
+
+
+def _weight_of(setup: Setup, first: int, minibatches: range) -> float:
+    """Return the weight of minibatches, numbered since the drain before `first`; 1 if none has anything to learn."""
+    return sum(minibatch_weight(setup, first + k) for k in minibatches) or 1.0
