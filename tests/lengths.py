@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipebench.zoo.measures import COUNTS, LOSSES, METRICS
+from pipebench.zoo.measures import COUNTS, LOSSES, METRICS, Measure
 from pipebench.zoo.plain import DatasetPair
 
 _IDS, _WIDTH, _CLASSES = 9, 6, 4
@@ -53,9 +53,16 @@ def token_mean(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(output.transpose(1, 2), labels)
 
 
-def labelled_tokens() -> DatasetPair:
+def masked_mean(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return `token_mean` as a quotient, whose gradient without labels is NaN, too."""
+    each, mask = functional.cross_entropy(output.transpose(1, 2), labels, reduction="none"), labels != -100
+    return (each * mask).sum() / mask.sum()
+
+
+def labelled_tokens(loss: Measure = token_mean, loader_processes: int = 0) -> DatasetPair:
     """Return texts whose loss is a mean over labels, the last minibatch of 4 of an epoch a short one."""
-    return DatasetPair(LabelledTokens(46, 1), LabelledTokens(10, 2), token_mean, {}, count=COUNTS["labels"])
+    train, held_out = LabelledTokens(46, 1), LabelledTokens(10, 2)
+    return DatasetPair(train, held_out, loss, {}, loader_processes, count=COUNTS["labels"])
 
 
 def texts() -> DatasetPair:

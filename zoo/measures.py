@@ -104,12 +104,14 @@ def num_labels(target: Any, first: int = 0) -> torch.Tensor:
     Raises:
         ValueError: there are no such labels.
     """
-    labels = target.get("labels", target) if isinstance(target, Mapping) else target
+    labels = target
+    if isinstance(target, Mapping):
+        labels = next(iter(target.values())) if len(target) == 1 else target.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or labels.dim() <= first:
         shape = "[samples, tokens]" if first else "[samples, ...]"
         raise ValueError(f"needed are labels {shape}, whole numbers: the only target, or the one named labels")
     own = labels[:, first:] if first else labels
-    return (own != IGNORED).reshape(own.shape[0], -1).sum(1)
+    return (own.long() != IGNORED).reshape(own.shape[0], -1).sum(1)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ _Key = tuple[str, tuple[int, ...], int]  # split, samples and draw of a minibatc
 Form = dict[str, torch.Tensor]  # fields of no samples, on the meta device: the shapes and types of some
 _TRIED = 16  # samples of a split that tell whether the user's own collate function gives minibatches of one shape
 _KEPT_TARGETS = 32  # minibatches whose inputs have been fetched and whose targets may be, by the same process
-_KEPT_WEIGHTS = 4096  # of microbatches; more than one update has
 _GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment, which gives neighbouring samples very different seeds
 
 
@@ -86,7 +85,7 @@ class DatasetPair(Dataset):
         self._names_inputs = isinstance(first[INPUT], Mapping)
         self._forms, self._free = self._shapes(_form(flat(first)))
         self._kept: OrderedDict[_Key, dict[str, torch.Tensor]] = OrderedDict()
-        self._weights: OrderedDict[_Key, float] = OrderedDict()
+        self.weighs_targets = count is not None
 
     def check(self) -> None:
         """Try the first, the middle and the last samples of each split.
@@ -177,33 +176,19 @@ class DatasetPair(Dataset):
             kept = flat(self._collated(split, indices, draw))
             self._check_alike(split, indices, kept)
             self._check_labels(split, indices, kept)
-            if self._count is not None:
-                self._weigh(key, kept)
-            if not set(fields) & set(self._targets):
-                self._kept[key] = {name: kept[name] for name in self._targets}
-                while len(self._kept) > _KEPT_TARGETS:
-                    self._kept.popitem(last=False)
+        if self.weighs_targets or not set(fields) & set(self._targets):
+            self._kept[key] = {name: kept[name] for name in self._targets}
+            while len(self._kept) > _KEPT_TARGETS:
+                self._kept.popitem(last=False)
         return {name: kept[name] for name in fields}
 
-    def weight(self, split: str, indices: Sequence[int]) -> float:
-        """See `Dataset`."""
-        return self.drawn_weight(split, indices, 0)
+    def weigh(self, targets: Mapping[str, torch.Tensor]) -> float:
+        """Return how many there are of what the loss is a mean over.
 
-    def drawn_weight(self, split: str, indices: Sequence[int], draw: int) -> float:
-        """See `Dataset`; samples are read for it if the loss isn't a mean over them, unless they have been."""
-        if self._count is None or not indices:
-            return float(len(indices))
-        key = (split, tuple(indices), draw)
-        if key in self._weights:
-            return self._weights[key]
-        return self._weigh(key, flat(self._collated(split, indices, draw)))
-
-    def _weigh(self, key: _Key, fields: Mapping[str, torch.Tensor]) -> float:
-        """Return the weight of samples that have been read, and store it: every replica asks for it."""
-        weight = self._weights[key] = float(self._counted({name: fields[name] for name in self._targets}))
-        while len(self._weights) > _KEPT_WEIGHTS:
-            self._weights.popitem(last=False)
-        return weight
+        Raises:
+            DataError: counting fails, or returns neither a number of at least 0 nor one per sample.
+        """
+        return float(self._counted(targets))
 
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the loss summed over the samples, or what else it is a mean over.
@@ -251,16 +236,17 @@ class DatasetPair(Dataset):
         num_samples = _num_samples(targets)
         if self._count is None:
             return num_samples
-        target = shaped(self._targets, targets)
+        target = shaped(self._targets, {name: value.clone() for name, value in targets.items()})
         try:
             counted = torch.as_tensor(self._count(target), device=next(iter(targets.values())).device)
         except Exception as error:
             raise DataError(f"counting fails on the target, {in_words(target)}") from error
-        if tuple(counted.shape) in ((), (num_samples,)):
-            return counted.sum()
-        raise DataError(
-            f"the count of {num_samples} samples is {in_words(counted)}, needed is a number, or one per sample"
-        )
+        needed = "needed is a number from 0, or one per sample"
+        if tuple(counted.shape) not in ((), (num_samples,)) or counted.is_complex():
+            raise DataError(f"the count of {num_samples} samples is {in_words(counted)}, {needed}")
+        if counted.device.type == "cpu" and not (counted.isfinite() & (counted >= 0)).all():
+            raise DataError(f"the count of {num_samples} samples is {counted.tolist()}, {needed}")
+        return counted.sum()
 
     def _sum(
         self, what: str, measure: Measure, output: Any, targets: Mapping[str, torch.Tensor], count: int | torch.Tensor

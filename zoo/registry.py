@@ -16,6 +16,7 @@ The engine reads them with `getattr`, so there is nothing to inherit from:
 from __future__ import annotations
 
 import importlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,8 @@ class Dataset(ABC):
         targets_apart: whether targets are read without the inputs, at almost no cost. If not, the worker that computes
             the loss fetches whole samples, ahead of time like the worker that feeds the model.
         concurrent: whether several threads may call `fetch` at once; a GPU's worker then fetches ahead in a thread.
+        weighs_targets: whether the weight of samples is known only once their targets have been fetched. Then `weigh`
+            tells it, and `weight` isn't called; engines read the targets of every sample twice.
         image_shape: channels, height and width of every image; None: samples aren't images.
         lengths: for simulations: the lengths of minibatches, if the data set declares them; empty: all are as long as
             `example`.
@@ -83,6 +86,7 @@ class Dataset(ABC):
     loader_processes: int = 0
     targets_apart: bool = True
     concurrent: bool = False
+    weighs_targets: bool = False
     image_shape: Sequence[int] | None = None
     lengths: Sequence[LengthClass] = ()
 
@@ -125,9 +129,9 @@ class Dataset(ABC):
         """Return the weight of samples in the mean loss: their number, or that of target tokens without padding."""
         return float(len(indices))
 
-    def drawn_weight(self, split: str, indices: Sequence[int], draw: int) -> float:
-        """Return `weight` of samples as `fetch` draws them: another one only if draws choose what is a target."""
-        return self.weight(split, indices)
+    def weigh(self, targets: Mapping[str, torch.Tensor]) -> float:
+        """Return the weight of samples that have been fetched, on the host; for data sets that weigh targets."""
+        raise NotImplementedError(f"{type(self).__name__} weighs samples by their indices")
 
     @abstractmethod
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -139,7 +143,7 @@ class Dataset(ABC):
 
     def summarise(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
         """Return metrics, given the sums of `score` over all held-out samples, and their weight; by default means."""
-        return {name: value / weight for name, value in sums.items()}
+        return {name: value / weight if weight else math.nan for name, value in sums.items()}
 
     def whole_set_metrics(self) -> Mapping[str, SetMetric]:
         """Return new objects for the metrics of the whole held-out set that `summarise` can't compute, by name.

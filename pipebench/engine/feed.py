@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from pipebench.engine.setup import Setup, draw_of
+from pipebench.engine.setup import Setup
 from pipebench.engine.streams import StreamSlot
 from pipebench.model.loading import Loaders, Source, onto_device
-from pipebench.model.sampling import microbatch_sizes
+from pipebench.model.sampling import microbatch_sizes, mix, name_hash
 from pipebench.schedule.programs import forward_units
 from pipebench.simulate.costs import shared_loaders
 
@@ -48,6 +48,10 @@ class Feed:
         self._ahead: dict[tuple[int, int], _Ahead] = {}  # by stage and worker
         self._loaded: dict[tuple[int, int], dict[str, torch.Tensor]] = {}  # targets by worker and unit
         self._parts = setup.pipeline.microbatches if self._trains else 1
+        # Only of a data set that weighs targets: weights of units whose targets were asked for, and of minibatches.
+        self._weights: dict[int, float] = {}
+        self._weighed: list[float] = []
+        self._weighing = self._weigh()
         # A unit's number of samples, cached since every instruction reads it. A minibatch with fewer samples than
         # microbatches has units of 0 samples.
         self.size = lru_cache(maxsize=_SIZES_CACHED)(self._size)
@@ -65,8 +69,20 @@ class Feed:
         return indices[start : start + sizes[microbatch]]
 
     def weight(self, unit: int) -> float:
-        """Return a unit's weight in the mean loss."""
-        return self._setup.dataset.drawn_weight(self.split, self.indices(unit), self._draw(unit))
+        """Return a unit's weight in the mean loss; called once, after `targets` if the data set weighs these."""
+        if self._setup.dataset.weighs_targets:
+            return self._weights.pop(unit)
+        return self._setup.dataset.weight(self.split, self.indices(unit))
+
+    def round_weight(self, minibatches: range) -> float:
+        """Return the weight of minibatches of the segment, all workers', in the mean loss; 1 if they have none."""
+        dataset = self._setup.dataset
+        if not dataset.weighs_targets:
+            indices = (self._sampler.indices(self._first + k) for k in minibatches)
+            return sum(dataset.weight(self.split, each) for each in indices) or 1.0
+        while minibatches and minibatches[-1] >= len(self._weighed):
+            self._weighed.append(next(self._weighing))
+        return sum(self._weighed[k] for k in minibatches) or 1.0
 
     def place(self, unit: int) -> StreamSlot:
         """Return the stream whose state stateful modules continue in a unit."""
@@ -116,12 +132,15 @@ class Feed:
         dataset, fetched = self._setup.dataset, self._loaded.pop((worker, unit), None)
         if fetched is None:
             fetched = dataset.fetch(self.split, self.indices(unit), dataset.targets, self._draw(unit))
+        if dataset.weighs_targets:
+            self._weights[unit] = dataset.weigh(fetched)
         return {name: onto_device(value, self._setup.device) for name, value in fetched.items()}
 
     def close(self) -> None:
         """End prefetching."""
         for ahead in self._ahead.values():
             ahead.units.close()
+        self._weighing.close()
         self._own_loaders.close()
 
     def _fetch_ahead(self, stage: int, worker: int, fields: Sequence[str], first: int) -> "_Fetched":
@@ -131,6 +150,17 @@ class Feed:
         processes = self._loaders.of((stage, worker), self._num_processes)
         with closing(source.minibatches(tasks, processes)) as minibatches:
             yield from zip(self._units(stage, worker, first), minibatches, strict=True)
+
+    def _weigh(self) -> Generator[float, None, None]:
+        """Yield the weights of the segment's minibatches, whose targets are read for it, by a loader process if any."""
+        dataset, pipeline = self._setup.dataset, self._pipeline
+        source = Source(dataset, self.split, dataset.targets, self._setup.device)
+        units = [[unit for unit in pipeline.units(k) if self.size(unit) > 0] for k in range(self._num_minibatches)]
+        tasks = ((list(self.indices(unit)), self._draw(unit)) for each in units for unit in each)
+        processes = self._loaders.of("weights", min(1, dataset.loader_processes), renews=True)
+        with closing(source.minibatches(tasks, processes)) as fetched:
+            for each in units:
+                yield sum(dataset.weigh(next(fetched)) for _ in each)
 
     @property
     def _num_processes(self) -> int:
@@ -148,7 +178,7 @@ class Feed:
         return (unit for unit in dropwhile(first.__ne__, units) if self.size(unit) > 0)
 
     def _draw(self, unit: int) -> int:
-        return draw_of(self._setup, self.minibatch(unit)[0])
+        return mix(self._setup.seed, name_hash("augmentation"), self.minibatch(unit)[0])
 
     def _size(self, unit: int) -> int:
         minibatch, microbatch = self.minibatch(unit)

@@ -44,12 +44,9 @@ class Scores:
             whole_set |= computed
             for name, value in sums.items():
                 total[name] += value
-        weight = total.pop(_WEIGHT)
-        return {
-            _LOSS: total.pop(_LOSS) / weight if weight else math.nan,
-            **self._dataset.summarise(total, weight),
-            **whole_set,
-        }
+        weight, loss = total.pop(_WEIGHT), total.pop(_LOSS)
+        mean = loss / weight if weight else math.nan
+        return {_LOSS: mean, **self._dataset.summarise(total, weight), **whole_set}
 
 
 class WholeModel:

@@ -11,7 +11,7 @@ from pipebench.errors import PlanError
 from pipebench.model.graph import LayerGraph
 from pipebench.model.optimizer import MakeOptimizer
 from pipebench.model.plan import Plan, recut
-from pipebench.model.sampling import Sampler, microbatch_sizes, mix, name_hash
+from pipebench.model.sampling import Sampler, microbatch_sizes
 from pipebench.planner.predict import pipeline_under
 from pipebench.profile.model import Profile
 from pipebench.recipe.schema import LossScaleRecipe
@@ -109,20 +109,6 @@ class Setup:
 def ranks_of(setup: Setup) -> list[int]:
     """Return every worker's process rank: processes run in the order of devices, on those that the plan uses."""
     return [sorted(setup.devices).index(device) for device in setup.devices]
-
-
-def draw_of(setup: Setup, k: int) -> int:
-    """Return what seeds the random augmentation of minibatch k of the run, together with a sample's index."""
-    return mix(setup.seed, name_hash("augmentation"), k)
-
-
-def minibatch_weight(setup: Setup, k: int) -> float:
-    """Return the weight in a mean loss of minibatch k of the run, as its microbatches are drawn."""
-    indices, weight, start = setup.sampler.indices(k), 0.0, 0
-    for size in microbatch_sizes(len(indices), setup.pipeline.microbatches):
-        weight += setup.dataset.drawn_weight("train", indices[start : start + size], draw_of(setup, k))
-        start += size
-    return weight
 
 
 def share_of(setup: Setup, stage: int, replica: int) -> Share:

@@ -6,15 +6,17 @@ gradients at its own update.
 """
 
 from collections.abc import Collection, Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from pipebench.engine.clipping import clip, gradient_norm, replace_each
+from pipebench.engine.feed import Feed
 from pipebench.engine.prediction import AS_IT_IS, Displacement
 from pipebench.engine.protocols import StageRunner
-from pipebench.engine.setup import Setup, minibatch_weight
+from pipebench.engine.setup import Setup
 from pipebench.model.slice_modules import Divided
 from pipebench.model.stage import LossFunction
 from pipebench.schedule.instructions import Instruction
@@ -28,25 +30,33 @@ class Updates:
 
     Args:
         setup: what is run.
+        feed: the segment's data.
         first: the segment's first minibatch, numbered since the run's start.
         num_minibatches: minibatches of the segment.
     """
 
-    def __init__(self, setup: Setup, first: int, num_minibatches: int) -> None:
+    def __init__(self, setup: Setup, feed: Feed, first: int, num_minibatches: int) -> None:
         self._setup = setup
         self._first = first
         self.num_minibatches = num_minibatches  # lowered if the segment ends early
         sizes = {setup.pipeline.round_size(stage) for stage in range(setup.pipeline.num_stages)}
         self._divides_losses = len(sizes) == 1
-        # Only when it is needed, since a user's data set may read samples to tell their weight.
-        self._weight = lru_cache(maxsize=_WEIGHTS_CACHED)(partial(_weight_of, setup, first))
+        self._weight = lru_cache(maxsize=_WEIGHTS_CACHED)(feed.round_weight)
 
-    def loss_function(self, targets: Mapping[str, torch.Tensor], minibatch: int) -> LossFunction:
-        """Return the map from the model's output to the loss to differentiate; `minibatch` counts from the drain."""
+    def loss_function(self, targets: Mapping[str, torch.Tensor], minibatch: int, weight: float) -> LossFunction:
+        """Return the map from the model's output to the loss to differentiate.
+
+        Args:
+            targets: of a unit.
+            minibatch: of the unit, counted from the drain.
+            weight: of the unit in the mean loss. Without any, its gradients are 0, also of losses that divide by it.
+        """
         divisor = self._divisor(minibatch)
 
         def loss(output: Any) -> torch.Tensor:
-            value = self._setup.dataset.loss(output, targets)
+            value = None if weight else _nothing(output)
+            if value is None:
+                value = self._setup.dataset.loss(output, targets)
             return value if divisor is None else value / divisor
 
         return loss
@@ -143,6 +153,8 @@ class Updates:
         return self._setup.pipeline.round_minibatches(stage, round_index, self.num_minibatches)
 
 
-def _weight_of(setup: Setup, first: int, minibatches: range) -> float:
-    """Return the weight of minibatches, numbered since the drain before `first`; 1 if none has anything to learn."""
-    return sum(minibatch_weight(setup, first + k) for k in minibatches) or 1.0
+def _nothing(output: Any) -> torch.Tensor | None:
+    """Return 0 as a function of a model's output; None if the output is no more than a loss."""
+    parts = [part for part in tree_leaves(output) if isinstance(part, torch.Tensor) and part.requires_grad]
+    sums = [part.flatten()[:0].sum() for part in parts if part.dim()]
+    return torch.stack(sums).sum() if sums else None

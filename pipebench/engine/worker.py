@@ -88,7 +88,7 @@ class Worker(WorkerReplicas):
         scales = {stage: replica.scale for stage, replica in self.replicas.items() if replica.scale is not None}
         self._stages = {stage: replica.stage for stage, replica in self.replicas.items()}
         self._begin(feed, BoundaryValues(self.setup.graph, self.setup.pipeline, self._stages, scales), None)
-        self.updates = Updates(self.setup, first, num_minibatches)
+        self.updates = Updates(self.setup, feed, first, num_minibatches)
         self._drained_versions = {stage: r.weights.newest.number for stage, r in self.replicas.items()}
         for name, extension in self.extensions.items():
             extension.begin(by_extension.get(name))
@@ -212,7 +212,8 @@ class Worker(WorkerReplicas):
         minibatch = self.setup.pipeline.minibatch(unit)[0]  # numbered since the drain, as are an instruction's versions
         version = self.held_version if it.version < 0 else self._drained_versions[it.stage] + it.version
         targets = self.feed.targets(self.index, unit) if replica.is_last else None
-        head = None if targets is None else updates.loss_function(targets, minibatch)
+        weight = 0.0 if targets is None else self.feed.weight(unit)
+        head = None if targets is None else updates.loss_function(targets, minibatch, weight)
         draw, place = self.feed.minibatch(unit), self.feed.place(unit)
         given = UnitInput(unit, draw, inputs, received, version, place, updates.move(it), head)
         values, loss = replica.forward(given)
@@ -220,7 +221,7 @@ class Worker(WorkerReplicas):
         self.crossing.leave(it.stage, unit, values)
         if loss is None:
             return None
-        return UnitLoss(updates.summed_loss(loss, minibatch), self.feed.size(unit), self.feed.weight(unit))
+        return UnitLoss(updates.summed_loss(loss, minibatch), self.feed.size(unit), weight)
 
     def _evaluate(
         self, stage: int, unit: int, inputs: Sequence[torch.Tensor], received: Values, scores: Scores

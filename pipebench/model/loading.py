@@ -205,12 +205,18 @@ class Loaders:
             self._dataset.renew()
             self._is_prepared = True
 
-    def of(self, reader: Hashable, count: int) -> LoaderProcesses | None:
-        """Return a reader's processes; None if it has none."""
+    def of(self, reader: Hashable, count: int, *, renews: bool = False) -> LoaderProcesses | None:
+        """Return a reader's processes; None if it has none.
+
+        With `renews` they share no file with other readers' either, not even one that was opened as the data set was
+        made.
+        """
         if count == 0:
             return None
         self.prepare()
         if (reader, count) not in self._found:
+            if renews and self._found:
+                self._dataset.renew()
             self._found[reader, count] = LoaderProcesses(self._dataset, self._device, count)
         return self._found[reader, count]
 

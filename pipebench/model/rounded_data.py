@@ -13,7 +13,7 @@ from pipebench.zoo.registry import Dataset
 _UNCHANGED = (
     *("inputs", "targets", "metrics", "num_train", "num_eval", "num_ids", "sequential", "generates_with"),
     *("loader_processes", "targets_apart", "concurrent", "lengths", "check", "weight", "summarise", "buckets", "notes"),
-    *("image_shape", "renew", "whole_set_metrics", "drawn_weight"),
+    *("image_shape", "renew", "whole_set_metrics", "weighs_targets", "weigh"),
 )
 
 

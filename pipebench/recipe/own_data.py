@@ -54,7 +54,7 @@ def own_dataset(dataset: Mapping[str, Any]) -> Dataset:
         pair = DatasetPair(made[0], made[1], loss, metrics, processes, _fields(dataset), count)
     if count is not None:
         with users_code(f"what the loss is a mean over can't be counted in {target}", "dataset.mean_over"):
-            pair.weight("train", [0])
+            pair.weigh(pair.fetch("train", [0], pair.targets))
     pair.remake = partial(_made, dataset)
     return pair
 
@@ -75,10 +75,23 @@ def _fields(dataset: Mapping[str, Any]) -> Fields | None:
 def _loss(loss: Any, mean_over: Any) -> tuple[Measure, Count | None]:
     """Return a recipe's loss, and what counts the things that it is a mean over; None: these are samples."""
     mean_over = "samples" if mean_over is None else mean_over
-    count = COUNTS[mean_over] if mean_over in [*COUNTS] else _tried(mean_over, "dataset.mean_over")[0]
+    count = COUNTS[mean_over] if mean_over in [*COUNTS] else _count(mean_over)
     if not isinstance(loss, str) or loss not in LOSSES:
         return _measure(loss, "dataset.loss"), count
     return cross_entropy_of_labels if loss == "cross_entropy" and count is not None else LOSSES[loss], count
+
+
+def _count(given: Any) -> Count:
+    """Return the function of a target, with its arguments bound; of a class, one of its objects."""
+    target = target_in(given)
+    assert target is not None
+    arguments = {name: value for name, value in given.items() if name != "target"} if isinstance(given, Mapping) else {}
+    make = partial(import_target(target), **arguments)
+    if not isinstance(make.func, type):
+        return make
+    with users_code(f"{target} can't be made", "dataset.mean_over"):
+        made: Count = make()
+    return made
 
 
 def directions(metrics: Any) -> dict[str, str]:

@@ -26,6 +26,7 @@ from pipebench.zoo.registry import DATASETS, MODELS
 _MOST_PROCESSES = 1024
 _MOST_IN_FLIGHT = 256  # minibatches; allowed even if an epoch has fewer, to try a recipe on a few samples
 EVAL_LOSS = "eval_loss"
+_MEANS_OF = {"cross_entropy": ["samples", "labels"], "mse": ["samples"]}  # what losses by name may be means over
 FRACTIONS = ("top1", "top5", "token_accuracy", "nsp_accuracy", "meteor")
 _PERPLEXITIES = ("perplexity", "mlm_perplexity")
 
@@ -115,8 +116,8 @@ def _own_dataset(draft: Draft, dataset: Mapping[str, Any]) -> Problems:
         problems.append(("dataset.loss", f"{choice(loss, LOSSES)}, or a target, {ALLOWED}"))
     if mean_over is not None and mean_over not in [*COUNTS] and target_in(mean_over) is None:
         problems.append(("dataset.mean_over", f"{choice(mean_over, COUNTS)}, or a target, {ALLOWED}"))
-    elif mean_over not in (None, "samples") and loss == "mse":
-        problems.append(("dataset.mean_over", f"got {shown(mean_over)}, allowed is samples: mse is a mean over them"))
+    elif mean_over is not None and mean_over not in (known := _MEANS_OF.get(str(loss), [mean_over])):
+        problems.append(("dataset.mean_over", f"got {shown(mean_over)}, allowed with {loss} is {' or '.join(known)}"))
     if processes is not None and (problem_with(processes, int) or not 0 <= processes <= _MOST_PROCESSES):
         allowed = f"a whole number from 0 to {_MOST_PROCESSES}"
         problems.append(("dataset.loader_processes", f"got {shown(processes)}, allowed is {allowed}"))

@@ -40,7 +40,6 @@ from pipebench.zoo.registry import Dataset
 from pipebench.zoo.seeding import seeded
 
 _SAMPLES = 16
-_LARGER = 64  # a power of two, so that divided by it numbers are what they were
 
 
 def try_out(loaded: LoadedRecipe) -> None:
@@ -100,6 +99,9 @@ def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> 
     with users_code(f"{model_name} fails on {count} samples of {data_name}{model_loss}", model_key):
         output = model.train()(*positional, **named)
     targets = {name: fields[name] for name in dataset.targets}
+    if dataset.weighs_targets and dataset.weigh(targets) == 0:
+        nothing = f"it counts 0 in the first {count} samples, needed is what the loss is a mean over"
+        raise UserCodeError(nothing, "dataset.mean_over" if "mean_over" in recipe.dataset else data_key)
     hint = _classes_last(output, targets) if recipe.dataset.get("loss") == "cross_entropy" else ""
     with users_code(f"the loss of {data_name} doesn't suit the output of {model_name}{hint}", loss_key):
         total = dataset.loss(output, targets)
@@ -115,8 +117,9 @@ def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> 
         mean_over = recipe.dataset.get("mean_over") or "samples"
         if "loss" in recipe.dataset and (mean_over != "samples" or recipe.parallelism.microbatches > 1):
             measure, parts = (_loss_of(model, dataset), fields) if model_loss else (dataset.loss, output)
-            for made in (measure, _amplified(measure, model if model_loss else None)):
-                refuse_no_mean("the loss", made, parts, targets, loss_key, _how_to_mean(mean_over))
+            for factor in (1, 8, 64):
+                made = _amplified(measure, factor, model if model_loss else None)
+                refuse_no_mean("the loss", made, parts, targets, loss_key, _how_to_mean(mean_over), factor)
         total.backward()  # type: ignore[no-untyped-call]
     sparse = next((name for name, p in model.named_parameters() if p.grad is not None and p.grad.is_sparse), None)
     if sparse is not None:
@@ -149,8 +152,8 @@ def _loss_of(model: nn.Module, dataset: Dataset) -> Summed:
     return measure
 
 
-def _amplified(measure: Summed, model: nn.Module | None) -> Summed:
-    """Return a loss of larger outputs, or of a model with larger matrices.
+def _amplified(measure: Summed, factor: int, model: nn.Module | None) -> Summed:
+    """Return a loss of larger outputs, or of a model with larger matrices, by a power of two, which loses no bit.
 
     At the initial weights a classifier gives all classes nearly the same probability, so that samples' losses are the
     same, and with them all means.
@@ -159,14 +162,15 @@ def _amplified(measure: Summed, model: nn.Module | None) -> Summed:
 
     def amplified(output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if model is None:
-            return measure(pytree.tree_map_only(torch.Tensor, lambda t: t * _LARGER, output), targets)
+            larger = lambda part: part * factor if part.is_floating_point() else part  # noqa: E731
+            return measure(pytree.tree_map_only(torch.Tensor, larger, output), targets)
         try:
             for matrix in matrices:
-                matrix.mul_(_LARGER)
+                matrix.mul_(factor)
             return measure(output, targets)
         finally:
             for matrix in matrices:
-                matrix.div_(_LARGER)
+                matrix.div_(factor)
 
     return amplified
 

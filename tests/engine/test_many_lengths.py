@@ -1,6 +1,7 @@
 """Minibatches that a user's collate function pads to their longest sample."""
 
 import math
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -11,12 +12,13 @@ from pipebench.engine.virtual import VirtualEngine
 from pipebench.model.graph import trace
 from pipebench.model.sampling import Sampler
 from pipebench.simulate.network import Network
+from pipebench.zoo.measures import COUNTS, Measure
 from pipebench.zoo.plain import DatasetPair
 from tests.evaluations import mode_setup, trained
-from tests.lengths import Reader, Tagger, labelled_tokens, texts
+from tests.lengths import LabelledTokens, Reader, Tagger, labelled_tokens, masked_mean, texts, token_mean
 from tests.oracles import sequential
 from tests.oracles.draws import augmentation
-from tests.support import make_setup, parameters_of
+from tests.support import make_engine, make_setup, parameters_of
 
 UPDATES = 5
 CUTS = range(1, len(trace(Reader()).layers), 3)
@@ -66,19 +68,19 @@ def summed_loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("starts", "replicas", "columns"),
+    ("starts", "replicas", "columns", "loss"),
     [
-        ([], [1], {"weights": "one", "depth": 1}),
-        ([], [1], FLUSHED),
-        ([], [2], {"weights": "one", "depth": 1}),
-        ([], [3], FLUSHED),
-        ([9], [1, 1], {**FLUSHED, "order": "all-forwards", "recompute": True}),
-        ([9], [2, 1], FLUSHED),
-        ([4, 9], [1, 1, 2], {**FLUSHED, "accumulate": 2}),
+        ([], [1], {"weights": "one", "depth": 1}, masked_mean),
+        ([], [1], FLUSHED, token_mean),
+        ([], [2], {"weights": "one", "depth": 1}, token_mean),
+        ([], [3], FLUSHED, masked_mean),
+        ([9], [1, 1], {**FLUSHED, "order": "all-forwards", "recompute": True}, masked_mean),
+        ([9], [2, 1], FLUSHED, token_mean),
+        ([4, 9], [1, 1, 2], {**FLUSHED, "accumulate": 2}, masked_mean),
     ],
 )
 def test_a_mean_over_labels_has_the_gradient_of_all_labels_of_an_update(
-    starts: list[int], replicas: list[int], columns: dict[str, Any]
+    starts: list[int], replicas: list[int], columns: dict[str, Any], loss: Measure
 ) -> None:
     """Microbatches and replicas have different numbers of labels, some none; which tokens have one is drawn."""
     data, sampler, model = labelled_tokens(), Sampler(46, 4, 0), Tagger()
@@ -102,7 +104,7 @@ def test_a_mean_over_labels_has_the_gradient_of_all_labels_of_an_update(
         num_labels,
     )
     assert {0.0, 1.0, 2.0, 3.0} <= {*counts}
-    setup = make_setup(Tagger(), (starts, replicas), dataset=labelled_tokens(), sizes=(1, 2, 4), **columns)
+    setup = make_setup(Tagger(), (starts, replicas), dataset=labelled_tokens(loss), sizes=(1, 2, 4), **columns)
     network = Network(setup.cluster, setup.devices, copies=setup.copies)
     engine = VirtualEngine(setup, network, on_loss=lambda loss, n, weight, s: losses.append((float(loss), weight)))
     engine.train(0, UPDATES * per_update)
@@ -115,3 +117,37 @@ def test_a_mean_over_labels_has_the_gradient_of_all_labels_of_an_update(
         total = sum(float(summed_loss(model.eval()(*inputs), labels)) for inputs, labels in each)
     expected = total / sum(num_labels(labels) for _, labels in each)
     assert engine.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_with_loader_processes_the_process_that_trains_reads_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are forked later would share the files that it opens, and samples would be mixed up."""
+    read: list[int] = []
+    fetched = LabelledTokens.__getitem__
+
+    def reading(data: LabelledTokens, index: int) -> Any:
+        read.append(index)
+        return fetched(data, index)
+
+    monkeypatch.setattr(LabelledTokens, "__getitem__", reading)
+    found = []
+    for loader_processes in (0, 2):
+        data = labelled_tokens(loader_processes=loader_processes)
+        setup = make_setup(Tagger(), ([9], [2, 1]), dataset=data, sizes=(1, 2, 4), **FLUSHED)
+        read.clear()
+        engine = make_engine(setup)
+        with closing(engine.loaders):
+            for first in (0, 8):
+                engine.train(first, 8)
+                engine.evaluate()
+            found.append(parameters_of(engine))
+        assert bool(read) == (loader_processes == 0)
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def test_held_out_samples_without_labels_have_no_loss() -> None:
+    """A loss of 0 would be the best of all."""
+    train, held_out = LabelledTokens(8, 1), torch.utils.data.Subset(LabelledTokens(16, 2), [0, 5, 10, 15])
+    held_out.collate_fn = train.collate_fn  # type: ignore[attr-defined]
+    data = DatasetPair(train, held_out, token_mean, {}, count=COUNTS["labels"])
+    engine = make_engine(make_setup(Tagger(), ([], [1]), dataset=data, sizes=(4,), weights="one", depth=1))
+    assert math.isnan(engine.evaluate()["eval_loss"])

@@ -202,15 +202,30 @@ REFUSED: list[tuple[Sequence[str], str]] = [
         "dataset.mean_over: what the loss is a mean over can't be counted in OWN:data: the count of 1 samples is a",
     ),
     (
-        ["dataset.mean_over=next_labels"],
+        ["dataset.loss=OWN:weighted", "dataset.mean_over=OWN:none"],
+        "dataset.mean_over: it counts 0 in the first 10 samp",
+    ),
+    (
+        ["dataset.loss=OWN:weighted", "dataset.mean_over=next_labels"],
         "dataset.mean_over: what the loss is a mean over can't be counted in OWN:data: counting fails on th",
+    ),
+    (
+        ["dataset.mean_over=next_labels"],
+        "dataset.mean_over: got 'next_labels', allowed with cross_entropy is samples or",
+    ),
+    (
+        ["dataset.loss=OWN:weighted", "dataset.mean_over={target: 'OWN:negatives', by: 2}"],
+        "can't be counted in OWN:data: the count of 1 samples is [-2.0], needed is a number from 0, or one per sample",
     ),
     (
         ["dataset.mean_over=label"],
         "dataset.mean_over: got 'label', allowed are samples, labels, next_labels; did you me",
     ),
-    (["dataset.loss=mse", "dataset.mean_over=labels"], "dataset.mean_over: got 'labels', allowed is samples: mse is a"),
-    (["dataset.mean_over=OWN:class_weight"], "has no function class_weight; did you mean 'class_weights'?"),
+    (["dataset.loss=mse", "dataset.mean_over=labels"], "dataset.mean_over: got 'labels', allowed with mse is samples"),
+    (
+        ["dataset.loss=OWN:weighted", "dataset.mean_over=OWN:class_weight"],
+        "has no function class_weight; did you mean 'class_weights'?",
+    ),
     (
         [*_JUDGING, "dataset.metrics={right: {target: 'OWN:num_right', best: max}}"],
         "dataset.metrics.right: right of 10 samples is the sum of each one's, needed is their mean",

@@ -322,7 +322,10 @@ class Loop:
 
     def _weight_of(self, samples: Sequence[int], k: int) -> float:
         """Return the weight of samples of minibatch k of the run."""
-        return float(self.dataset.drawn_weight("train", samples, augmentation(self.meaning.seed, k)))
+        if not self.dataset.weighs_targets:
+            return float(self.dataset.weight("train", samples))
+        drawn = self.dataset.fetch("train", samples, ["weight"], augmentation(self.meaning.seed, k))
+        return float(drawn["weight"].sum())
 
     def _evaluate(self) -> dict[str, float]:
         meaning = self.meaning

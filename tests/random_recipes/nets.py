@@ -244,7 +244,7 @@ class Rows(Dataset):
         self.inputs = ("x", *(name for name, kind in (("second", "second"), ("ids", "embed")) if kind in kinds))
         self.targets = ("label", "weight")
         self.num_train, self.num_eval = num_train, num_eval
-        self._noise, self._num_buckets, self._draws_weights = noise, buckets, uneven and noise > 0
+        self._noise, self._num_buckets, self.weighs_targets = noise, buckets, uneven and noise > 0
         generator, n = torch.Generator().manual_seed(1), num_train + num_eval
         real = getattr(torch, dtype)
         self._fields = {
@@ -271,16 +271,15 @@ class Rows(Dataset):
         found = {name: self._fields[name][rows] for name in fields}
         if self._noise and split == "train" and "x" in found:
             found["x"] = found["x"] + self._noise * (draw % 1000) / 1000
-        if self._draws_weights and split == "train" and "weight" in found:
+        if self.weighs_targets and split == "train" and "weight" in found:
             found["weight"] = found["weight"] + (rows + draw % 1000) % 3
         return found
 
     def weight(self, split: str, indices: Sequence[int]) -> float:
         return float(sum(self._fields["weight"][i + (self.num_train if split == "eval" else 0)] for i in indices))
 
-    def drawn_weight(self, split: str, indices: Sequence[int], draw: int) -> float:
-        drawn = sum((i + draw % 1000) % 3 for i in indices) if self._draws_weights and split == "train" else 0
-        return self.weight(split, indices) + drawn
+    def weigh(self, targets: Mapping[str, torch.Tensor]) -> float:
+        return float(targets["weight"].sum())
 
     def loss(self, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return summed, weighted cross-entropy."""

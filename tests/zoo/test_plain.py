@@ -194,8 +194,7 @@ def test_labels_that_torch_ignores_count_nothing_in_a_mean_over_labels() -> None
     expected = nn.functional.cross_entropy(points, labels, reduction="sum")
     for pair in pairs:
         pair.check()
-        assert [pair.weight("train", [index]) for index in range(4)] == [6, 6, 0, 4]
-        assert (pair.weight("train", []), pair.weight("eval", [3, 2, 0])) == (0, 10)
+        assert [pair.weigh(pair.fetch("train", [index], ["target"])) for index in range(4)] == [6, 6, 0, 4]
         torch.testing.assert_close(pair.loss(points, {"target": labels}), expected)
         scores = {name: float(value) for name, value in pair.score(points, {"target": labels}).items()}
         assert pair.summarise(scores, 16.0) == {"first": float((labels[:, 0] > 0).sum()) / 4}
@@ -217,6 +216,8 @@ def counted(name: str, target: Any) -> torch.Tensor:
     [
         (torch.tensor([[1, -100, 2], [-100, -100, 0]]), {"labels": [2, 1], "next_labels": [1, 1]}),
         ({"a": torch.ones(1), "labels": torch.tensor([[1, 0]])}, {"labels": [2], "next_labels": [1]}),
+        ({"y": torch.tensor([[1, -100]])}, {"labels": [1], "next_labels": [0]}),
+        (torch.tensor([[156, 2]], dtype=torch.uint8), {"labels": [2]}),
         (torch.tensor([1, -100]), {"labels": [1, 0]}),
     ],
 )
@@ -226,14 +227,19 @@ def test_labels_are_counted(target: Any, counts: Mapping[str, list[int]]) -> Non
 
 @pytest.mark.parametrize(
     ("name", "target"),
-    [("labels", torch.ones(2)), ("labels", {"a": LABELS}), ("labels", torch.tensor(1)), ("next_labels", LABELS)],
+    [
+        ("labels", torch.ones(2)),
+        ("labels", {"a": LABELS, "b": LABELS}),
+        ("labels", torch.tensor(1)),
+        ("next_labels", LABELS),
+    ],
 )
 def test_what_is_no_label_is_not_counted(name: str, target: Any) -> None:
     with pytest.raises(ValueError, match=r"needed are labels \[samples, .*\], whole numbers: the only target, or the"):
         counted(name, target)
 
 
-def test_a_weight_is_that_of_what_is_drawn_and_samples_are_read_once_for_it() -> None:
+def test_targets_that_are_weighed_and_then_trained_on_are_read_once() -> None:
     read: list[int] = []
 
     def masked(index: int) -> Any:
@@ -241,13 +247,14 @@ def test_a_weight_is_that_of_what_is_drawn_and_samples_are_read_once_for_it() ->
         return POINTS[index], torch.where(torch.rand(5) < 0.5, 1, -100)
 
     data = DatasetPair(Made(masked), Made(masked), nn.functional.cross_entropy, {}, count=num_labels)
-    drawn = [data.fetch("train", [1, 2], ["target"], draw)["target"] for draw in range(8)]
-    assert len({float((each != -100).sum()) for each in drawn}) > 2
     read.clear()
-    assert [data.drawn_weight("train", [1, 2], draw) for draw in range(8)] == [(each != -100).sum() for each in drawn]
-    assert read == []
-    data.drawn_weight("train", [2, 1], 0)
-    assert read == [2, 1]
+    for _ in range(2):
+        weights = [data.weigh(data.fetch("train", [1, 2], ["target"], draw)) for draw in range(8)]
+        assert len({*weights}) > 2
+        assert read == [1, 2] * 8
+    data.fetch("train", [1, 2], ["input", "target"], 0)
+    data.fetch("train", [1, 2], ["target"], 0)
+    assert read == [1, 2] * 9
 
 
 def test_metrics_of_all_forms_are_means() -> None:
