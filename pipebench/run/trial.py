@@ -31,9 +31,9 @@ from pipebench.recipe.load import LoadedRecipe, faults_of
 from pipebench.recipe.make import make_dataset
 from pipebench.recipe.named import KINDS, SCHEDULE
 from pipebench.recipe.schema import OptimizerRecipe, Recipe
-from pipebench.recipe.targets import target_in
 from pipebench.recipe.users_code import message_of, users_code
-from pipebench.run.trial_measures import Summed, refuse_no_mean, refuse_untrained, refuse_what_changes, some
+from pipebench.run.trial_means import NO_MEAN, refuse_other_means
+from pipebench.run.trial_measures import is_mean, refuse_untrained, refuse_what_changes, some
 from pipebench.train.learning_rate import rate_of_samples
 from pipebench.train.profiled_model import initial_model
 from pipebench.zoo.registry import Dataset
@@ -99,9 +99,6 @@ def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> 
     with users_code(f"{model_name} fails on {count} samples of {data_name}{model_loss}", model_key):
         output = model.train()(*positional, **named)
     targets = {name: fields[name] for name in dataset.targets}
-    if dataset.weighs_targets and dataset.weigh(targets) == 0:
-        nothing = f"it counts 0 in the first {count} samples, needed is what the loss is a mean over"
-        raise UserCodeError(nothing, "dataset.mean_over" if "mean_over" in recipe.dataset else data_key)
     hint = _classes_last(output, targets) if recipe.dataset.get("loss") == "cross_entropy" else ""
     with users_code(f"the loss of {data_name} doesn't suit the output of {model_name}{hint}", loss_key):
         total = dataset.loss(output, targets)
@@ -114,12 +111,7 @@ def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> 
             raise UserCodeError(f"{given}: the data, {model_name} or the loss gives it", loss_key)
         refuse_untrained(total, model, loss_key)
         refuse_what_changes("the loss", dataset.loss, output, targets, loss_key)
-        mean_over = recipe.dataset.get("mean_over") or "samples"
-        if "loss" in recipe.dataset and (mean_over != "samples" or recipe.parallelism.microbatches > 1):
-            measure, parts = (_loss_of(model, dataset), fields) if model_loss else (dataset.loss, output)
-            for factor in (1, 8, 64):
-                made = _amplified(measure, factor, model if model_loss else None)
-                refuse_no_mean("the loss", made, parts, targets, loss_key, _how_to_mean(mean_over), factor)
+        refuse_other_means(recipe, model, dataset, fields, output)
         total.backward()  # type: ignore[no-untyped-call]
     sparse = next((name for name, p in model.named_parameters() if p.grad is not None and p.grad.is_sparse), None)
     if sparse is not None:
@@ -128,51 +120,6 @@ def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> 
         )
     with users_code(f"a metric of {data_name} doesn't suit the output of {model_name}", metrics_key):
         _try_metrics(dataset, output, targets, metrics_key)
-
-
-def _how_to_mean(mean_over: Any) -> str:
-    """Return the end of the sentence that refuses a loss because it isn't a mean over what the recipe says."""
-    if mean_over == "samples":
-        return (
-            "which microbatches would make another loss: name what it is a mean over (dataset.mean_over: labels, or "
-            "next_labels in models that shift them), return one number per sample, or cut nothing "
-            "(parallelism.microbatches: 1)"
-        )
-    counts = target_in(mean_over) or mean_over
-    return f"each weighed by its {counts} (dataset.mean_over): count what the loss is a mean over"
-
-
-def _loss_of(model: nn.Module, dataset: Dataset) -> Summed:
-    """Return the loss of samples that a model computes, as it evaluates: without draws and a minibatch's statistics."""
-
-    def measure(fields: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        positional, named = dataset.arguments(fields)
-        return dataset.loss(model.eval()(*positional, **named), targets)
-
-    return measure
-
-
-def _amplified(measure: Summed, factor: int, model: nn.Module | None) -> Summed:
-    """Return a loss of larger outputs, or of a model with larger matrices, by a power of two, which loses no bit.
-
-    At the initial weights a classifier gives all classes nearly the same probability, so that samples' losses are the
-    same, and with them all means.
-    """
-    matrices = [] if model is None else [p.data for p in model.parameters() if p.dim() > 1 and p.is_floating_point()]
-
-    def amplified(output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        if model is None:
-            larger = lambda part: part * factor if part.is_floating_point() else part  # noqa: E731
-            return measure(pytree.tree_map_only(torch.Tensor, larger, output), targets)
-        try:
-            for matrix in matrices:
-                matrix.mul_(factor)
-            return measure(output, targets)
-        finally:
-            for matrix in matrices:
-                matrix.div_(factor)
-
-    return amplified
 
 
 def _try_metrics(dataset: Dataset, output: Any, targets: Mapping[str, torch.Tensor], given: str) -> None:
@@ -188,7 +135,8 @@ def _try_metrics(dataset: Dataset, output: Any, targets: Mapping[str, torch.Tens
         refuse_what_changes(name, measure, detached, targets, key)
         if are_own:
             why = "and it is averaged over minibatches: return one number per sample, or a class (update, compute)"
-            refuse_no_mean(name, measure, detached, targets, key, why)
+            if not is_mean(measure, detached, targets):
+                raise UserCodeError(f"{name} {NO_MEAN}, {why}", key)
     for name in dataset.whole_set_metrics():
         measure = partial(_of_whole_set, dataset, name)
         try:

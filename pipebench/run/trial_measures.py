@@ -51,22 +51,17 @@ def refuse_what_changes(what: str, measure: Summed, output: Any, targets: Mappin
         )
 
 
-def refuse_no_mean(
-    what: str, measure: Summed, output: Any, targets: Mapping[str, torch.Tensor], key: str, why: str, factor: int = 1
-) -> None:
-    """Refuse a measure of a minibatch that isn't the mean of its parts'; `why` ends the sentence.
+def is_mean(measure: Summed, output: Any, targets: Mapping[str, torch.Tensor], factor: int = 1) -> bool:
+    """Return whether a measure of a minibatch is the mean of its halves'; True where these can't be measured.
 
     Of outputs or weights made larger by a factor, rounding may be larger, too, as in recurrent nets. As much as it
     makes of a difference between a half and the half twice over, in which all means are the same, is tolerated then.
     """
     whole, parts, _ = _measured(measure, output, targets)
-    if not all(map(math.isfinite, parts)):
-        return
     off = abs(whole - sum(parts))
-    if off > max(_CLOSE * abs(whole), 1e-6 * factor) and (
-        factor == 1 or off > _ROUNDINGS * _rounding(measure, output, targets, parts)
-    ):
-        raise UserCodeError(f"{what} of some samples isn't the mean of what it is of each half of them, {why}", key)
+    if not all(map(math.isfinite, parts)) or off <= max(_CLOSE * abs(whole), 1e-6 * factor):
+        return True
+    return factor > 1 and off <= _ROUNDINGS * _rounding(measure, output, targets, parts)
 
 
 def _rounding(measure: Summed, output: Any, targets: Mapping[str, torch.Tensor], parts: tuple[float, float]) -> float:

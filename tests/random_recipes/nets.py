@@ -266,7 +266,8 @@ class Rows(Dataset):
     ) -> dict[str, torch.Tensor]:
         """Return fields of rows; training rows whose labels are fetched are recorded."""
         if split == "train" and "label" in fields:
-            self.fetched.setdefault(draw, []).extend(indices)
+            seen = self.fetched.setdefault(draw, [])
+            seen += [i for i in indices if not self.weighs_targets or i not in seen]  # weighed, and trained on
         rows = torch.tensor([i + (self.num_train if split == "eval" else 0) for i in indices], dtype=torch.long)
         found = {name: self._fields[name][rows] for name in fields}
         if self._noise and split == "train" and "x" in found:
