@@ -40,6 +40,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Blobs]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_pieces", [2, 3, 100])
 @pytest.mark.parametrize("named", MODELS)
 @pytest.mark.parametrize("counts", [True, False], ids=["saved bytes are counted", "passes are timed"])
