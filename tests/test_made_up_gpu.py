@@ -186,7 +186,7 @@ def test_gradients_and_moments_are_on_the_emulated_gpu() -> None:
         assert [each.device.type for each in held if each.dim() > 0] == ["cuda"] * 4
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("name", CASES)
 def test_every_kind_of_training_keeps_to_one_device(name: str) -> None:
     """With the CPU's numbers, but for the order in which torch sums a norm over several tensors on GPUs."""
