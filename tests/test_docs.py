@@ -308,12 +308,11 @@ def _cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-@pytest.mark.parametrize("target", [pytest.param(0.95, id="whole", marks=pytest.mark.slow), 0.25])
-def test_the_quick_start_prints_what_readme_says(tmp_path: Path, target: float) -> None:
-    """Trains the quick start, an epoch or whole, in a folder of its own; compares what is alike on all machines."""
-    done = run_copy(["run", "quickstart", f"train.target.value={target}"], tmp_path, {"COLUMNS": "110"})
+def test_the_quick_start_prints_what_readme_says(tmp_path: Path) -> None:
+    """Trains the quick start whole, in a folder of its own; compares what does not vary between machines."""
+    done = run_copy(["run", "quickstart"], tmp_path, {"COLUMNS": "110"})
     assert done.returncode == 0, done.stderr
-    assert f"quickstart: reached top1 {target}" in done.stdout
+    assert "quickstart: reached top1 0.95" in done.stdout
     readme = (ROOT / "README.md").read_text().split("## Four ways")[0]
     for beginning in (
         "plan  ",
