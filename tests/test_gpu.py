@@ -33,7 +33,8 @@ from tests.support import Blobs, make_engine, make_setup, momentum, parameters_o
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DEVICE = torch.device("cuda")
-WIDTH = 0.125  # of the model of digits
+WIDTH, CUTS = 0.125, [14, 27, 40]  # of the model of digits
+MINIBATCHES = 8
 
 
 @pytest.fixture(autouse=True)
@@ -63,9 +64,9 @@ def of_layers(model: torch.nn.Module, columns: dict[str, Any]) -> dict[str, Any]
 
 def test_model_parallelism_has_the_bits_of_a_single_worker() -> None:
     found = []
-    for starts in ([], [14, 27, 40]):
+    for starts in ([], CUTS):
         engine = make_engine(digits(starts, [1] * (len(starts) + 1), weights="one", depth=1))
-        engine.train(0, 8)
+        engine.train(0, MINIBATCHES)
         found.append(parameters_of(engine))
     assert all(value.device.type == DEVICE.type for value in found[0].values())
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
@@ -73,16 +74,16 @@ def test_model_parallelism_has_the_bits_of_a_single_worker() -> None:
 
 def test_a_run_repeats_itself_to_the_bit() -> None:
     def flat() -> torch.Tensor:
-        engine = make_engine(digits([14, 27, 40], [2, 1, 1, 1]))
-        engine.train(0, 10)
+        engine = make_engine(digits(CUTS, [2, 1, 1, 1]))
+        engine.train(0, MINIBATCHES)
         return engine.replicas[0].weights.newest.flats[0]
 
     assert torch.equal(flat(), flat())
 
 
 def test_weight_versions_are_held_on_the_device() -> None:
-    engine = make_engine(digits([14, 27, 40], [1, 1, 1, 1]))
-    engine.train(0, 10)
+    engine = make_engine(digits(CUTS, [1, 1, 1, 1]))
+    engine.train(0, MINIBATCHES)
     assert [replica.weights.most_alive for replica in engine.replicas] == [4, 3, 2, 1]
     assert all(replica.weights.newest.flats[0].device.type == DEVICE.type for replica in engine.replicas)
 
@@ -90,8 +91,8 @@ def test_weight_versions_are_held_on_the_device() -> None:
 def test_recomputation_draws_the_same_dropout_masks() -> None:
     found = []
     for recompute in (False, True):
-        engine = make_engine(digits([40], [1, 1], recompute=recompute))
-        engine.train(0, 6)
+        engine = make_engine(digits(CUTS[2:], [1, 1], recompute=recompute))
+        engine.train(0, MINIBATCHES)
         found.append(parameters_of(engine))
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
@@ -123,7 +124,7 @@ def test_stateful_lstms_train_in_every_cut_and_cudnn_never_compacts_their_weight
     found = []
     for plan in (([], [1]), ([3, 6], [1, 1, 1])):
         engine = make_engine(language_model(plan, weight_drop, weights="one"))
-        engine.train(0, 8)
+        engine.train(0, MINIBATCHES)
         assert engine.evaluate()["perplexity"] < 500
         found.append(parameters_of(engine))
     for name, value in found[0].items():
@@ -136,7 +137,7 @@ def test_weight_versions_of_lstms_stay_where_they_are() -> None:
     data = Blobs(dtype=torch.float32)  # which cuDNN's recurrent layers take
     setup = make_setup(Recurrent().float(), ([3, 5], [1, 1, 1]), dataset=data)
     engine = make_engine(replace(setup, device=DEVICE))
-    engine.train(0, 12)
+    engine.train(0, MINIBATCHES)
     for replica in engine.replicas:
         for version in replica.weights._alive:
             owned = {flat.untyped_storage().data_ptr() for flat in version.flats}
@@ -151,10 +152,10 @@ def test_swapped_tensors_come_back_with_the_same_bits(columns: dict[str, Any]) -
     """Copies run beside the passes, so a tensor that is read, or overwritten, too early fails here."""
     found = []
     for memory in (None, SOME):
-        engine = make_engine(digits([14, 27, 40], [1, 1, 1, 1], memory=memory, **columns))
-        engine.train(0, 8)
+        engine = make_engine(digits(CUTS, [1, 1, 1, 1], memory=memory, **columns))
+        engine.train(0, MINIBATCHES)
         engine.evaluate()
-        engine.train(8, 4)
+        engine.train(MINIBATCHES, 4)
         found.append(parameters_of(engine))
     assert engine.num_bytes["swap-out", "pcie"] == engine.num_bytes["swap-in", "pcie"] > 0
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
@@ -164,7 +165,7 @@ def test_lstms_of_cudnn_are_swapped_with_the_same_bits() -> None:
     found = []
     for memory in (None, ["swap"] * 60):
         engine = make_engine(language_model(([3, 6], [1, 1, 1]), 0.5, memory=memory))
-        engine.train(0, 8)
+        engine.train(0, MINIBATCHES)
         found.append(parameters_of(engine))
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 

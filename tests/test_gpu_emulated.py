@@ -6,6 +6,7 @@ import pytest
 
 from pipebench.model.device import torch_settings
 from pipebench.recipe.schema import EngineRecipe
+from pipebench.zoo import vgg
 from tests import test_gpu, test_gpu_distributed
 from tests.distributed.test_equality import TWO
 from tests.made_up_gpu import made_up_gpu
@@ -28,8 +29,11 @@ def last_case(function: Callable[..., None]) -> dict[str, object]:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_tests_of_gpus_pass_on_an_emulated_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With narrower layers, which take less time."""
+    """With fewer and narrower layers and fewer minibatches, which take less time."""
+    monkeypatch.setattr(vgg, "_CHANNELS", (64, 0, 128, 0, 256, 0, 512, 0, 512, 0))
     monkeypatch.setattr(test_gpu, "WIDTH", 0.03125)
+    monkeypatch.setattr(test_gpu, "CUTS", [6, 12, 20])
+    monkeypatch.setattr(test_gpu, "MINIBATCHES", 7)
     function = getattr(test_gpu, name)
     with made_up_gpu(), torch_settings(EngineRecipe()):
         function(**last_case(function))

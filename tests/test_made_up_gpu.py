@@ -26,6 +26,7 @@ from tests.distributed.cases import compare, virtually
 from tests.distributed.test_equality import THREE, THREE_REPLICAS, TWO
 from tests.made_up_gpu import made_up_gpu
 from tests.races import RaceError
+from tests.shortcuts import evaluate_few_digits
 from tests.support import Mlp, make_engine, make_setup
 
 CASES = {**TWO, **THREE, **THREE_REPLICAS}
@@ -186,7 +187,7 @@ def test_gradients_and_moments_are_on_the_emulated_gpu() -> None:
         assert [each.device.type for each in held if each.dim() > 0] == ["cuda"] * 4
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("name", CASES)
 def test_every_kind_of_training_keeps_to_one_device(name: str) -> None:
     """With the CPU's numbers, but for the order in which torch sums a norm over several tensors on GPUs."""
@@ -206,6 +207,7 @@ def test_a_run_in_every_mode_keeps_to_one_device(mode: str, tmp_path: Path, monk
     """From the recipe to checkpoints and metrics, on the virtual clock."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    evaluate_few_digits(monkeypatch, 64)
     expected = run(mode, "cpu")
     with made_up_gpu():
         assert run(mode, "cuda") == expected

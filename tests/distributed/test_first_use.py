@@ -209,7 +209,7 @@ def test_a_warm_up_changes_no_state_before_the_clock_starts(three: Processes, na
         assert all(torch.equal(tensor, theirs[key]) for key, tensor in tensors.items())
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("name", [name for name in TWO if name not in NOT_BY_GLOO])
 def test_tensors_may_be_sent_apart_from_their_headers(two: Processes, name: str) -> None:
     """0.1.0: their messages had room for them all the same: 822 MB of pinned memory for VGG-16 at 64 samples."""

@@ -20,14 +20,14 @@ def check(case: Case, processes: Processes, run: str) -> None:
         compare(found, virtually(case), 1e-12)
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(55)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("name", [name for name in TWO if name not in NOT_BY_GLOO])
 def test_two_processes_agree_with_the_virtual_engine(two: Processes, name: str, run: str) -> None:
     check(TWO[name], two, run)
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(55)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("name", THREE)
 def test_three_processes_agree_with_the_virtual_engine(three: Processes, name: str, run: str) -> None:

@@ -9,8 +9,10 @@ import torch
 from click.testing import CliRunner
 from torch.overrides import TorchFunctionMode
 
+from pipebench.__main__ import main
 from pipebench.cli import links
 from pipebench.cli.main import cli
+from pipebench.distributed import links as measured
 from pipebench.distributed.links import MeasuredLevel, MeasuredLinks, copies
 from pipebench.recipe.clusters import load_cluster, sources
 from pipebench.run.links import cluster_text
@@ -53,6 +55,12 @@ def test_copies_go_between_a_gpu_and_pinned_memory() -> None:
     assert copied == [("cuda", "cpu"), ("cpu", "cuda")]
 
 
+def measure_briefly() -> None:
+    """Call the command line, whose messages needn't be long enough for a rate that is exact."""
+    measured._LONG_S = measured._LONG_S / 50
+    main()
+
+
 def test_two_processes_measure_the_link_between_them(tmp_path: Path) -> None:
     """By settings with which each is alone on its host."""
     words = ["links", "--device", "cpu", "--out", "ours.yaml"]
@@ -60,7 +68,9 @@ def test_two_processes_measure_the_link_between_them(tmp_path: Path) -> None:
     with reserved_port() as reserved, contextlib.ExitStack() as stack:
         place = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(reserved.getsockname()[1])}
         both = [
-            stack.enter_context(CopiedCommand(words, tmp_path, file, file, {**place, "RANK": str(rank)}))
+            stack.enter_context(
+                CopiedCommand(words, tmp_path, file, file, {**place, "RANK": str(rank)}, measure_briefly)
+            )
             for rank, file in enumerate(files)
         ]
         codes = [each.wait() for each in both]

@@ -41,7 +41,7 @@ def test_stages_balance_themselves_and_the_weights_are_the_virtual_engine_s(
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("shares_memory", [True, False])
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def played(setup: Setup, total: int) -> tuple[Any, list[tuple[int, tuple[int, ..
 )
 def test_bad_cuts_are_balanced(starts: list[int], columns: Any, live: bool) -> None:
     setup = balancing(starts, live=live, **columns)
-    engine, made = played(setup, 120)
+    engine, made = played(setup, 80)
     best_s = 3.0 * -(-7 // (len(starts) + 1))  # seven layers of a forward of 1 s and a backward of 2 s
     assert slowest_s(engine.setup) == best_s < slowest_s(setup)
     assert 1 <= len(made) <= 9
@@ -140,7 +140,7 @@ def test_throughput_grows_during_training() -> None:
 def test_stages_are_balanced_within_the_memory_of_their_devices(starts: tuple[int, ...], live: bool) -> None:
     free, limit = with_momentum(balancing([*starts], live=live)), 4000
     capped = replace(free, cluster=replace(free.cluster, memory_bytes=limit))
-    (engine, _), (other, _) = played(free, 120), played(capped, 120)
+    (engine, _), (other, _) = played(free, 80), played(capped, 80)
     needed = [
         memory.most_bytes(setup.costs.most_samples, depth, depth)
         for setup in (engine.setup, other.setup)
@@ -172,9 +172,9 @@ def test_layers_that_move_get_policies_that_fit_their_new_stages(live: bool) -> 
     """The weights are those of the same moves if all layers keep their activations."""
     setup = choosing([4, 5, 6], 3400, live=live)
     engine, done, moves = make_engine(setup), 0, []
-    while done < 120:
+    while done < 80:
         first = done
-        done += engine.train(done, 120 - done)
+        done += engine.train(done, 80 - done)
         for move in moves_of(engine).take_decisions():
             assert move.memory is not None
             moves.append((first + move.at, Repartition(move.at, move.starts, move.memory)))
@@ -193,7 +193,7 @@ def test_layers_that_move_get_policies_that_fit_their_new_stages(live: bool) -> 
             kept.train(done, at - done)
             kept.replan(recut(setup.graph, kept.setup.plan, move.starts))
             done = at
-    kept.train(done, 120 - done)
+    kept.train(done, 80 - done)
     assert bits(captured(engine)) == bits(captured(kept))
 
 
@@ -207,7 +207,7 @@ def simulated_peaks(setup: Setup) -> list[int]:
 def test_decided_cuts_fit_with_waiting_messages(starts: list[int], limit: int) -> None:
     """By the closed form, which ignores messages, other cuts would fit."""
     setup = choosing(starts, limit)
-    engine, made = played(setup, 120)
+    engine, made = played(setup, 80)
     assert made
     assert max(simulated_peaks(engine.setup)) <= limit < max(simulated_peaks(setup))
 
@@ -222,11 +222,11 @@ def test_decided_cuts_fit_with_waiting_messages(starts: list[int], limit: int) -
 def test_stages_have_room_while_layers_move(
     starts: list[int], limit: int, made: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, found = played(choosing(starts, limit), 160)
+    engine, found = played(choosing(starts, limit), 100)
     assert [where for _, where in found] == made
     assert max(worker.peaks.device_bytes for worker in engine.workers) <= limit
     monkeypatch.setattr(FeasibilityCheck, "excess_while_moving", lambda *_: [0.0] * 4)
-    careless, _ = played(choosing(starts, limit), 160)
+    careless, _ = played(choosing(starts, limit), 100)
     assert max(worker.peaks.device_bytes for worker in careless.workers) > limit
 
 
@@ -235,9 +235,9 @@ def test_layers_stay_if_a_move_does_not_fit_in_memory(monkeypatch: pytest.Monkey
     setup, limit = balancing([1, 2], live=True), 4600
     setup = replace(setup, profile=replace(profile_of(setup), state_bytes_per_byte=1)).under(setup.plan)
     setup = replace(setup, cluster=replace(setup.cluster, memory_bytes=limit))
-    assert not played(setup, 120)[1]
+    assert not played(setup, 80)[1]
     monkeypatch.setattr(FeasibilityCheck, "excess_while_moving", lambda *_: [0.0] * 3)
-    _, ((at, starts), *_) = played(setup, 120)
+    _, ((at, starts), *_) = played(setup, 80)
     peaks = []
     for cuts in (starts, (1, 3)):
         simulated = SimulatedEngine(moving(setup, balances=False))
@@ -272,7 +272,7 @@ def test_a_search_without_a_better_result_is_not_repeated(monkeypatch: pytest.Mo
         return best(stages)
 
     monkeypatch.setattr(RepartitionSearch, "best", counted)
-    _, made = played(choosing([1, 2, 3], 3200), 120)
+    _, made = played(choosing([1, 2, 3], 3200), 80)
     assert not made
     assert len(looked) == 1
 

@@ -14,7 +14,7 @@ PLANS = [([2], [1, 1]), ([2, 4], [1, 1, 1]), ([2, 4, 6], [1, 1, 1, 1]), ([4], [2
 COUNT = 23  # minibatches of 2, the last update a short one
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("more", [0, 1])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: "-".join(map(str, plan[1])))

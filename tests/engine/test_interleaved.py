@@ -16,7 +16,7 @@ from tests.models import SkipNet
 from tests.support import Blobs, Mlp, make_engine, make_setup, momentum, parameters_of
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("order", ["interleaved", "all-forwards", "zbv", "dualpipev", "dualpipe"])
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 4])
 @pytest.mark.parametrize(

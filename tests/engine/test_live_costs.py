@@ -140,6 +140,7 @@ def test_throughput_before_and_after() -> None:
     assert later[45:50] == pytest.approx([9.0] * 5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("before", "after"), [((5, 6), (4, 6)), ((1, 4), (2, 4)), ((3, 6), (3, 5)), ((2, 3), (2, 4))])
 def test_moves_over_fast_links_cost_only_recomputed_forwards(before: Starts, after: Starts) -> None:
     """With fast links, no worker takes longer than under the slower plan, plus its recomputed forwards."""

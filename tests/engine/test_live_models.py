@@ -49,7 +49,7 @@ def test_running_statistics_and_draws(before: tuple[int, ...], after: tuple[int,
     assert copied == ({SWAP_OUT, SWAP_IN} if policy == "swap" else set())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("number", range(12))
 def test_values_that_skip_stages(number: int) -> None:
     """Gradients of more than two readers are added in an order that depends on the cuts, so they differ in rounding."""

@@ -147,7 +147,7 @@ SEVERAL = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("before", "after"), ONE_BOUNDARY)
 def test_a_boundary_moves(before: Starts, after: Starts, optimizer: str) -> None:
@@ -172,7 +172,7 @@ def test_a_move_is_announced_during_training(announced_at: int) -> None:
     check((2, 4), [Repartition(announced_at + 7, (3, 5))], announced_at=announced_at)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("at", range(10, 19))
 @pytest.mark.parametrize("after", [(3, 5), (1, 3), (1, 5), (3, 4)])
 def test_a_segment_may_end_before_in_or_after_a_move(after: Starts, at: int) -> None:

@@ -156,7 +156,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("columns", SHAPES)
 @pytest.mark.parametrize("segments", [[400], [100, 100, 100], [350, 500], [40, 700]], ids=str)
 def test_extrapolated_segments_equal_fully_simulated_ones(

@@ -79,7 +79,7 @@ def test_any_layers_are_swapped_with_the_same_bits(name: str) -> None:
     num_layers = len(trace(model).layers)
     for starts in ([], [num_layers - 1 if name == "tied" else num_layers // 2]):
         kept = run(replicas_of(model, starts, "keep"), units)
-        chosen = [[draw.choice(("keep", "swap", "recompute")) for _ in range(num_layers)] for _ in range(3)]
+        chosen = [[draw.choice(("keep", "swap", "recompute")) for _ in range(num_layers)] for _ in range(2)]
         for index, policies in enumerate((*chosen, ["swap"] * num_layers)):
             found = run(replicas_of(model, starts, policies), units, late=index % 2 == 0)
             assert found.keys() == kept.keys()

@@ -26,7 +26,7 @@ from tests.evaluations import mode_setup, trained
 from tests.oracles import sequential
 from tests.support import Blobs, parameters_of
 
-UPDATES = 4
+UPDATES = 2
 Make = Callable[[Any], torch.optim.Optimizer]
 
 

@@ -57,14 +57,14 @@ def assert_same(one: tuple[float, dict[str, torch.Tensor]], other: tuple[float, 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("again", [0.0, 1.0, 0.5])
-def test_skip_connections_at_every_pair_of_cuts(again: float) -> None:
+def test_skip_connections_at_pairs_of_cuts(again: float) -> None:
     draw = random.Random(0)
     graph = trace(SkipNet())
     x, target = torch.randn(5, 6, dtype=torch.float64), torch.randint(4, (5,))
     expected = whole(SkipNet(), x, target)
     pairs = list(itertools.combinations(range(1, len(graph.layers)), 2))
     assert len(pairs) > 100
-    for starts in pairs if again == 0 else draw.sample(pairs, 40):
+    for starts in draw.sample(pairs, 40):
         memory = ["recompute" if draw.random() < again else "keep" for _ in graph.layers]
         plan = make_plan(graph, starts, [1, 1, 1], memory=memory)
         assert_same(expected, cut(graph, plan, x, target))
@@ -90,7 +90,9 @@ def test_every_layer_as_a_stage() -> None:
 @pytest.mark.parametrize("start", [1, 20, 50, 100, 150, 173])
 def test_resnet50_is_cut_anywhere(start: int) -> None:
     torch.default_generator.manual_seed(0)
-    model = torchvision.models.ResNet(torchvision.models.resnet.Bottleneck, [3, 4, 6, 3], num_classes=4).double()
+    model = torchvision.models.ResNet(
+        torchvision.models.resnet.Bottleneck, [3, 4, 6, 3], num_classes=4, width_per_group=4
+    ).double()
     for parameter in model.parameters():
         parameter.requires_grad_()
     graph = trace(model)

@@ -119,7 +119,7 @@ def _check_nested(rows: Rows, counts: Sequence[int], bandwidths: Sequence[float]
     assert plan.bottleneck_s == pytest.approx(found.seconds, rel=1e-9)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("bandwidth", [1e7, 1e9, 1e10])
 @pytest.mark.parametrize("reads", SHAPES.values(), ids=SHAPES)
 def test_flat_plans_are_the_optimizers(reads: list[list[int]], bandwidth: float) -> None:

@@ -70,7 +70,7 @@ def fastest(layers: list[Layer], workers: int, limit: float) -> dict[Way, float]
     return {way: best[way, best[way, 1] < 0.98 * best[way, 0]] for way in WAYS}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", [0, 2, 3, 4, 7, 9, 10, 17, 19, 26])
 def test_the_choice_equals_brute_force_s(seed: int) -> None:
     """Over all plans and ways, with time and memory by hand."""

@@ -148,7 +148,7 @@ def test_links_of_extreme_bandwidths(model: str, bandwidth: float) -> None:
         assert plan == (SearchStage(0, 6, 1),)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("num_workers", [1, 16, 16384])

@@ -88,6 +88,7 @@ def test_every_placement_takes_the_first_devices_once(counts: tuple[int, ...], r
         assert sorted(itertools.chain(*placement)) == list(range(sum(replicas)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("counts", "replicas"),
     [

@@ -179,6 +179,7 @@ def test_cuts_fit_in_memory_and_are_near_the_best_that_do(seed: int) -> None:
 WAYS = {"recompute": ((RECOMPUTE,), None), "swap": ((SWAP,), 1e3), "both": ((SWAP, RECOMPUTE), 20.0)}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("seed", range(6))
 def test_stages_that_do_not_fit_with_keep_fit_with_other_policies(seed: int, way: str) -> None:

@@ -44,7 +44,7 @@ def test_without_a_limit_everything_is_kept(mode: str) -> None:
     assert set(best.plan.replicas) == {1}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", MODES_THAT_CHOOSE)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("share", [0.9, 0.75])

@@ -145,7 +145,7 @@ def test_overrides(data: st.DataObject) -> None:
     check_show(VALID.encode(), f"{key.lstrip('-')}={text}")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("key", KNOWN, ids=".".join)
 def test_every_odd_value_under(key: tuple[str, ...]) -> None:
     for value in ODD:

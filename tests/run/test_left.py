@@ -16,12 +16,14 @@ from pipebench.run.suite import Suite, left
 from pipebench.show import console
 from pipebench.tracking import mlperf
 from tests.commands import run_copy
+from tests.shortcuts import evaluate_few_digits
 
 
 @pytest.fixture(autouse=True)
 def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    evaluate_few_digits(monkeypatch, 64)
 
 
 def test_ctrl_c_between_the_runs_of_a_comparison_prints_how_to_make_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from pipebench.engine import replica
 from pipebench.engine.in_situ import InSituTimes, least_bytes
 from pipebench.formats import num_bytes
 from pipebench.model.device import torch_settings
+from pipebench.profile.enough import StopRule
 from pipebench.profile.measure import measured_profile
 from pipebench.profile.model import Profile
 from pipebench.profile.stored import write_profile
@@ -58,6 +59,14 @@ def loaded(*, threads: int = 1, **sections: Mapping[str, Any]) -> LoadedRecipe:
     for section, keys in sections.items():
         given[section] = {**given[section], **keys}
     return load_mapping(given)[0]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _once_each() -> Iterator[None]:
+    """Measure once what would be measured until it is known well enough."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StopRule, "is_met", lambda *_: True)
+        yield
 
 
 @pytest.fixture(scope="module")

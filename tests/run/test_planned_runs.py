@@ -114,6 +114,7 @@ def test_short_segments_have_the_optimizer_s_state_beside_their_activations(epoc
     assert min(states) > 0 or epochs == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("num_minibatches", "epochs", "every", "drains"),
     [
@@ -163,11 +164,11 @@ def test_the_first_worker_has_room_for_the_gradients_that_all_others_push_at_onc
 
 
 def test_memory_decides_depth_and_refusal() -> None:
-    loaded = load("quickstart", [*SMALL, "parallelism.plan=auto"])
-    cluster = load_cluster("cluster-a", 1)
+    loaded = load("quickstart", [*SMALL, "parallelism.plan=auto", "cluster.count=2"])
+    cluster = loaded.cluster
     needed = Planner(plan_request(loaded.recipe, cluster, prepared("quickstart").profile, Blobs()), "pipedream").best()
     most = max(stage.memory_bytes for stage in needed.stages)
-    smaller = prepared("quickstart", "parallelism.plan=auto", cluster=replace(cluster, memory_bytes=int(0.5 * most)))
+    smaller = prepared("quickstart", "parallelism.plan=auto", cluster=replace(cluster, memory_bytes=int(0.4 * most)))
     assert smaller.setup.plan.replicas != needed.plan.replicas or smaller.setup.pipeline.depth < needed.plan.depth
     with pytest.raises(PlanError, match=r"no plan of mode pipedream fits: the leanest needs .* more than the 10.0 kB"):
         prepared("quickstart", "parallelism.plan=auto", cluster=replace(cluster, memory_bytes=10_000))

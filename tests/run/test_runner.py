@@ -53,13 +53,13 @@ def _in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_seeds_are_children_of_a_run_with_their_spread(folder: Path) -> None:
-    result = run("quickstart", *SHORT, "--seeds", "1,2")
+    result = run("quickstart", *SHORT, "parallelism.plan=straight", "--seeds", "1,2")
     assert result.exit_code == 1, result.output
     assert "missed top1 0.999" in result.output
     with closing(sqlite3.connect(folder / "mlflow.db")) as store:
         rows = dict(store.execute("select name, run_uuid from runs"))
         seeds = "quickstart, seeds 1, 2"
-        assert {seeds, "pipedream 3-1, seed 1", "pipedream 3-1, seed 2"} <= rows.keys()
+        assert {seeds, "pipedream straight, seed 1", "pipedream straight, seed 2"} <= rows.keys()
         parents = store.execute("select value from tags where key = 'mlflow.parentRunId'").fetchall()
         assert parents == [(rows[seeds],)] * 2
         of_parent = "select key from metrics where run_uuid = ?"
@@ -108,7 +108,7 @@ def test_a_finished_run_s_weights_are_exported(folder: Path, tmp_path: Path) -> 
 def test_training_on_a_virtual_clock_does_not_wait_for_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[Tracking] = []
     monkeypatch.setattr(Tracking, "wait_until_ready", waited.append)
-    assert run("quickstart", *SHORT, "name=unwaited").exit_code == 1
+    assert run("quickstart/dp", *SHORT, "name=unwaited").exit_code == 1
     assert not waited, "its clock doesn't show what MLflow's import takes"
 
 

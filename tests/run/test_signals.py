@@ -1,5 +1,6 @@
 """Ctrl-C, SIGTERM and SIGHUP while nothing is trained: the run is recorded as far as it came, with its end."""
 
+import itertools
 import os
 import signal
 import sqlite3
@@ -53,8 +54,14 @@ def statuses() -> dict[str, str]:
         return dict(store.execute("select name, status from runs where end_time is not null"))
 
 
-@pytest.mark.parametrize("number", CODES)
-@pytest.mark.parametrize("moment", MOMENTS)
+# By Ctrl-C at every moment, and by the other signals, which are handled alike, at the first.
+OFTEN = {*itertools.product(MOMENTS, [signal.SIGINT]), *itertools.product([*MOMENTS][:1], CODES)}
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [pytest.param(*it, marks=() if it in OFTEN else pytest.mark.slow) for it in itertools.product(MOMENTS, CODES)],
+)
 def test_a_run_is_recorded_as_far_as_it_came(
     moment: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ def test_a_depth_beyond_what_earlier_stages_send_is_a_deadlock() -> None:
     assert held_back > 1000
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("replicas", PLANS[:: len(PLANS) // 30])
 def test_the_schedule_s_lists_equal_the_recurrence_s(replicas: tuple[int, ...]) -> None:
     for more in BEYOND:

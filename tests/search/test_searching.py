@@ -38,7 +38,7 @@ from tests.oracles.evolution import evolve
 from tests.support import flat_cluster
 from tests.train.test_training import Silent, recipe
 
-PERIODS = 8
+PERIODS = 6
 RULES = SearchRecipe(cells=["cells.*"], population=3, tournament=2, smallest=1)
 PLANS: dict[str, dict[str, Any]] = {
     "one worker": {"cuts": ()},
@@ -49,7 +49,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def recipe_of(**train: Any) -> Recipe:
-    train = {"target": None, "max_epochs": 4, "evaluate_every": PeriodRecipe(minibatches=6)} | train
+    train = {"target": None, "max_epochs": 3, "evaluate_every": PeriodRecipe(minibatches=6)} | train
     return recipe(**train)
 
 
@@ -179,7 +179,7 @@ def test_a_trace_is_followed_at_the_evaluation_after_each_change() -> None:
     assert [(each.minibatch, [name[-1] for name in each.cells]) for each in rows] == [
         (0, ["a", "b"]), (6, ["d"]), (18, ["a", "c", "d"]),
     ]  # fmt: skip
-    assert [len(each.scores) for each in rows] == [1, 2, 5]
+    assert [len(each.scores) for each in rows] == [1, 2, 3]
 
 
 def test_a_trace_resumed_with_another_period_keeps_its_trained_scores(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_bubble_of_zero_bubble(n: int, m: int) -> None:
     assert bubble("pipedream-flush", n, m, mode="zero-bubble") == pytest.approx((n - 1) / (3 * m + n - 1))
 
 
-@pytest.mark.parametrize("n", [2, 4, 8, 16])
+@pytest.mark.parametrize("n", [2, 4, 8, pytest.param(16, marks=pytest.mark.slow)])
 def test_bubble_without_a_flush_and_without_a_pipeline(n: int) -> None:
     expected = pytest.approx((n - 1) / (3072 / 8 + n - 1))
     assert bubble("pipedream", n) == expected
@@ -89,7 +89,7 @@ def test_memory_of_weight_versions() -> None:
     assert peak("pipedream") - peak("pipedream", depth=3) == WEIGHTS + KEPT
 
 
-@pytest.mark.parametrize("n", [2, 4, 8, 16])
+@pytest.mark.parametrize("n", [2, 4, 8, pytest.param(16, marks=pytest.mark.slow)])
 def test_bytes(n: int) -> None:
     whole = 16 * 64 * 64 * 4
     sent = simulated("pipedream", n).metrics["comm_bytes_per_sample"]

@@ -118,6 +118,7 @@ def drawn(seed: int) -> tuple[list[float], list[Given]]:
     return capacities, given
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(40))
 def test_ends_are_those_of_tiny_steps(seed: int) -> None:
     capacities, given = drawn(seed)

@@ -29,7 +29,7 @@ COLUMNS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("columns", COLUMNS, ids=str)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_extrapolation_is_exact(plan: tuple[list[int], list[int]], columns: dict[str, Any]) -> None:

@@ -192,7 +192,7 @@ def test_predicted_bytes_of_any_policies_equal_a_replica_s(name: str) -> None:
     graph = trace(make())
     root, count = copy.deepcopy(graph.root).train(), len(graph.layers)
     rows = walk(graph, root, cast("Any", Labels()), {"x": x, "label": label}, lambda work: (work(), lambda: 1.0))
-    for trial in range(12):
+    for trial in range(6):
         starts = [] if trial % 2 or name == "tied" else [draw.randrange(1, count)]
         policies = [draw.choice((KEEP, SWAP, RECOMPUTE)) for _ in range(count)]
         values: dict[int, Any] = {}

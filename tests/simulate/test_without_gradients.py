@@ -70,6 +70,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda p: f"{p.order}-{'-'.join(map(str, p.replicas))}-{p.depth}")
 @pytest.mark.parametrize("fast", [True, False], ids=["fast sender", "fast reader"])
 def test_no_stage_gets_further_ahead_than_gradients_would_allow(shape: Pipeline, fast: bool) -> None:

@@ -18,6 +18,7 @@ def stages_of(seed: int, num_stages: int, limit_bytes: float, start: int, stop: 
     return StageProblem(rows(seed, LAYERS), start, stop, num_stages + 2 - part, limit_bytes, pcie_bytes_per_s=5.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_the_best_cuts_and_policies_equal_brute_force_s(seed: int, num_stages: int) -> None:

@@ -64,6 +64,7 @@ def test_a_pass_goes_through_exchanges_that_lose() -> None:
     assert (halves.left, halves.right) == ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("ways", [plain, algorithm_3])
 @pytest.mark.parametrize("seed", range(20))
 def test_parts_hold_every_layer_once_and_are_balanced(ways: object, seed: int) -> None:

@@ -20,7 +20,7 @@ def test_drawn_graphs_have_the_sizes_of_table_4(name: str) -> None:
 
 
 def test_the_page_equals_the_script_s_output(capsys: pytest.CaptureFixture[str]) -> None:
-    vpipe_algorithms.main(runs=1, instances=10, shapes=["GNMT"])
+    vpipe_algorithms.main(runs=1, instances=4, shapes=["GNMT"])
     made = capsys.readouterr().out
     headings = [
         line for line in made.splitlines() if line.startswith(("#", "| model", "| graphs", "| stages", "| plans"))

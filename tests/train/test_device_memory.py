@@ -44,11 +44,16 @@ def numbers() -> tuple[TensorDataset, TensorDataset]:
     )
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_cache(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     once = partial(measured_profile, rule=StopRule(most=1))  # its times don't matter
     monkeypatch.setattr(choose, "measured_profile", once)
-    monkeypatch.setenv("PIPEBENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIPEBENCH_CACHE", str(cache))
     (tmp_path / "deep.yaml").write_text(RECIPE)
     monkeypatch.chdir(tmp_path)
 
@@ -63,7 +68,8 @@ def prepared(limit_bytes: int, *changes: str, num_gpus: int = 4) -> Job:
         return prepare(loaded.recipe, loaded.cluster, trains=False)
 
 
-def test_a_plan_fits_the_gpu_that_was_measured() -> None:
+def test_a_plan_fits_the_gpu_that_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPEBENCH_CACHE", str(tmp_path / "of two GPUs"))
     roomy, tight = (prepared(size, "engine.timing=anew") for size in (10**9, HALF))
     assert (roomy.cluster.memory_bytes, tight.cluster.memory_bytes) == (10**9, HALF)
     assert "pieces" not in roomy.profile.note

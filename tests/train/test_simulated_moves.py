@@ -17,6 +17,7 @@ from pipebench.simulate.steady import simulate_segment
 from pipebench.train.engines import simulate
 from pipebench.train.job import Job
 from pipebench.train.memory_forecast import MemoryForecast
+from pipebench.train.result import RunResult
 from tests.train.test_moves import LIVE, WRITTEN, job, run
 
 
@@ -36,10 +37,20 @@ ASKED = [
 ]
 
 
-@pytest.mark.parametrize("asked", ASKED)
-def test_a_simulated_run_makes_the_moves_of_training(asked: Any) -> None:
-    given = job(**asked)
-    simulated, trained = simulate(given)[0], run(given)[0]
+@pytest.fixture(scope="module", params=ASKED)
+def asked(request: pytest.FixtureRequest) -> dict[str, Any]:
+    found: dict[str, Any] = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(asked: dict[str, Any]) -> RunResult:
+    found: RunResult = run(job(**asked))[0]
+    return found
+
+
+def test_a_simulated_run_makes_the_moves_of_training(asked: dict[str, Any], trained: RunResult) -> None:
+    simulated = simulate(job(**asked))[0]
     assert made(simulated.moves) == made(trained.moves) != []
     assert {point.samples for point in trained.points} <= {point.samples for point in simulated.points}
     for name in ("repartitions", "comm_bytes_activation", "comm_bytes_gradient", "num_workers", "samples_per_update"):
@@ -74,12 +85,11 @@ def test_a_long_run_ends_with_the_throughput_of_the_last_cuts() -> None:
     assert result.points[-1].clock_s == result.metrics["total_time_s"]
 
 
-@pytest.mark.parametrize("asked", ASKED)
-def test_the_timeline_of_a_trained_run_equals_the_simulated_one(asked: Any) -> None:
+def test_the_timeline_of_a_trained_run_equals_the_simulated_one(asked: dict[str, Any], trained: RunResult) -> None:
     """Whoever has decided on its moves; a run whose layers stay has one part."""
     given = job(**asked)
     forecast = MemoryForecast(given)
-    seen = forecast_of(given, run(given)[0].moves)
+    seen = forecast_of(given, trained.moves)
     simulate_moving(given, forecast)
     assert seen.moved is not None
     assert forecast.moved is not None

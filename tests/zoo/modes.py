@@ -35,7 +35,7 @@ class _OneInput(nn.Module):
         return self.model(*inputs)
 
 
-def check_mode(model: nn.Module, dataset: Dataset, mode: str, num_stages: int = 3, num_minibatches: int = 6) -> None:
+def check_mode(model: nn.Module, dataset: Dataset, mode: str, num_stages: int = 3, num_minibatches: int = 4) -> None:
     """Train in double precision, cut into stages of equally many layers, and compare all parameters with a plain loop.
 
     The model is without randomness, dropout probabilities are 0, and isn't changed; the data set has samples for so

@@ -51,7 +51,7 @@ def test_protocol_and_sizes() -> None:
     assert zoo.DATASETS["number_words"].make is number_words
 
 
-@pytest.mark.parametrize("split_seed", [1, 3])
+@pytest.mark.parametrize("split_seed", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_defaults_fit_other_draws(split_seed: int) -> None:
     number_words(split_seed=split_seed).check()
 
