@@ -53,7 +53,7 @@ def test_a_stop_at_any_event_equals_a_planned_drain(kind: str) -> None:
     make, count = SETUPS[kind], 8
     size = make().pipeline.period
     ended: dict[int, Any] = {}
-    for after in range(0, 400, 29):
+    for after in range(0, 400, 13):
         engine, done = stopped(make(), after, count)
         assert done == count or done % size == 0
         if done not in ended:

@@ -346,7 +346,7 @@ def test_faults_of_users_code_are_one_sentence(overrides: Sequence[str], message
     ],
 )
 def test_accepted_code(overrides: Sequence[str]) -> None:
-    result = run(*overrides)
+    result = run(*(override.replace("OWN", OWN) for override in overrides))
     assert result.exit_code == 0, result.stderr
 
 
