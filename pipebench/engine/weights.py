@@ -143,8 +143,11 @@ class Weights:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Keep the newest version in the host's memory, so that a GPU has room for others; nothing may use it."""
-        flats = self.newest.flats if self.is_gathered else []
+        """Keep the newest version in the host's memory, so that a GPU has room for others; nothing may use it.
+
+        What processes share is in the host's memory already, and can't be freed.
+        """
+        flats = [flat for flat in self.newest.flats if self.is_gathered and flat.untyped_storage().resizable()]
         on_host = [flat.to("cpu", copy=True) for flat in flats]
         for flat in flats:
             flat.untyped_storage().resize_(0)

@@ -169,11 +169,19 @@ def test_groups_that_connect_at_their_first_all_reduce_do_not_hang(
     compare(found, virtually(case), 0.0)
 
 
-@pytest.mark.slow
-def test_a_warm_up_changes_no_bit_of_two_processes(two: Processes) -> None:
+ZOO = [ZooCase("vgg16", "dp", 2), ZooCase("awd_lm", "pipedream-flush", 2), ZooCase("gnmt8", "pipedream", 2)]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        # 0.2.0: the memory that processes share was to be freed meanwhile: with engine.compile, zero1 didn't begin.
+        pytest.param([TWO["zero1"]], id="zero1"),
+        pytest.param([*TWO.values(), *ZOO], id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_a_warm_up_changes_no_bit_of_two_processes(two: Processes, cases: list[Case | ZooCase]) -> None:
     """Weights, statistics, losses, scores, bytes and versions are those of the virtual engine, which has none."""
-    zoo = [ZooCase("vgg16", "dp", 2), ZooCase("awd_lm", "pipedream-flush", 2), ZooCase("gnmt8", "pipedream", 2)]
-    cases: list[Case | ZooCase] = [*TWO.values(), *zoo]
     found = two.run("tests.distributed.first_use:warmed_up", cases)
     for case, outcomes in zip(cases, zip(*found, strict=True), strict=True):
         expected = zoo_cases.virtually(case) if isinstance(case, ZooCase) else virtually(case)
