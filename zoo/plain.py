@@ -25,7 +25,7 @@ from pipebench.zoo.measures import (
     cross_entropy,
     loss_of_model,
 )
-from pipebench.zoo.pair_sources import by_split, length_of
+from pipebench.zoo.pair_sources import Collate, by_split, length_of
 from pipebench.zoo.registry import DataError, Dataset, SetMetric
 from pipebench.zoo.samples import INPUT, TARGET, Fields, flat, how_to_name, in_words, shaped, tensor_names
 from pipebench.zoo.seeding import seeded
@@ -316,7 +316,7 @@ class DatasetPair(Dataset):
                 f"{in_words(pairs[0])}"
             ) from error
 
-    def _collated_by(self, collate: Callable[[list[Any]], Any], split: str, samples: list[Any]) -> dict[str, Any]:
+    def _collated_by(self, collate: Collate, split: str, samples: list[Any]) -> dict[str, Any]:
         """Return what a collate function of the user's own makes of samples."""
         what = f"what the collate_fn of {split} makes of {len(samples)} samples"
         try:

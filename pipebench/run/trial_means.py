@@ -14,6 +14,7 @@ from pipebench.run.trial_measures import Summed, is_mean
 from pipebench.zoo.registry import Dataset
 
 NO_MEAN = "of some samples isn't the mean of what it is of each half of them"
+_COUNTED = 16  # samples in which something has to count
 _FACTORS = (1, 8, 64)  # powers of two, which lose no bit
 
 
@@ -29,14 +30,16 @@ def refuse_other_means(
         recipe: what is run.
         model: the whole one.
         dataset: the recipe's.
-        fields: of some samples, `output` the model's.
-        output: see `fields`.
+        fields: of some samples.
+        output: the model's, of these samples.
     """
     targets, mean_over = {name: fields[name] for name in dataset.targets}, recipe.dataset.get("mean_over") or "samples"
-    if dataset.weighs_targets and mean_over != "samples" and dataset.weigh(targets) == 0:
-        count = len(next(iter(targets.values())))
-        nothing = f"it counts 0 in the first {count} samples, needed is what the loss is a mean over"
-        raise UserCodeError(nothing, "dataset.mean_over")
+    if mean_over != "samples":
+        # More than a small minibatch may have, in which nothing may count.
+        first = range(min(_COUNTED, dataset.num_train))
+        if dataset.weigh(dataset.fetch("train", first, dataset.targets)) == 0:
+            nothing = f"it counts 0 in the first {len(first)} samples, needed is what the loss is a mean over"
+            raise UserCodeError(nothing, "dataset.mean_over")
     if "loss" not in recipe.dataset or (mean_over == "samples" and recipe.parallelism.microbatches == 1):
         return
     is_models = recipe.dataset["loss"] == "model"

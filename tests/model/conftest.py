@@ -265,16 +265,16 @@ class Even(Judging):
         return {"loss": spread(output, y), "output": output}
 
 
+def of_ones(output, target):
+    return nn.functional.cross_entropy(output, target.where(target == 1, -100))
+
+
+def ones(target):
+    return target == 1
+
+
 def none(target):
     return 0
-
-
-def negatives(target, by):
-    return -by * torch.ones(len(target))
-
-
-def two_numbers(target):
-    return torch.ones(2)
 """
 RECIPE = """\
 name: stranger

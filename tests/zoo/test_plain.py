@@ -239,6 +239,22 @@ def test_what_is_no_label_is_not_counted(name: str, target: Any) -> None:
         counted(name, target)
 
 
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        (lambda target: torch.ones(2), r"the count of 3 samples is a tensor \[2\] float32, needed is a number from 0"),
+        (lambda target: -torch.ones(3), r"the count of 3 samples is \[-1.0, -1.0, -1.0\], needed is a number from 0"),
+        (lambda target: float("nan"), "the count of 3 samples is nan, needed is a number from 0"),
+        (lambda target: None, r"counting fails on the target, a tensor \[3\] int64"),
+    ],
+)
+def test_counts_that_do_not_suit_are_refused(count: Callable[[Any], Any], message: str) -> None:
+    data = TensorDataset(POINTS, LABELS)
+    pair = DatasetPair(data, data, nn.functional.cross_entropy, {}, count=count)
+    with pytest.raises(DataError, match=message):
+        pair.weigh(pair.fetch("train", [0, 1, 2], ["target"]))
+
+
 def test_targets_that_are_weighed_and_then_trained_on_are_read_once() -> None:
     read: list[int] = []
 
