@@ -8,7 +8,8 @@ from pipebench.errors import PlanError
 from pipebench.model.graph import LayerGraph
 from pipebench.model.plan import Plan, make_plan, recut, starts_of_cuts
 from pipebench.model.plan_layers import layer_problems, plan_of, refuse
-from pipebench.planner.planner import Planner
+from pipebench.planner.memo import arranged, best_plan
+from pipebench.planner.mode_request import ModeRequest
 from pipebench.profile.model import Profile
 from pipebench.recipe.plan_file import PlanForm, Problems, form_problems, is_plan_file, load_plan
 from pipebench.recipe.schema import ParallelismRecipe, Recipe
@@ -32,22 +33,21 @@ def choose_plan(recipe: Recipe, cluster: Cluster, graph: LayerGraph, profile: Pr
     Raises:
         PlanError: model, cluster or memory make it impossible.
     """
-    parallelism = recipe.parallelism
-    planner = Planner(plan_request(recipe, cluster, profile, dataset), parallelism.mode)
+    parallelism, request = recipe.parallelism, plan_request(recipe, cluster, profile, dataset)
+    planner = ModeRequest(request, parallelism.mode)
     mode = planner.mode
     if parallelism.plan == AUTO and not mode.is_one_stage:
-        plan = planner.best().plan
+        plan = best_plan(request, parallelism.mode).plan
         return recut(graph, plan, plan.starts)  # the same cuts; but a stage's buffers are known from the graph only
     if is_plan_file(parallelism.plan):
         recipe = with_shard(recipe, load_plan(parallelism.plan).shard, parallelism.plan)
-        streams, ties = planner.request.streams, may_tie(recipe)
-        return plan_of_file(recipe.parallelism, cluster.num_workers, graph, streams, ties=ties)
+        return plan_of_file(recipe.parallelism, cluster.num_workers, graph, request.streams, ties=may_tie(recipe))
     replicas = parse_plan(parallelism.plan, mode, cluster.num_workers)
-    problem = streams_problem(replicas, planner.request.streams)
+    problem = streams_problem(replicas, request.streams)
     if problem is not None:
         raise PlanError(f"train.streams: got {problem}")
-    cuts = parallelism.cuts
-    starts = planner.starts_of(replicas) if cuts is None else starts_of_cuts(graph, cuts)
+    given = None if parallelism.cuts is None else starts_of_cuts(graph, parallelism.cuts)
+    starts, memory, devices = arranged(request, parallelism.mode, replicas, given)
     replicas_of_stages = replicas * mode.chunks
     plan = make_plan(
         graph,
@@ -55,13 +55,13 @@ def choose_plan(recipe: Recipe, cluster: Cluster, graph: LayerGraph, profile: Pr
         replicas_of_stages,
         mode=parallelism.mode,
         devices=places(mode.order, replicas_of_stages, mode.chunks),
-        depth=mode.depth or planner.request.depth,
+        depth=mode.depth or request.depth,
         chunks=mode.chunks,
-        memory=planner.policies_of(replicas_of_stages, starts),
+        memory=memory,
         relay=parallelism.relay,
         ties=planner.ties,
     )
-    return plan.on(planner.devices_of(replicas, starts))
+    return plan.on(devices)
 
 
 def with_shard(recipe: Recipe, shard: str | None, source: str) -> Recipe:

@@ -16,7 +16,7 @@ from pipebench.model.graph import LayerGraph
 from pipebench.model.optimizer import called, is_elementwise, keeps_averages, knows_slices, make_optimizer
 from pipebench.model.plan import Plan
 from pipebench.model.slice_modules import SliceGroup
-from pipebench.planner.compare import compare
+from pipebench.planner.memo import compared
 from pipebench.planner.plans import Comparison
 from pipebench.planner.predict import PlannedWorkload, make_pipeline, with_sums
 from pipebench.profile.choose import is_measured
@@ -116,7 +116,7 @@ def _planned(
     asked, comparison = recipe.parallelism, None
     if decision is None:
         if asked.mode == AUTO:
-            comparison = compare(plan_request(recipe, cluster, known.profile, known.dataset), None)
+            comparison = compared(plan_request(recipe, cluster, known.profile, known.dataset))
             recipe = _in_mode(recipe, comparison.best.plan.mode)
         return recipe, choose_plan(recipe, cluster, known.graph, known.profile, known.dataset), comparison
     if asked.mode == AUTO:

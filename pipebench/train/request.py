@@ -12,8 +12,8 @@ from pipebench.cluster import LOCAL, Cluster, coarser
 from pipebench.errors import GraphError, PlanError
 from pipebench.model.plan import memory_of
 from pipebench.model.sampling import InOrder, Sampler, Streams, Varying, microbatch_sizes
-from pipebench.planner.compare import compare
 from pipebench.planner.cost_models import COST_MODELS
+from pipebench.planner.memo import compared
 from pipebench.planner.plans import Request
 from pipebench.profile.devices import is_computed
 from pipebench.profile.model import Profile
@@ -226,7 +226,7 @@ def choose_slices(recipe: Recipe, cluster: Cluster, profiled: Profiled, mode: st
         own, workers = sliced(recipe, cluster, num_slices)
         try:
             request = plan_request(own, workers, *profiled(own, workers))
-            best = compare(request, None if mode == AUTO else mode, others=False).best
+            best = compared(request, None if mode == AUTO else mode, others=False).best
             found[num_slices] = best.minibatch_s
         except (GraphError, PlanError) as error:
             refused.append(str(error))
