@@ -60,21 +60,22 @@ def check_traced(graph: LayerGraph, dataset: Dataset, sizes: Sequence[int] = ())
         Exception: whatever the model, or the loss, raises for all these numbers of samples.
     """
     *first, last = dict.fromkeys((min(_SAMPLES, dataset.num_train), *sorted(sizes)))
-    carried: set[str] = set()
+    changing: set[str] = set()
     # Attributes are restored at the end only, so that a layer which counts its calls gives differences.
     shifted = shifted_weights(graph.model) if len(graph.layers) > 1 else nullcontext()
     with attributes_as_before(graph.model), shifted:
         for training in (True, False):
-            compare = partial(_compare, graph, dataset, carried, training=training)
+            compare = partial(_compare, graph, dataset, changing, training=training)
             if not any(_taken(compare, count) for count in first):
                 compare(last)
             elif 1 in sizes:  # tracing decided by shapes of several samples
                 _taken(compare, 1)
-    if carried:
-        name = type(graph.model).__name__
+    if changing:
+        lost = "its layers don't" if len(graph.layers) > 1 else "each replica does on its own, and no checkpoint has"
+        names = ", ".join(sorted(changing)[:3])
         print_notice(
-            f"model {name} carries {', '.join(sorted(carried)[:3])} from call to call: attributes, "
-            "which every replica has of its own and no checkpoint has; what training depends on belongs in a buffer"
+            f"model {type(graph.model).__name__} changes {names} in every call, which {lost}: what training depends on "
+            "belongs in a buffer"
         )
 
 
@@ -90,17 +91,16 @@ def _taken(compare: Callable[[int], None], count: int) -> bool:
     return True
 
 
-def _compare(graph: LayerGraph, dataset: Dataset, carried: set[str], num_samples: int, *, training: bool) -> None:
-    """Compare on so many samples, in training or in evaluation; add to `carried` the attributes that layers carry."""
+def _compare(graph: LayerGraph, dataset: Dataset, changing: set[str], num_samples: int, *, training: bool) -> None:
+    """Compare on so many samples, in training or in evaluation; add to `changing` the attributes of `_carried_over`."""
     fetched = dataset.fetch("train", range(num_samples), [*dataset.inputs, *dataset.targets])
     form = graph if training else graph.evaluated
     trial = _Trial(form, dataset, fetched, training=training)
     before = {f"buffer {name}": buffer.clone() for name, buffer in graph.model.named_buffers()}
     marks = marks_of(graph.model)
     expected = trial.whole()
-    if len(graph.layers) > 1:
-        _check_weights(trial, marks)
-    carried.update(_carried_by_layers(trial, expected))
+    _check_weights(trial, marks)
+    changing.update(_carried_over(trial, expected))
     if len(graph.layers) > 1:
         _check_buffers(form, {name for name, value in before.items() if _differs(value, expected[name])})
         _check_recorded(trial, expected)
@@ -148,24 +148,33 @@ class _Trial:
 
 
 def _check_weights(trial: _Trial, before: Mapping[str, object]) -> None:
-    """Refuse a traced model that changes its weights, or has others in a mode, given their marks before it ran."""
+    """Refuse a traced model that changes weights, or has others in a mode, given their marks before it ran.
+
+    A single layer may change those that aren't trained.
+    """
     model, after = trial.graph.model, marks_of(trial.graph.model)
+    name, is_traced = type(model).__name__, len(trial.graph.layers) > 1
     with _as_it_was(model, training=trial.training):
-        within = marks_of(model)
-    changed = next((name for name, mark in before.items() if not mark == after.get(name) == within.get(name)), None)
-    if changed is not None:
+        within = marks_of(model) if is_traced else after
+    changed = [name for name, mark in before.items() if not mark == after.get(name) == within.get(name)]
+    trained = [each for each in changed if model.get_parameter(each).requires_grad]
+    if changed and is_traced:
         raise GraphError(
-            f"model {type(model).__name__} can't be run in layers: its forward, train() or eval() changes parameter "
-            f"{changed}, which updates alone may do; have what a forward changes in a buffer (register_buffer), "
-            f"compute from the parameter instead, or {_as_one_layer(model)}"
+            f"model {name} can't be run in layers: its forward, train() or eval() changes parameter {changed[0]}, "
+            "which updates alone may do; have what a forward changes in a buffer (register_buffer), compute from the "
+            f"parameter instead, or {_as_one_layer(model)}"
+        )
+    if trained:
+        raise GraphError(
+            f"model {name} can't be trained here: its forward changes parameter {trained[0]}, which updates alone may "
+            "do; compute from it instead (say F.normalize(self.weight) in forward)"
         )
 
 
-def _carried_by_layers(trial: _Trial, expected: _Found) -> list[str]:
-    """Run the model a second time; return what a single layer has carried over in attributes if it gives other results.
+def _carried_over(trial: _Trial, expected: _Found) -> list[str]:
+    """Run the model a second time; return attributes that differ then and that its layers, or no checkpoint, have.
 
-    Refuse a traced model that gives others, or carries over what its layers wouldn't. A single layer may draw as it
-    likes.
+    Refuse a traced model that gives other results. A single layer may, and its attributes count only if it does.
     """
     graph, model, name = trial.graph, trial.graph.model, type(trial.graph.model).__name__
     before, again = attributes_of(model), trial.whole()
@@ -173,15 +182,16 @@ def _carried_by_layers(trial: _Trial, expected: _Found) -> list[str]:
     if len(graph.layers) == 1:
         return changed if different else []
     layers = tuple(f"{layer.node.target}." for layer in graph.layers if layer.node.op == "call_module")
-    lost = [f"attribute {each}" for each in changed if not each.startswith(layers)]
-    if different is None and not lost:
-        return []
-    what = f"{different} (with its {lost[0]})" if different and lost else different or lost[0]
+    changed = [each for each in changed if not each.startswith(layers)]
+    if different is None:
+        return changed
+    also = f" (with its attribute {changed[0]})" if changed else ""
+    when = "training" if trial.training else "evaluation"
     raise GraphError(
-        f"model {name} can't be run in layers: its {what} in {'training' if trial.training else 'evaluation'} differs "
-        "from call to call, for the same samples and the same seed, as if it drew from a generator of its own, counted "
-        "its calls or kept a state; keep a number in a buffer and change it in place (self.steps.add_(1)), a state in "
-        f"carried_state (docs/zoo.md), or {_as_one_layer(model)}"
+        f"model {name} can't be run in layers: its {different}{also} in {when} differs from call to call, for the same "
+        "samples and the same seed, as if it drew from a generator of its own, counted its calls or kept a state; keep "
+        "a number in a buffer and change it in place (self.steps.add_(1)), a state in carried_state (docs/zoo.md), or "
+        f"{_as_one_layer(model)}"
     )
 
 

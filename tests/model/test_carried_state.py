@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from pipebench.errors import GraphError, TracingError
 from pipebench.model.carried_state import attributes_of, changed_in, marks_of, shifted_weights
-from pipebench.model.graph import as_one_layer, trace
+from pipebench.model.graph import LayerGraph, as_one_layer, trace
 from pipebench.model.trace_check import check_traced
 from tests.evaluations import mode_setup, trained
 from tests.support import Blobs
@@ -132,7 +132,6 @@ class Carrying(Net):
         (Normed, "changes parameter b.weight,"),
         (Merged, "changes parameter a.weight,"),
         (Annealed, r"its output 0 \(with its attribute steps\) in training differs from call to call.*steps.add_\(1\)"),
-        (Late, "its attribute steps in training differs from call to call"),
         (Listing, r"its output 0 \(with its attribute seen\) in training differs"),
         (Carrying, r"its output 0 \(with its attribute last\) in training differs .* a state in carried_state"),
     ],
@@ -145,7 +144,7 @@ def test_what_layers_would_lose_is_refused(kind: Callable[[], Net], says: str) -
     with pytest.raises(GraphError, match=says) as raised:
         check_traced(graph, Blobs())
     assert f"as one layer in mode single or dp (model.leaves: [{kind.__name__}])" in str(raised.value)
-    if kind in (Annealed, Late, Listing, Carrying):
+    if kind in (Annealed, Listing, Carrying):
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -184,12 +183,29 @@ def test_what_every_call_computes_anew_is_no_state(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == ""
 
 
-def test_attributes_of_layers_are_named_since_no_checkpoint_has_them(capsys: pytest.CaptureFixture[str]) -> None:
-    check_traced(as_one_layer(Annealed()), Blobs())
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("pipebench: model Annealed carries steps from call to call: attributes")
-    check_traced(as_one_layer(Averaged()), Blobs())
-    assert capsys.readouterr().err == ""
+@pytest.mark.parametrize(
+    ("form", "kind", "says"),
+    [
+        (trace, Late, "Late changes steps in every call, which its layers don't: what"),
+        (as_one_layer, Annealed, "Annealed changes steps in every call, which each replica does on its own, and no"),
+        (as_one_layer, Late, ""),
+        (as_one_layer, Averaged, ""),
+    ],
+)
+def test_attributes_that_may_be_missed_are_named(
+    form: Callable[[nn.Module], LayerGraph], kind: Callable[[], Net], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_traced(form(kind()), Blobs())
+    found = capsys.readouterr().err
+    assert found.startswith(f"pipebench: model {says}") if says else found == ""
+
+
+def test_one_layer_may_not_change_what_is_trained() -> None:
+    """0.2.0: an optimizer went on from other numbers than the forward's."""
+    with pytest.raises(
+        GraphError, match=r"its forward changes parameter b.weight, which updates alone .* F\.normalize"
+    ):
+        check_traced(as_one_layer(Normed()), Blobs())
 
 
 def test_a_moving_average_in_one_layer_is_that_of_a_plain_loop() -> None:
