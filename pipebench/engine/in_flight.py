@@ -16,6 +16,7 @@ from pipebench.engine.version import Version
 from pipebench.model.graph import is_torchs_own
 from pipebench.model.recompute import Recomputed, Storages
 from pipebench.model.stage import LossFunction
+from pipebench.model.values import address_of
 
 
 @dataclass
@@ -56,8 +57,8 @@ def record_saved(saved: Storages, recomputed: Sequence[Recomputed]) -> Iterator[
     """
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        saved[storage.data_ptr()] = storage
+        if (address := address_of(tensor)) is not None:
+            saved[address] = tensor.untyped_storage()
         return tensor
 
     for each in recomputed:

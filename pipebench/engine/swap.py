@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from pipebench.errors import GraphError
+from pipebench.model.values import address_of
 
 _NOWHERE = 0  # stands for the address of a storage that isn't swapped; also that of storages without bytes
 
@@ -203,4 +204,5 @@ def _address(tensor: torch.Tensor | None, device: torch.device) -> int:
     """Return the address of a tensor's storage; `_NOWHERE` if it is on another device or no plain view of one."""
     if tensor is None or tensor.layout is not torch.strided or tensor.device.type != device.type:
         return _NOWHERE
-    return _NOWHERE if tensor.is_conj() or tensor.is_neg() else tensor.untyped_storage().data_ptr()
+    address = None if tensor.is_conj() or tensor.is_neg() else address_of(tensor)
+    return _NOWHERE if address is None else address

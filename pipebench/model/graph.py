@@ -284,6 +284,7 @@ def _in_both_modes(model: nn.Module, holder: nn.Module, make: Callable[[], fx.Gr
             named = holder.named_modules(remove_duplicate=False)
             found.append((make(), frozenset(name for name, module in named if module.training)))
     finally:
+        model.train(modes[0][1])  # a method of its own may undo what it did
         for module, mode in modes:
             module.training = mode
         for name in model.__dict__.keys() - attributes:  # tensors made in forward, which the graphs hold now

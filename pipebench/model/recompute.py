@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipebench.errors import GraphError
 from pipebench.model.folding import FoldedRun
 from pipebench.model.graph import is_torchs_own
-from pipebench.model.values import tensors_in
+from pipebench.model.values import address_of, tensors_in
 
 # How layers run at the moment: only once or, if they are recomputed, for the first time or again.
 ONCE, FIRST, AGAIN = "once", "first", "again"
@@ -163,4 +163,5 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _storages(values: Sequence[Any]) -> dict[int, torch.UntypedStorage]:
-    return {storage.data_ptr(): storage for storage in map(torch.Tensor.untyped_storage, tensors_in([*values]))}
+    addressed = ((address_of(tensor), tensor) for tensor in tensors_in([*values]))
+    return {address: tensor.untyped_storage() for address, tensor in addressed if address is not None}

@@ -8,7 +8,7 @@ go on reading the first ones.
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -18,7 +18,8 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from pipebench.errors import GraphError
+from pipebench.errors import GraphError, print_notice
+from pipebench.model.carried_state import attributes_of, changed_in, marks_of, shifted_weights
 from pipebench.model.copies import copied
 from pipebench.model.graph import LayerGraph, attribute, forget_states
 from pipebench.model.in_place import overwritten
@@ -59,14 +60,23 @@ def check_traced(graph: LayerGraph, dataset: Dataset, sizes: Sequence[int] = ())
         Exception: whatever the model, or the loss, raises for all these numbers of samples.
     """
     *first, last = dict.fromkeys((min(_SAMPLES, dataset.num_train), *sorted(sizes)))
+    changing: set[str] = set()
     # Attributes are restored at the end only, so that a layer which counts its calls gives differences.
-    with attributes_as_before(graph.model):
+    shifted = shifted_weights(graph.model) if len(graph.layers) > 1 else nullcontext()
+    with attributes_as_before(graph.model), shifted:
         for training in (True, False):
-            compare = partial(_compare, graph, dataset, training=training)
+            compare = partial(_compare, graph, dataset, changing, training=training)
             if not any(_taken(compare, count) for count in first):
                 compare(last)
             elif 1 in sizes:  # tracing decided by shapes of several samples
                 _taken(compare, 1)
+    if changing:
+        lost = "its layers don't" if len(graph.layers) > 1 else "each replica does on its own, and no checkpoint has"
+        names = ", ".join(sorted(changing)[:3])
+        print_notice(
+            f"model {type(graph.model).__name__} changes {names} in every call, which {lost}: what training depends on "
+            "belongs in a buffer"
+        )
 
 
 def _taken(compare: Callable[[int], None], count: int) -> bool:
@@ -81,13 +91,16 @@ def _taken(compare: Callable[[int], None], count: int) -> bool:
     return True
 
 
-def _compare(graph: LayerGraph, dataset: Dataset, num_samples: int, *, training: bool) -> None:
-    """Compare on so many samples, in training or in evaluation."""
+def _compare(graph: LayerGraph, dataset: Dataset, changing: set[str], num_samples: int, *, training: bool) -> None:
+    """Compare on so many samples, in training or in evaluation; add to `changing` the attributes of `_carried_over`."""
     fetched = dataset.fetch("train", range(num_samples), [*dataset.inputs, *dataset.targets])
     form = graph if training else graph.evaluated
     trial = _Trial(form, dataset, fetched, training=training)
     before = {f"buffer {name}": buffer.clone() for name, buffer in graph.model.named_buffers()}
+    marks = marks_of(graph.model)
     expected = trial.whole()
+    _check_weights(trial, marks)
+    changing.update(_carried_over(trial, expected))
     if len(graph.layers) > 1:
         _check_buffers(form, {name for name, value in before.items() if _differs(value, expected[name])})
         _check_recorded(trial, expected)
@@ -134,11 +147,59 @@ class _Trial:
             return _left_behind(model, output, loss, weights)
 
 
+def _check_weights(trial: _Trial, before: Mapping[str, object]) -> None:
+    """Refuse a traced model that changes weights, or has others in a mode, given their marks before it ran.
+
+    A single layer may change those that aren't trained.
+    """
+    model, after = trial.graph.model, marks_of(trial.graph.model)
+    name, is_traced = type(model).__name__, len(trial.graph.layers) > 1
+    with _as_it_was(model, training=trial.training):
+        within = marks_of(model) if is_traced else after
+    changed = [name for name, mark in before.items() if not mark == after.get(name) == within.get(name)]
+    trained = [each for each in changed if model.get_parameter(each).requires_grad]
+    if changed and is_traced:
+        raise GraphError(
+            f"model {name} can't be run in layers: its forward, train() or eval() changes parameter {changed[0]}, "
+            "which updates alone may do; have what a forward changes in a buffer (register_buffer), compute from the "
+            f"parameter instead, or {_as_one_layer(model)}"
+        )
+    if trained:
+        raise GraphError(
+            f"model {name} can't be trained here: its forward changes parameter {trained[0]}, which updates alone may "
+            "do; compute from it instead (say F.normalize(self.weight) in forward)"
+        )
+
+
+def _carried_over(trial: _Trial, expected: _Found) -> list[str]:
+    """Run the model a second time; return attributes that differ then and that its layers, or no checkpoint, have.
+
+    Refuse a traced model that gives other results. A single layer may, and its attributes count only if it does.
+    """
+    graph, model, name = trial.graph, trial.graph.model, type(trial.graph.model).__name__
+    before, again = attributes_of(model), trial.whole()
+    changed, different = changed_in(before, attributes_of(model)), _first_difference(expected, again)
+    if len(graph.layers) == 1:
+        return changed if different else []
+    layers = tuple(f"{layer.node.target}." for layer in graph.layers if layer.node.op == "call_module")
+    changed = [each for each in changed if not each.startswith(layers)]
+    if different is None:
+        return changed
+    also = f" (with its attribute {changed[0]})" if changed else ""
+    when = "training" if trial.training else "evaluation"
+    raise GraphError(
+        f"model {name} can't be run in layers: its {different}{also} in {when} differs from call to call, for the same "
+        "samples and the same seed, as if it drew from a generator of its own, counted its calls or kept a state; keep "
+        "a number in a buffer and change it in place (self.steps.add_(1)), a state in carried_state (docs/zoo.md), or "
+        f"{_as_one_layer(model)}"
+    )
+
+
 def _check_recorded(trial: _Trial, expected: _Found) -> None:
     """Refuse a graph that computes something else than its model."""
     name, when = type(trial.graph.model).__name__, "training" if trial.training else "evaluation"
     way_out = "so torch.fx has lost something that its forward does; name the module that does it in model.leaves to "
-    way_out += "make it one layer"
+    way_out += f"make it one layer, or {_as_one_layer(trial.graph.model)}"
     try:
         found = trial.recorded()
     except Exception as error:  # raised by the user's code or torch, which the model itself doesn't
@@ -149,12 +210,7 @@ def _check_recorded(trial: _Trial, expected: _Found) -> None:
         ) from error
     if (different := _first_difference(expected, found)) is None:
         return
-    is_same, what = _first_difference(expected, trial.whole()) is None, f"its {different} in {when}"
-    if not is_same:
-        raise GraphError(
-            f"model {name} can't be run in layers: {what} differs from call to call, for the same samples and the same "
-            "seed, as if it drew from a generator of its own or counted its calls"
-        )
+    what = f"its {different} in {when}"
     raise GraphError(f"model {name} can't be run in layers: {what} is another than the model's own, {way_out}")
 
 
@@ -177,6 +233,14 @@ def _check_apart(trial: _Trial, expected: _Found) -> None:
             "the same memory under another name; let them return new tensors, or name their module in model.leaves to "
             "make it one layer"
         )
+
+
+def _as_one_layer(model: nn.Module) -> str:
+    """Return how a model runs that can't be cut into layers, in words."""
+    name = type(model).__name__
+    is_alone = sum(type(part).__name__ == name for part in model.modules()) == 1
+    how = f"model.leaves: [{name}]" if is_alone else "name the class of a module around it in model.leaves"
+    return f"run it as one layer in mode single or dp ({how})"
 
 
 def _like(parameter: nn.Parameter) -> nn.Parameter:
@@ -262,6 +326,7 @@ def _as_it_was(model: nn.Module, *, training: bool) -> Iterator[None]:
         with seeded(0), torch.set_grad_enabled(training):
             yield
     finally:
+        model.train(modes[0][1])  # a method of its own may undo what it did
         for module, mode in modes:
             module.training = mode
         for module, table in tables:  # a forward may have assigned another tensor

@@ -188,6 +188,8 @@ class _Tracer(Tracer):
                 "are lost where a model is cut into layers (to keep gradients out, use .detach(), or "
                 "requires_grad_(False) on the parameters)"
             )
+        if torch.autograd.grad in args:
+            raise _Frozen("torch.autograd.grad needs the whole graph from its inputs on, in one layer")
         return super().create_node(*args, **kwargs)
 
     def create_args_for_root(self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None) -> Any:

@@ -6,6 +6,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 
+def address_of(tensor: torch.Tensor) -> int | None:
+    """Return the address of a tensor's storage; None for a tensor inside a transform of torch.func, which has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return None
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the tensors of a pytree in order; a fast path serves single tensors, the common case."""
     if isinstance(value, torch.Tensor):

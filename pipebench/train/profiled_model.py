@@ -235,12 +235,17 @@ def _layer_graph(recipe: Recipe, model: nn.Module, args: Arguments, slicer: Slic
 
     `slicer` divides layers, if they are divided.
     """
-    mode = recipe.parallelism.mode
+    mode, leaves, name = recipe.parallelism.mode, list(recipe.model.get("leaves") or ()), type(model).__name__
+    cuts = mode == AUTO or not recipe.parallelism.row.is_one_stage
+    if [type(part).__name__ for part in model.modules() if type(part).__name__ in leaves] == [name]:
+        if cuts:
+            raise GraphError(f"model.leaves: got {name}, the whole model, and mode {mode} cuts it: use single or dp")
+        return as_one_layer(model, args.fed)
     try:
         rewrites = {} if _num_slices(recipe) == 1 else {"rewrite": slicer}
-        return trace(model, list(recipe.model.get("leaves") or ()), args.fed, examples=args.examples, **rewrites)
+        return trace(model, leaves, args.fed, examples=args.examples, **rewrites)
     except TracingError as error:
-        if mode == AUTO or not recipe.parallelism.row.is_one_stage:
+        if cuts:
             raise
         _LOG.info("%s: run as one layer, since mode %s cuts nothing", error, mode)
         return as_one_layer(model, args.fed)

@@ -19,7 +19,7 @@ from pipebench.engine.virtual import VirtualEngine
 from pipebench.errors import GraphError, PlanError
 from pipebench.model.graph import trace
 from pipebench.model.plan import memory_of
-from pipebench.schedule.modes import KEEP, SWAP
+from pipebench.schedule.modes import KEEP, RECOMPUTE, SWAP
 from tests.engine.test_modes import images
 from tests.engine.test_split import Recurrent
 from tests.model.test_recompute import Counts, Overwrites
@@ -274,3 +274,33 @@ def test_swapped_bytes_equal_those_of_the_shapes() -> None:
     assert engine.num_bytes["swap-out", "pcie"] == 11 * each + short
     first = 8 * 4 * sum(widths[:3])  # of which it has two in flight, and the second stage one
     assert [worker.peaks.host_bytes for worker in engine.workers] == [2 * first, each - first]
+
+
+class Slopes(nn.Module):
+    """A net's derivative along ones, by forward-mode differentiation."""
+
+    one_layer = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(torch.func.jvp(self.net, (x,), (torch.ones_like(x),)), 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")  # torch.func's own
+@pytest.mark.parametrize("policy", [KEEP, RECOMPUTE, SWAP])
+def test_a_layer_may_differentiate_by_torch_func(policy: str) -> None:
+    """0.2.0: its run ended with an internal error, as tensors inside of a transform have no address."""
+
+    def weights(**options: Any) -> dict[str, torch.Tensor]:
+        torch.default_generator.manual_seed(2)
+        model = nn.Sequential(nn.Linear(6, 6), Slopes(), nn.Linear(12, 4)).double()
+        engine = make_engine(make_setup(model, ([1], [1, 1]), order="all-forwards", weights="one", **options))
+        engine.train(0, 3)
+        return {name: tensor for replica in engine.replicas for name, tensor in replica.tensors().items()}
+
+    expected = weights()
+    for name, tensor in weights(memory=[policy] * 3).items():
+        assert torch.equal(tensor, expected[name])

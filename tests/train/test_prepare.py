@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from torch import nn
 
 from pipebench.cli.main import cli
-from pipebench.errors import PlanError, ProfileError, RecipeError
+from pipebench.errors import GraphError, PlanError, ProfileError, RecipeError
 from pipebench.planner import searches
 from pipebench.recipe.catalog import recipes_folder
 from pipebench.recipe.clusters import load_cluster
@@ -18,6 +18,7 @@ from pipebench.recipe.preflight import preflight
 from pipebench.recipe.schema import Recipe
 from pipebench.run import runner
 from pipebench.train import profiled_model
+from pipebench.train.job import Job
 from pipebench.train.prepare import prepare
 from pipebench.train.profile_cache import to_plan
 from pipebench.train.profiled_model import profile_model
@@ -94,7 +95,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def prepare_with(name: str, *overrides: str) -> object:
+def prepare_with(name: str, *overrides: str) -> Job:
     recipe = load(f"{name}.yaml", list(overrides)).recipe
     return prepare(recipe, load_cluster(recipe.cluster.name, recipe.cluster.servers))
 
@@ -246,3 +247,14 @@ def test_averages_of_a_target_are_not_of_shards() -> None:
     problem = "train.optimizer.target: got torch.optim:ASGD with shard gradients, and evaluations need its averages"
     with pytest.raises(PlanError, match=problem):
         prepare(loaded.recipe, loaded.cluster)
+
+
+@pytest.mark.usefixtures("project")
+def test_the_whole_model_can_be_a_layer_where_nothing_is_cut() -> None:
+    class_of_all = "model.leaves=[Sequential]"
+    job = prepare_with("normed", class_of_all, "parallelism={mode: dp, plan: 4, microbatches: 1}")
+    assert [layer.kind for layer in job.setup.graph.layers] == ["Sequential"]
+    for mode in ("gpipe", "pipedream", "auto"):
+        problem = f"model.leaves: got Sequential, the whole model, and mode {mode} cuts it: use single or dp"
+        with pytest.raises(GraphError, match=problem):
+            prepare_with("normed", class_of_all, f"parallelism={{mode: {mode}, microbatches: 1}}")
