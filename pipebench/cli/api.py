@@ -3,7 +3,7 @@
 A recipe is a name from `pipebench ls recipes`, a file, or a dict. Keyword arguments change its keys:
 `train={"max_epochs": 1}` or `**{"train.max_epochs": 1}`. A model may be a `torch.nn.Module` or a function that makes
 one, and a data set two torch data sets or loaders, to train on and to evaluate on. A mistake raises a `UserError` with
-the sentence that the command would print.
+the sentence that the command would print. Calls in several threads of a process run one after another.
 """
 
 import json
@@ -16,6 +16,7 @@ from typing import Any
 
 from pipebench.cli import planning, profiling
 from pipebench.cli.references import load_all
+from pipebench.cli.turns import in_turn, of_this_turn
 from pipebench.errors import RecipeError, UserError
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.leaves import COMMAND_LINE
@@ -34,6 +35,7 @@ Recipe = str | os.PathLike[str] | Mapping[str, Any] | LoadedRecipe
 OnProgress = Callable[[dict[str, Any]], None] | None
 
 
+@in_turn
 def load_recipe(recipe: Recipe, /, **keys: Any) -> LoadedRecipe:
     """Return a recipe, validated, with defaults filled in: `.recipe` has its values, `.plain` the same as a dict.
 
@@ -47,6 +49,7 @@ def load_recipe(recipe: Recipe, /, **keys: Any) -> LoadedRecipe:
     return only_one(_loaded(recipe, keys, lambda references, texts: [load(references[0], texts)]))
 
 
+@in_turn
 def run(recipe: Recipe, /, *, on_progress: OnProgress = None, **keys: Any) -> Run:
     """Train a recipe to its target, record the run in MLflow, and return its result.
 
@@ -62,6 +65,7 @@ def run(recipe: Recipe, /, *, on_progress: OnProgress = None, **keys: Any) -> Ru
     return _run([load_recipe(recipe, **keys)], keys, on_progress=on_progress).runs[0]
 
 
+@in_turn
 def simulate(recipe: Recipe, /, **keys: Any) -> Run:
     """Simulate a recipe: return durations, bytes and memory without training, as with `engine.kind: simulated`.
 
@@ -75,6 +79,7 @@ def simulate(recipe: Recipe, /, **keys: Any) -> Run:
     return run(recipe, **{**keys, "engine.kind": "simulated"})
 
 
+@in_turn
 def compare(
     *recipes: Recipe, seeds: Sequence[int] | None = None, on_progress: OnProgress = None, **keys: Any
 ) -> RunComparison:
@@ -97,6 +102,7 @@ def compare(
     return _run(loaded, keys, seeds=seeds, on_progress=on_progress)
 
 
+@in_turn
 def recorded(*runs: str) -> RunComparison:
     """Return recorded runs side by side, and what differs in their recipes, as `pipebench compare` prints them.
 
@@ -112,6 +118,7 @@ def recorded(*runs: str) -> RunComparison:
     return side_by_side(runs, records())
 
 
+@in_turn
 def plan(recipe: Recipe, /, *, others: bool = True, **keys: Any) -> PlanAnswer:
     """Return the best plan of a recipe: which layers make a stage, how many workers run it, and why.
 
@@ -129,6 +136,7 @@ def plan(recipe: Recipe, /, *, others: bool = True, **keys: Any) -> PlanAnswer:
         return PlanAnswer(planning.findings(loaded, others=others))
 
 
+@in_turn
 def profile(recipe: Recipe, /, *, samples: int | None = None, **keys: Any) -> ModelProfile:
     """Return the costs of every layer of a recipe's model, or in a profile's file (`.json`, or a `graph.txt`).
 
@@ -166,7 +174,8 @@ def _run(
                 "file and the keys here, not a dict or what load_recipe returned, and in the file targets, "
                 "module:function, for its model and data set"
             )
-    suite = Suite(suite_name(loaded), _texts(with_names(keys)[0]), silent=True, on_progress=on_progress)
+    hear = None if on_progress is None else of_this_turn(on_progress)
+    suite = Suite(suite_name(loaded), _texts(with_names(keys)[0]), silent=True, on_progress=hear)
     with _mistakes():
         preflight_all(loaded, seeds=seeds)
         return runner.run_all(loaded, suite, seeds=seeds)

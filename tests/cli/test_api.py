@@ -16,8 +16,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import pipebench
+from pipebench.cli import turns
 from pipebench.cli.main import cli
 from pipebench.recipe import objects
+from pipebench.show.answers import Run
 from tests.commands import run_copy
 from tests.patience import wait_for
 from tests.recipes import uniform_recipe
@@ -229,3 +231,53 @@ def test_json_of_listings() -> None:
 
 def test_a_file_after_json_is_refused_with_advice() -> None:
     assert "to write q.json, say --out q.json" in invoke("profile", "quickstart", "--json", "q.json").stderr
+
+
+class ObservedLock:
+    """A lock that says when a thread finds it taken, and so waits."""
+
+    def __init__(self) -> None:
+        self.lock, self.is_waited_for = threading.Lock(), threading.Event()
+
+    def __enter__(self) -> None:
+        if not self.lock.acquire(blocking=False):
+            self.is_waited_for.set()
+            self.lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()
+
+
+def test_calls_in_several_threads_run_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 0.2.0 they drew from the same generators, and returned other numbers than alone."""
+    lock, log, runs = ObservedLock(), list[str](), list[Run]()
+    monkeypatch.setattr(turns, "_turn", lock)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    alone = pipebench.run(SMALL, model=model, on_progress=silent).frame()["eval_loss"].to_list()
+
+    def second() -> None:
+        runs.append(pipebench.run(SMALL, model=model, on_progress=lambda facts: log.append("second")))
+
+    thread = threading.Thread(target=second)
+
+    def hear(facts: dict[str, Any]) -> None:
+        log.append("first")
+        if log == ["first"]:
+            assert pipebench.load_recipe("quickstart").recipe.name == "quickstart", "a call within a call has its turn"
+            thread.start()
+            assert lock.is_waited_for.wait(60)
+
+    first = pipebench.run(SMALL, model=model, on_progress=hear)
+    thread.join()
+    assert log == sorted(log)
+    assert {*log} == {"first", "second"}
+    assert [run.frame()["eval_loss"].to_list() for run in (first, *runs)] == [alone, alone]
+
+
+@pytest.mark.slow
+def test_progress_of_processes_may_call_while_the_run_waits() -> None:
+    """It comes in another thread."""
+    keys = {"train.max_epochs": 1, "engine.kind": "distributed", "cluster.count": 2, "parallelism.plan": "1-1"}
+    plans = list[str]()
+    pipebench.run("small.yaml", on_progress=lambda facts: plans.append(repr(pipebench.plan("small.yaml"))), **keys)
+    assert plans
