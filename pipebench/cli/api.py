@@ -17,7 +17,8 @@ from typing import Any
 from pipebench.cli import planning, profiling
 from pipebench.cli.references import load_all
 from pipebench.cli.turns import in_turn, of_this_turn
-from pipebench.errors import RecipeError, UserError
+from pipebench.distributed.launch import INTERRUPTED
+from pipebench.errors import RecipeError, UserError, WorkersFailedError
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.leaves import COMMAND_LINE
 from pipebench.recipe.load import IN_MEMORY, LoadedRecipe, load, load_mapping, only_one
@@ -61,6 +62,9 @@ def run(recipe: Recipe, /, *, on_progress: OnProgress = None, **keys: Any) -> Ru
 
     Raises:
         UserError: a mistake in the recipe, or in the code that it names.
+        KeyboardInterrupt: Ctrl-C before training begins. In training it ends the run, which is returned with the
+            outcome `interrupted`; of a run in processes a second Ctrl-C ends these, without a result.
+        WorkersFailedError: processes of the run failed, and so there is no result; they have printed why.
     """
     return _run([load_recipe(recipe, **keys)], keys, on_progress=on_progress).runs[0]
 
@@ -93,6 +97,7 @@ def compare(
 
     Raises:
         UserError: a mistake in a recipe, found before anything runs.
+        KeyboardInterrupt, WorkersFailedError: as for `run`.
     """
     loaded = [each for recipe in recipes for each in _loaded(recipe, keys, load_all)]
     if not loaded:
@@ -230,9 +235,16 @@ def _texts(keys: Mapping[str, Any]) -> tuple[str, ...]:
 
 @contextmanager
 def _mistakes() -> Iterator[None]:
-    """Raise exceptions of the user's own code as a `UserError` with the sentence that the command line prints."""
+    """Raise exceptions of the user's own code as a `UserError` with the sentence that the command line prints.
+
+    Ctrl-C to processes is a KeyboardInterrupt, too.
+    """
     try:
         yield
+    except WorkersFailedError as error:
+        if error.exit_code == INTERRUPTED:
+            raise KeyboardInterrupt from None
+        raise
     except Exception as error:
         theirs = as_users(error)
         if theirs is None:

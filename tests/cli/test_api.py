@@ -198,6 +198,17 @@ def test_mistakes_with_objects() -> None:
     assert "can't make the model: KeyError: 'no weights'" in mistake(pipebench.run, SMALL, model=fails)
 
 
+@pytest.mark.parametrize(("code", "raised"), [(130, KeyboardInterrupt), (3, pipebench.WorkersFailedError)])
+def test_processes_that_ctrl_c_ends_are_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch, code: int, raised: type[BaseException]
+) -> None:
+    """In 0.2.0 both were an error that the package doesn't name; the virtual engine was interrupted."""
+    monkeypatch.setattr("pipebench.run.processes.run_workers", lambda *given, **keys: code)
+    keys = {"engine.kind": "distributed", "cluster.count": 2, "parallelism.plan": "1-1"}
+    with pytest.raises(raised):
+        pipebench.run("small.yaml", on_progress=silent, **keys)
+
+
 @pytest.mark.slow
 def test_processes_do_not_print_the_returned_result(capfd: pytest.CaptureFixture[str]) -> None:
     keys = {"train.max_epochs": 1, "engine.kind": "distributed", "cluster.count": 2, "parallelism.plan": "1-1"}
