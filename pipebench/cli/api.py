@@ -93,7 +93,9 @@ def compare(
         recipes: names, files, folders of recipes, or dicts.
         seeds: run each once per seed.
         on_progress: as for `run`.
-        keys: keys of every recipe; a list of values makes a run of each: `parallelism={"mode": ["dp", "gpipe"]}`.
+        keys: keys of every recipe; a list of values makes a run of each: `parallelism={"mode": ["dp", "gpipe"]}`. Only
+            for an argument of a `target` a list is the value itself. To compare arguments, give a recipe for each:
+            `compare(*(load_recipe(recipe, name=f"width-{width}", model={"width": width}) for width in (16, 32)))`.
 
     Raises:
         UserError: a mistake in a recipe, found before anything runs.

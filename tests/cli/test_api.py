@@ -128,6 +128,22 @@ def test_models_and_data_are_objects() -> None:
     assert fresh.result.recipe["model.depth"] == "3"
 
 
+def test_arguments_of_a_target_are_compared_by_a_recipe_each() -> None:
+    """A list of them is a value: the target may take one."""
+
+    def of_widths(widths: list[int] | int = 8) -> nn.Sequential:
+        first, second = widths if isinstance(widths, list) else (widths, widths)
+        return nn.Sequential(nn.Linear(4, first), nn.Linear(first, second), nn.Linear(second, 8), nn.Linear(8, 4))
+
+    recipe = {**SMALL, "model": {"target": of_widths}, "engine": {"kind": "simulated"}}
+    found = pipebench.compare(recipe, **{"model.widths": [6, 7], "train.seed": [0, 1]}, on_progress=silent)
+    assert [run.result.recipe["model.widths"] for run in found.runs] == ["[6, 7]"] * 2
+    each = (pipebench.load_recipe(recipe, name=f"width-{width}", model={"widths": width}) for width in (16, 32))
+    found = pipebench.compare(*each, on_progress=silent)
+    assert [run.result.name for run in found.runs] == ["width-16", "width-32"]
+    assert [run.result.recipe["model.widths"] for run in found.runs] == ["16", "32"]
+
+
 def test_loaders_give_the_data_and_objects_replace_a_file_s_section() -> None:
     train, held_out = (DataLoader(data, 12, shuffle=True) for data in DATA)
     dataset = {"target": (train, held_out), "loss": "cross_entropy", "metrics": ["top1"]}
