@@ -89,6 +89,8 @@ def compare(
 ) -> RunComparison:
     """Run recipes one after another, record them as one comparison, and return them side by side.
 
+    If a run fails, the others go on, and its error is raised at the end; `recorded` has those that are done.
+
     Args:
         recipes: names, files, folders of recipes, or dicts.
         seeds: run each once per seed.
