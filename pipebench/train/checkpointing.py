@@ -263,4 +263,12 @@ def _committed(store: Checkpoints, step: int, shares: Sequence[_Share], progress
     if problem is None:
         return ""
     store.abandon(step)
-    return f"no checkpoint at minibatch {step}: {problem}; those before stay, training goes on"
+    return f"no checkpoint at minibatch {step}: {problem}; {_others(store)}, training goes on"
+
+
+def _others(store: Checkpoints) -> str:
+    """Return whether there are other checkpoints, in words; somebody may have removed the run's folder."""
+    try:
+        return "those before stay" if store.steps() else "there is no other one"
+    except OSError:
+        return "nor can those before be read"
