@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 _FUNCTIONS = ("compare", "load_recipe", "plan", "profile", "recorded", "run", "simulate")
-_ERRORS = ("RecipeError", "UserError")
+_ERRORS = ("RecipeError", "UserError", "WorkersFailedError")
 
 if not os.path.isdir(os.path.join(__path__[0], "zoo")):  # in a checkout zoo is a link, which Windows doesn't make
     __path__.append(os.path.dirname(os.path.abspath(__path__[0])))

@@ -7,6 +7,7 @@ from pipebench.cli.api import run as run
 from pipebench.cli.api import simulate as simulate
 from pipebench.errors import RecipeError as RecipeError
 from pipebench.errors import UserError as UserError
+from pipebench.errors import WorkersFailedError as WorkersFailedError
 
 __version__: str
 

@@ -3,7 +3,7 @@
 A recipe is a name from `pipebench ls recipes`, a file, or a dict. Keyword arguments change its keys:
 `train={"max_epochs": 1}` or `**{"train.max_epochs": 1}`. A model may be a `torch.nn.Module` or a function that makes
 one, and a data set two torch data sets or loaders, to train on and to evaluate on. A mistake raises a `UserError` with
-the sentence that the command would print.
+the sentence that the command would print. Calls in several threads of a process run one after another.
 """
 
 import json
@@ -16,7 +16,9 @@ from typing import Any
 
 from pipebench.cli import planning, profiling
 from pipebench.cli.references import load_all
-from pipebench.errors import RecipeError, UserError
+from pipebench.cli.turns import in_turn, of_this_turn
+from pipebench.distributed.launch import INTERRUPTED
+from pipebench.errors import RecipeError, UserError, WorkersFailedError
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.leaves import COMMAND_LINE
 from pipebench.recipe.load import IN_MEMORY, LoadedRecipe, load, load_mapping, only_one
@@ -34,6 +36,7 @@ Recipe = str | os.PathLike[str] | Mapping[str, Any] | LoadedRecipe
 OnProgress = Callable[[dict[str, Any]], None] | None
 
 
+@in_turn
 def load_recipe(recipe: Recipe, /, **keys: Any) -> LoadedRecipe:
     """Return a recipe, validated, with defaults filled in: `.recipe` has its values, `.plain` the same as a dict.
 
@@ -47,6 +50,7 @@ def load_recipe(recipe: Recipe, /, **keys: Any) -> LoadedRecipe:
     return only_one(_loaded(recipe, keys, lambda references, texts: [load(references[0], texts)]))
 
 
+@in_turn
 def run(recipe: Recipe, /, *, on_progress: OnProgress = None, **keys: Any) -> Run:
     """Train a recipe to its target, record the run in MLflow, and return its result.
 
@@ -58,10 +62,14 @@ def run(recipe: Recipe, /, *, on_progress: OnProgress = None, **keys: Any) -> Ru
 
     Raises:
         UserError: a mistake in the recipe, or in the code that it names.
+        KeyboardInterrupt: Ctrl-C before training begins. In training it ends the run, which is returned with the
+            outcome `interrupted`; of a run in processes a second Ctrl-C ends these, without a result.
+        WorkersFailedError: processes of the run failed, and so there is no result; they have printed why.
     """
     return _run([load_recipe(recipe, **keys)], keys, on_progress=on_progress).runs[0]
 
 
+@in_turn
 def simulate(recipe: Recipe, /, **keys: Any) -> Run:
     """Simulate a recipe: return durations, bytes and memory without training, as with `engine.kind: simulated`.
 
@@ -75,19 +83,25 @@ def simulate(recipe: Recipe, /, **keys: Any) -> Run:
     return run(recipe, **{**keys, "engine.kind": "simulated"})
 
 
+@in_turn
 def compare(
     *recipes: Recipe, seeds: Sequence[int] | None = None, on_progress: OnProgress = None, **keys: Any
 ) -> RunComparison:
     """Run recipes one after another, record them as one comparison, and return them side by side.
 
+    If a run fails, the others go on, and its error is raised at the end; `recorded` has those that are done.
+
     Args:
         recipes: names, files, folders of recipes, or dicts.
         seeds: run each once per seed.
         on_progress: as for `run`.
-        keys: keys of every recipe; a list of values makes a run of each: `parallelism={"mode": ["dp", "gpipe"]}`.
+        keys: keys of every recipe; a list of values makes a run of each: `parallelism={"mode": ["dp", "gpipe"]}`. Only
+            for an argument of a `target` a list is the value itself. To compare arguments, give a recipe for each:
+            `compare(*(load_recipe(recipe, name=f"width-{width}", model={"width": width}) for width in (16, 32)))`.
 
     Raises:
         UserError: a mistake in a recipe, found before anything runs.
+        KeyboardInterrupt, WorkersFailedError: as for `run`.
     """
     loaded = [each for recipe in recipes for each in _loaded(recipe, keys, load_all)]
     if not loaded:
@@ -97,6 +111,7 @@ def compare(
     return _run(loaded, keys, seeds=seeds, on_progress=on_progress)
 
 
+@in_turn
 def recorded(*runs: str) -> RunComparison:
     """Return recorded runs side by side, and what differs in their recipes, as `pipebench compare` prints them.
 
@@ -112,6 +127,7 @@ def recorded(*runs: str) -> RunComparison:
     return side_by_side(runs, records())
 
 
+@in_turn
 def plan(recipe: Recipe, /, *, others: bool = True, **keys: Any) -> PlanAnswer:
     """Return the best plan of a recipe: which layers make a stage, how many workers run it, and why.
 
@@ -129,6 +145,7 @@ def plan(recipe: Recipe, /, *, others: bool = True, **keys: Any) -> PlanAnswer:
         return PlanAnswer(planning.findings(loaded, others=others))
 
 
+@in_turn
 def profile(recipe: Recipe, /, *, samples: int | None = None, **keys: Any) -> ModelProfile:
     """Return the costs of every layer of a recipe's model, or in a profile's file (`.json`, or a `graph.txt`).
 
@@ -166,7 +183,8 @@ def _run(
                 "file and the keys here, not a dict or what load_recipe returned, and in the file targets, "
                 "module:function, for its model and data set"
             )
-    suite = Suite(suite_name(loaded), _texts(with_names(keys)[0]), silent=True, on_progress=on_progress)
+    hear = None if on_progress is None else of_this_turn(on_progress)
+    suite = Suite(suite_name(loaded), _texts(with_names(keys)[0]), silent=True, on_progress=hear)
     with _mistakes():
         preflight_all(loaded, seeds=seeds)
         return runner.run_all(loaded, suite, seeds=seeds)
@@ -221,9 +239,16 @@ def _texts(keys: Mapping[str, Any]) -> tuple[str, ...]:
 
 @contextmanager
 def _mistakes() -> Iterator[None]:
-    """Raise exceptions of the user's own code as a `UserError` with the sentence that the command line prints."""
+    """Raise exceptions of the user's own code as a `UserError` with the sentence that the command line prints.
+
+    Ctrl-C to processes is a KeyboardInterrupt, too.
+    """
     try:
         yield
+    except WorkersFailedError as error:
+        if error.exit_code == INTERRUPTED:
+            raise KeyboardInterrupt from None
+        raise
     except Exception as error:
         theirs = as_users(error)
         if theirs is None:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -24,6 +24,9 @@ from pipebench.run.folder import resumed
 from pipebench.run.lock import locked
 from pipebench.run.preflight_all import preflight_all
 from pipebench.run.suite import Suite, suite_name
+
+if TYPE_CHECKING:
+    from pipebench.show.answers import RunComparison
 
 
 @click.command
@@ -129,17 +132,21 @@ def _run(
     if not as_json and not json_lines:
         code: int = runner.run_recipes(loaded, suite, seeds=seeds)
         return code
+    several = runner.num_runs(loaded, seeds) > 1
     with only_json() as write:
-        if json_lines:
-            suite = replace(suite, on_progress=lambda facts: write(json_line(facts)))
-        made = runner.run_all(loaded, suite, seeds=seeds)
-        if json_lines:
+
+        def show(made: "RunComparison") -> None:
+            if not json_lines:
+                write(json_text((made if several else made.runs[0]).to_dict()))
+                return
             for each in made.runs:
                 write(json_line({"event": "result", **each.to_dict()}))
-            if len(made.runs) > 1:
+            if several:
                 write(json_line({"event": "comparison", **made.to_dict(), "runs": len(made.runs)}))
-        else:
-            write(json_text((made if len(made.runs) > 1 else made.runs[0]).to_dict()))
+
+        if json_lines:
+            suite = replace(suite, on_progress=lambda facts: write(json_line(facts)))
+        made = runner.run_all(loaded, suite, seeds=seeds, show=show)
     return made.exit_code
 
 

@@ -72,7 +72,8 @@ class LoadedRecipe:
     origins: Mapping[str, str]  # full key to the file (or `command line`) that gave its value; without defaults
     pending: tuple[Fault, ...]  # environment variables that aren't set: faults only if the recipe runs here
     cluster: Cluster  # undefined if faults are pending
-    # Searched first for modules of targets: folders of the files that name them, working directory, recipe's folder.
+    # Searched first for modules of targets: folders of the files that name them, working directory, recipe's folder,
+    # which are two if the recipe is a link: the link's and its file's.
     folders: tuple[Path, ...] = ()
     goes_on: bool = False  # whether it is the recipe of a resumed run
     varied_name: str = ""  # in a sweep, what varies: `depth=4`
@@ -331,7 +332,9 @@ def _microbatches(draft: Draft) -> int:
 
 def _folders(found: Mapping[Key, Leaf], path: Path) -> tuple[Path, ...]:
     naming = (leaf.folder for key, leaf in found.items() if key[-1] == "target" or key[0] == "dataset")
-    return tuple(dict.fromkeys(folder.absolute() for folder in (*naming, Path.cwd(), path.parent)))
+    beside = [path.parent, *([path.resolve().parent] if path.is_symlink() else [])]
+    searched = (beside if folder == path.parent else [folder] for folder in (*naming, Path.cwd(), path.parent))
+    return tuple(dict.fromkeys(folder.absolute() for folder in itertools.chain.from_iterable(searched)))
 
 
 def _nested(found: Mapping[Key, Leaf]) -> dict[str, Any]:

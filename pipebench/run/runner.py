@@ -5,12 +5,15 @@ Experiment = suite, parent run = comparison (or the seeds of one recipe), child 
 
 import itertools
 import json
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
+from pipebench.distributed import launch
+from pipebench.errors import UserError, WorkersFailedError, is_out_of_memory, print_notice, printable_lines
 from pipebench.formats import seconds
 from pipebench.metrics import ranked
 from pipebench.recipe.engines import engine_kind
@@ -51,54 +54,135 @@ _MOST_BLOCKS = 2  # of a picture too wide for a terminal; if it has more, column
 _Ids = dict[tuple[str, int | None], str | Path | None]
 
 
+@dataclass(frozen=True)
+class _Made:
+    """What the runs of a command have led to so far."""
+
+    runs: list[Run] = field(default_factory=list)  # those with a result
+    ids: _Ids = field(default_factory=dict)
+    failures: list[Exception] = field(default_factory=list)  # of other runs
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the user has interrupted a run, and so all that would follow."""
+        return bool(self.runs) and self.runs[-1].result.outcome == INTERRUPTED
+
+
 def run_recipes(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int] | None) -> int:
     """Run every recipe as `run_all` does; print results side by side; return the worst exit code."""
-    made = run_all(loaded, suite, seeds=seeds)
-    if len(loaded) > 1 or len(made.runs) > 1:
-        made.print_to(standard_output())
+    several = num_runs(loaded, seeds) > 1
+    made = run_all(loaded, suite, seeds=seeds, show=lambda made: made.print_to(standard_output()) if several else None)
     return made.exit_code
 
 
-def run_all(loaded: Sequence[LoadedRecipe], suite: Suite, *, seeds: Sequence[int] | None) -> RunComparison:
+def num_runs(loaded: Sequence[LoadedRecipe], seeds: Sequence[int] | None) -> int:
+    """Return how many runs a command makes."""
+    return len(loaded) * len(seeds or [0])
+
+
+def run_all(
+    loaded: Sequence[LoadedRecipe],
+    suite: Suite,
+    *,
+    seeds: Sequence[int] | None,
+    show: Callable[[RunComparison], None] = lambda made: None,
+) -> RunComparison:
     """Run every recipe once per seed (None for the recipe's own), print and record each result; return them all.
 
+    If a run of several fails, the others go on, and its error is raised at the end. Before that, `show` gets the runs
+    that have a result, if any.
+
     Raises:
-        UserError: the results can't be recorded anywhere.
+        UserError: the results can't be recorded anywhere, or a run failed by the user's mistake.
         WorkersFailedError: processes ended without a result.
     """
     require_writable()
-    several = len(loaded) > 1
     # Faults visible only in the traced model must be raised before the first recipe runs.
-    decisions = [decide(each, suite, alone=not several) for each in loaded]
+    decisions = [decide(each, suite, alone=len(loaded) == 1) for each in loaded]
     tracking = Tracking(suite.name)
     tracking.close_orphaned(records(besides=suite.resumed))
-    total, numbers = len(loaded) * len(seeds or [0]), itertools.count(1)
     suite = _drawing_few(suite, len(seeds or [0]) * sum(not engine_kind(each.recipe).trains for each in loaded))
-
-    def begin(name: str) -> None:
-        if total > 1 and suite.prints:
-            console.print_position(next(numbers), total, name, standard_output())
-
     title = comparison_title([each.run_name for each in loaded], datetime.now())
-    parent = start_parent(tracking, title, "comparison", loaded) if several else None
-    runs, ids = list[Run](), _Ids()
+    parent = start_parent(tracking, title, "comparison", loaded) if len(loaded) > 1 else None
+    pairs = zip(loaded, decisions, strict=True)
+    requests = [RunRequest(each, each.run_name, suite, parent, decision) for each, decision in pairs]
+    return _run_together(requests, seeds, tracking, parent, show)
+
+
+def _run_together(
+    requests: Sequence[RunRequest],
+    seeds: Sequence[int] | None,
+    tracking: Tracking,
+    parent: RunLog | None,
+    show: Callable[[RunComparison], None],
+) -> RunComparison:
+    """Make the runs of `run_all`, and record them in their parent, if there is one."""
+    made, loaded = _Made(), [each.loaded for each in requests]
     try:
-        with printing_what_is_left(loaded, suite, seeds, ids):
-            for each, decision in zip(loaded, decisions, strict=True):
-                request = RunRequest(each, each.run_name, suite, parent, decision)
-                _run_with_seeds(request, seeds, tracking, begin, (runs, ids))
-                if runs[-1].result.outcome == INTERRUPTED:
-                    break
-    except KeyboardInterrupt:  # between two runs, or while pictures of one were drawn
-        if suite.prints and runs and total > 1:
-            RunComparison(tuple(runs), parent.where() if parent else "").print_to(standard_output())
+        with printing_what_is_left(loaded, requests[0].suite, seeds, made.ids):
+            _run_each(requests, seeds, tracking, made)
+    except BaseException:  # such as Ctrl-C between two runs, or while pictures of one were drawn
+        _show(made, parent, show)
         raise
     finally:
         if parent is not None:
-            _record_speed_ups(parent, [run.result for run in runs], ids)
-            finish_parent(parent, runs, complete=len(runs) == total)
+            _record_speed_ups(parent, [run.result for run in made.runs], made.ids)
+            finish_parent(parent, made.runs, complete=len(made.runs) == num_runs(loaded, seeds))
         tracking.close()
-    return RunComparison(tuple(runs), parent.where() if parent else "")
+    answer = _show(made, parent, show)
+    if made.failures:
+        raise made.failures[0]
+    return answer
+
+
+def _show(made: _Made, parent: RunLog | None, show: Callable[[RunComparison], None]) -> RunComparison:
+    """Return the runs that have a result, after they were shown, if there are any."""
+    answer = RunComparison(tuple(made.runs), parent.where() if parent else "")
+    if made.runs:
+        show(answer)
+    return answer
+
+
+def _run_each(requests: Sequence[RunRequest], seeds: Sequence[int] | None, tracking: Tracking, made: _Made) -> None:
+    """Run recipes one after another, each with all seeds; see `_run_with_seeds`."""
+    total, numbers = len(requests) * len(seeds or [0]), itertools.count(1)
+
+    def run_one(request: RunRequest) -> None:
+        if total > 1 and request.suite.prints:
+            console.print_position(next(numbers), total, request.name, standard_output())
+        try:
+            _run_one(request, tracking, made)
+        except Exception as error:
+            if total == 1 or not _concerns_one_run(error):
+                raise
+            why = "; ".join(printable_lines(str(error).removeprefix(f"{request.name}: ")))
+            print_notice(f"{request.name} has failed: {why}")
+            made.failures.append(error)
+            _free_variables(error)
+
+    for request in requests:
+        _run_with_seeds(request, seeds, tracking, run_one, made)
+        if made.interrupted:
+            break
+
+
+def _free_variables(error: BaseException | None) -> None:
+    """Free what the functions had in which an error was raised, such as a model, for the runs that follow."""
+    freed = list[BaseException]()
+    while error is not None and error not in freed:  # an error may be its own cause
+        traceback.clear_frames(error.__traceback__)
+        freed.append(error)
+        error = error.__cause__ or error.__context__
+
+
+def _concerns_one_run(error: Exception) -> bool:
+    """Return whether a run's failure says nothing of other runs: by the user's code, memory, or its processes.
+
+    A full disk or a fault of pipebench's would end them, too.
+    """
+    if isinstance(error, WorkersFailedError):
+        return error.exit_code != launch.INTERRUPTED
+    return isinstance(error, UserError) or is_out_of_memory(error)
 
 
 def _drawing_few(suite: Suite, num_simulated: int) -> Suite:
@@ -175,8 +259,8 @@ def _run_with_seeds(
     given: RunRequest,
     seeds: Sequence[int] | None,
     tracking: Tracking,
-    begin: Callable[[str], None],
-    made: tuple[list[Run], _Ids],
+    run_one: Callable[[RunRequest], None],
+    made: _Made,
 ) -> None:
     """Run a recipe once per seed, as a group if there are several.
 
@@ -184,43 +268,40 @@ def _run_with_seeds(
         given: the run, without a seed.
         seeds: None for the recipe's own.
         tracking: where runs are recorded.
-        begin: called with every run's name before it starts.
+        run_one: makes the run of a seed.
         made: gets every run and its id as it ends, so that a later failure doesn't lose them.
     """
-    loaded, name, (runs, ids) = given.loaded, given.name, made
+    loaded, name = given.loaded, given.name
     if seeds is None or len(seeds) == 1:
-        begin(name)
         seed = loaded.recipe.train.seed if seeds is None else seeds[0]
-        _run_one(replace(given, loaded=with_seed(loaded, seed)), tracking, made)
+        run_one(replace(given, loaded=with_seed(loaded, seed)))
         return
     title = f"{name}, seeds {', '.join(map(str, seeds))}"
-    group, first = start_parent(tracking, title, "seeds", [loaded], given.parent), len(runs)
+    group, first = start_parent(tracking, title, "seeds", [loaded], given.parent), len(made.runs)
     try:
         for seed in seeds:
-            begin(f"{name}-seed{seed}")
-            request = replace(given, loaded=with_seed(loaded, seed), name=f"{name}-seed{seed}", parent=group)
-            _run_one(request, tracking, made)
-            if runs[-1].result.outcome == INTERRUPTED:
+            run_one(replace(given, loaded=with_seed(loaded, seed), name=f"{name}-seed{seed}", parent=group))
+            if made.interrupted:
                 break
     finally:
-        results = [run.result for run in runs[first:]]
+        runs = made.runs[first:]
+        results = [run.result for run in runs]
         if results:
             group.metrics(ranked(summarise_seeds(results) | seed_medians(results), results[0].clock))
-        finish_parent(group, runs[first:], complete=len(results) == len(seeds))
-        ids[name, None] = group.run_id or group.folder
+        finish_parent(group, runs, complete=len(results) == len(seeds))
+        made.ids[name, None] = group.run_id or group.folder
 
 
-def _run_one(request: RunRequest, tracking: Tracking, made: tuple[list[Run], _Ids]) -> None:
+def _run_one(request: RunRequest, tracking: Tracking, made: _Made) -> None:
     """Run a recipe with its seed and add the run to `made`, also if it was interrupted once it had its result."""
-    runs, ids = made
     recipe = request.loaded.recipe
     interrupt: EndedRunInterrupt | None = None
     try:
         run = RUNS[recipe.engine.kind](request, tracking)
     except EndedRunInterrupt as error:
         run, interrupt = error.run, error
-    runs.append(run)
-    ids[request.loaded.run_name, recipe.train.seed] = run.mlflow_run_id or run.record
+    made.runs.append(run)
+    made.ids[request.loaded.run_name, recipe.train.seed] = run.mlflow_run_id or run.record
     if interrupt is not None:
         raise interrupt
 

@@ -94,16 +94,18 @@ def printing_what_is_left(
     finally:
         total, done = len(loaded) * len(seeds or [0]), sum(seed is not None for _, seed in ids)
         if total > 1 and done < total:
-            commands = "; ".join(left(loaded, suite, seeds, done))
+            commands = "; ".join(left(loaded, suite, seeds, ids))
             message = f"pipebench: {done} of {total} runs done; the others: {commands}"
             print(message, file=sys.stderr, flush=True)
 
 
-def left(loaded: Sequence[LoadedRecipe], suite: Suite, seeds: Sequence[int] | None, done: int) -> list[str]:
-    """Return the commands for all runs after the first `done`, counted recipe by recipe."""
-    per_recipe = len(seeds or [0])
-    first, begun = divmod(done, per_recipe)
-    parts = [(each, tuple(seeds or ())[begun if index == 0 else 0 :]) for index, each in enumerate(loaded[first:])]
+def left(loaded: Sequence[LoadedRecipe], suite: Suite, seeds: Sequence[int] | None, ids: Ids) -> list[str]:
+    """Return the commands for all runs but those in `ids`; see `printing_what_is_left`."""
+    parts = []
+    for each in loaded:
+        undone = [seed for seed in seeds or [each.recipe.train.seed] if (each.run_name, seed) not in ids]
+        if undone:
+            parts.append((each, tuple(undone if seeds else ())))
     commands = []
     for (_, words, some), group in groupby(parts, key=_shared):
         together = [each for each, _ in group]

@@ -195,7 +195,12 @@ class CheckpointWriter:
         if engine.setup.device.type == "cuda":
             torch.cuda.synchronize(engine.setup.device)
 
+        may_begin = threading.Event()
+
         def work() -> None:
+            may_begin.wait()
+            if self._thread is not thread:  # Ctrl-C has ended `start`, so nobody waits for this thread
+                return
             try:
                 parts = _written(store, step, copies) if problem is None else problem
                 shares = gather(parts)
@@ -205,8 +210,12 @@ class CheckpointWriter:
                 self._failure = error
 
         # A daemon, so that a process that fails ends: it might wait for the part of another one that has ended.
-        self._thread = threading.Thread(target=work, name=f"checkpoint {step}", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=work, name=f"checkpoint {step}", daemon=True)
+        try:
+            thread.start()
+            self._thread = thread
+        finally:
+            may_begin.set()
         engine.sync_clock()
 
     def wait(self) -> None:
@@ -254,4 +263,12 @@ def _committed(store: Checkpoints, step: int, shares: Sequence[_Share], progress
     if problem is None:
         return ""
     store.abandon(step)
-    return f"no checkpoint at minibatch {step}: {problem}; those before stay, training goes on"
+    return f"no checkpoint at minibatch {step}: {problem}; {_others(store)}, training goes on"
+
+
+def _others(store: Checkpoints) -> str:
+    """Return whether there are other checkpoints, in words; somebody may have removed the run's folder."""
+    try:
+        return "those before stay" if store.steps() else "there is no other one"
+    except OSError:
+        return "nor can those before be read"

@@ -16,8 +16,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import pipebench
+from pipebench.cli import turns
 from pipebench.cli.main import cli
 from pipebench.recipe import objects
+from pipebench.show.answers import Run
 from tests.commands import run_copy
 from tests.patience import wait_for
 from tests.recipes import uniform_recipe
@@ -126,6 +128,22 @@ def test_models_and_data_are_objects() -> None:
     assert fresh.result.recipe["model.depth"] == "3"
 
 
+def test_arguments_of_a_target_are_compared_by_a_recipe_each() -> None:
+    """A list of them is a value: the target may take one."""
+
+    def of_widths(widths: list[int] | int = 8) -> nn.Sequential:
+        first, second = widths if isinstance(widths, list) else (widths, widths)
+        return nn.Sequential(nn.Linear(4, first), nn.Linear(first, second), nn.Linear(second, 8), nn.Linear(8, 4))
+
+    recipe = {**SMALL, "model": {"target": of_widths}, "engine": {"kind": "simulated"}}
+    found = pipebench.compare(recipe, **{"model.widths": [6, 7], "train.seed": [0, 1]}, on_progress=silent)
+    assert [run.result.recipe["model.widths"] for run in found.runs] == ["[6, 7]"] * 2
+    each = (pipebench.load_recipe(recipe, name=f"width-{width}", model={"widths": width}) for width in (16, 32))
+    found = pipebench.compare(*each, on_progress=silent)
+    assert [run.result.name for run in found.runs] == ["width-16", "width-32"]
+    assert [run.result.recipe["model.widths"] for run in found.runs] == ["16", "32"]
+
+
 def test_loaders_give_the_data_and_objects_replace_a_file_s_section() -> None:
     train, held_out = (DataLoader(data, 12, shuffle=True) for data in DATA)
     dataset = {"target": (train, held_out), "loss": "cross_entropy", "metrics": ["top1"]}
@@ -196,6 +214,17 @@ def test_mistakes_with_objects() -> None:
     assert "can't make the model: KeyError: 'no weights'" in mistake(pipebench.run, SMALL, model=fails)
 
 
+@pytest.mark.parametrize(("code", "raised"), [(130, KeyboardInterrupt), (3, pipebench.WorkersFailedError)])
+def test_processes_that_ctrl_c_ends_are_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch, code: int, raised: type[BaseException]
+) -> None:
+    """In 0.2.0 both were an error that the package doesn't name; the virtual engine was interrupted."""
+    monkeypatch.setattr("pipebench.run.processes.run_workers", lambda *given, **keys: code)
+    keys = {"engine.kind": "distributed", "cluster.count": 2, "parallelism.plan": "1-1"}
+    with pytest.raises(raised):
+        pipebench.run("small.yaml", on_progress=silent, **keys)
+
+
 @pytest.mark.slow
 def test_processes_do_not_print_the_returned_result(capfd: pytest.CaptureFixture[str]) -> None:
     keys = {"train.max_epochs": 1, "engine.kind": "distributed", "cluster.count": 2, "parallelism.plan": "1-1"}
@@ -229,3 +258,53 @@ def test_json_of_listings() -> None:
 
 def test_a_file_after_json_is_refused_with_advice() -> None:
     assert "to write q.json, say --out q.json" in invoke("profile", "quickstart", "--json", "q.json").stderr
+
+
+class ObservedLock:
+    """A lock that says when a thread finds it taken, and so waits."""
+
+    def __init__(self) -> None:
+        self.lock, self.is_waited_for = threading.Lock(), threading.Event()
+
+    def __enter__(self) -> None:
+        if not self.lock.acquire(blocking=False):
+            self.is_waited_for.set()
+            self.lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()
+
+
+def test_calls_in_several_threads_run_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 0.2.0 they drew from the same generators, and returned other numbers than alone."""
+    lock, log, runs = ObservedLock(), list[str](), list[Run]()
+    monkeypatch.setattr(turns, "_turn", lock)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    alone = pipebench.run(SMALL, model=model, on_progress=silent).frame()["eval_loss"].to_list()
+
+    def second() -> None:
+        runs.append(pipebench.run(SMALL, model=model, on_progress=lambda facts: log.append("second")))
+
+    thread = threading.Thread(target=second)
+
+    def hear(facts: dict[str, Any]) -> None:
+        log.append("first")
+        if log == ["first"]:
+            assert pipebench.load_recipe("quickstart").recipe.name == "quickstart", "a call within a call has its turn"
+            thread.start()
+            assert lock.is_waited_for.wait(60)
+
+    first = pipebench.run(SMALL, model=model, on_progress=hear)
+    thread.join()
+    assert log == sorted(log)
+    assert {*log} == {"first", "second"}
+    assert [run.frame()["eval_loss"].to_list() for run in (first, *runs)] == [alone, alone]
+
+
+@pytest.mark.slow
+def test_progress_of_processes_may_call_while_the_run_waits() -> None:
+    """It comes in another thread."""
+    keys = {"train.max_epochs": 1, "engine.kind": "distributed", "cluster.count": 2, "parallelism.plan": "1-1"}
+    plans = list[str]()
+    pipebench.run("small.yaml", on_progress=lambda facts: plans.append(repr(pipebench.plan("small.yaml"))), **keys)
+    assert plans

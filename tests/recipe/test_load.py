@@ -333,6 +333,18 @@ class TestPreflight:
         with pytest.raises(RecipeError, match=r"^command line: model.depth: unknown option, allowed are width"):
             preflight(load(str(path), ["model.depth=3"]))
 
+    def test_target_beside_the_file_of_a_link(self, write: Write) -> None:
+        """0.2.0 looked beside the link only."""
+        write("def make(width: float): ...\n", "far/mymodels_beside_a_file.py")
+        text = VALID.partition("model:")[0] + "model: {target: 'mymodels_beside_a_file:make', width: 0.5}\n"
+        file = write(text + "dataset:" + VALID.partition("dataset:")[2], "far/r.yaml")
+        link = Path("links/r.yaml")
+        link.parent.mkdir()
+        link.symlink_to(file.absolute())
+        loaded = load(str(link))
+        assert loaded.folders == tuple(Path(name).absolute() for name in ("links", "far", "."))
+        preflight(loaded)
+
 
 class TestCatalog:
     """Short names and paths mean the same from a checkout and from anywhere else."""

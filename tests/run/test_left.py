@@ -1,20 +1,28 @@
 """A command of several runs that ends early prints how to make the remaining ones."""
 
+import errno
+import json
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
+from torch import nn
 
 from pipebench.cli.main import cli
 from pipebench.distributed import launch
+from pipebench.errors import UserError, WorkersFailedError
 from pipebench.recipe.load import load, load_each
-from pipebench.run import drawings, processes
+from pipebench.run import drawings, processes, runner
+from pipebench.run.one_process import run_simulated
 from pipebench.run.request import RunRequest
 from pipebench.run.suite import Suite, left
 from pipebench.show import console
+from pipebench.show.answers import Run
 from pipebench.tracking import mlperf
+from pipebench.tracking.run_log import Tracking
 from tests.commands import run_copy
 from tests.shortcuts import evaluate_few_digits
 
@@ -128,13 +136,72 @@ def test_an_interrupted_start_is_not_done_though_the_run_that_it_goes_on_with_wa
     assert f"its checkpoints are kept: pipebench run --resume {folder.name} train.max_epochs=2" in done.stderr
 
 
+@pytest.mark.parametrize("options", [[], ["--json"], ["--json-lines"], ["--seeds", "3,4"]], ids=" ".join)
+def test_a_run_of_a_sweep_that_fails_does_not_end_the_others(
+    options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It did, and nothing was printed of those done before."""
+    models = weakref.WeakSet[nn.Module]()
+
+    def run(request: RunRequest, tracking: Tracking) -> Run:
+        assert not models, "what a failed run held is free"
+        if "minibatch_size=16" in request.name:
+            model = nn.Linear(2, 2)
+            models.add(model)
+            raise UserError(f"{request.name}: net.py:7, in forward: ValueError: no such size")
+        return run_simulated(request, tracking)
+
+    monkeypatch.setitem(runner.RUNS, "simulated", run)
+    given = ["quickstart/dp", "engine.kind=simulated", "train.minibatch_size=8,16,32", *options]
+    done = CliRunner().invoke(cli, ["run", *given])
+    assert done.exit_code == 2, done.output
+    names = [f"minibatch_size=16-seed{seed}" for seed in (3, 4)] if "--seeds" in options else ["minibatch_size=16"]
+    said = [line for line in done.stderr.splitlines() if "minibatch_size=16" in line and not line.startswith("2 of 3")]
+    for name, line in zip(names, said, strict=False):
+        reason = "net.py:7, in forward: ValueError: no such size"
+        assert line == f"pipebench: quickstart-dp-{name} has failed: {reason}"
+    number = "4 of 6" if "--seeds" in options else "2 of 3"
+    assert said[-2].startswith(f"pipebench: {number} runs done; the others: pipebench run /")
+    assert said[-2].endswith("train.minibatch_size=16," + (" --seeds 3,4" if "--seeds" in options else ""))
+    assert said[-1] == f"pipebench: error: quickstart-dp-{names[0]}: net.py:7, in forward: ValueError: no such size"
+    assert len(said) == len(names) + 2
+    if "--json" in options:
+        assert [each["train.minibatch_size"] for each in json.loads(done.stdout)["rows"]] == ["8", "32"]
+    elif "--json-lines" in options:
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        assert [each["event"] for each in lines[-3:]] == ["result", "result", "comparison"]
+    else:
+        rows = [line.split()[0] for line in done.stdout.splitlines() if line.startswith(" minibatch_size=")]
+        assert rows[:2] == ["minibatch_size=8", "minibatch_size=32"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(WorkersFailedError(130), 130), (KeyboardInterrupt(), 130), (OSError(errno.ENOSPC, "full"), 2)]
+)
+def test_what_is_done_is_printed_if_the_others_do_not_go_on(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(request: RunRequest, tracking: Tracking) -> Run:
+        if request.name.endswith("seed=1"):
+            raise error
+        return run_simulated(request, tracking)
+
+    monkeypatch.setitem(runner.RUNS, "simulated", run)
+    words = ["run", "quickstart/dp", "engine.kind=simulated", "train.seed=0,1,2", "--json"]
+    done = CliRunner().invoke(cli, words)
+    assert done.exit_code == code
+    assert [each["seed"] for each in json.loads(done.stdout)["runs"]] == [0]
+    assert "train.seed=1,2\n" in done.stderr
+
+
 def test_the_remaining_seeds_and_recipes_of_a_list() -> None:
     one, two = load("quickstart/dp"), load("quickstart/gpipe")
     suite = Suite("suite", ("train.max_epochs=2",))
     recipes = [str(one.path), str(two.path)]
     of_first, of_both = recipes[0], " ".join(recipes)
-    assert left([one, two], suite, None, 0) == [f"pipebench run {of_both} train.max_epochs=2"]
-    assert left([one, two], suite, [3, 4], 1) == [
+    names = [one.run_name, two.run_name]
+    assert left([one, two], suite, None, ()) == [f"pipebench run {of_both} train.max_epochs=2"]
+    assert left([one, two], suite, [3, 4], [(names[0], 3)]) == [
         f"pipebench run {of_first} train.max_epochs=2 --seeds 4",
         f"pipebench run {recipes[1]} train.max_epochs=2 --seeds 3,4",
     ]
@@ -145,10 +212,12 @@ def test_the_command_for_the_rest_of_a_sweep_has_every_key_once() -> None:
     path = load("quickstart/dp").path
     given = ("train.minibatch_size=16,32", "train.max_epochs=2", "train.seed=0,1,2")
     sweep, suite = load_each(path, given), Suite("suite", given)
+    ids = [(each.run_name, each.recipe.train.seed) for each in sweep]
     both = f"pipebench run {path} train.max_epochs=2 train.minibatch_size"
-    assert left(sweep, suite, None, 1) == [f"{both}=16, train.seed=1,2", f"{both}=32, train.seed=0,1,2"]
-    assert left(sweep, suite, None, 5) == [f"{both}=32, train.seed=2,"]
-    words = left(sweep, suite, None, 5)[0].split()[3:]
+    assert left(sweep, suite, None, ids[:1]) == [f"{both}=16, train.seed=1,2", f"{both}=32, train.seed=0,1,2"]
+    assert left(sweep, suite, None, ids[:5]) == [f"{both}=32, train.seed=2,"]
+    assert left(sweep, suite, None, [*ids[:1], *ids[3:]]) == [f"{both}=16, train.seed=1,2"]
+    words = left(sweep, suite, None, ids[:5])[0].split()[3:]
     assert [each.run_name for each in load_each(path, words)] == [sweep[5].run_name]
     others = RunRequest(sweep[5], sweep[5].run_name, suite).words
     assert others == (str(path), "train.max_epochs=2", "train.minibatch_size=32,", "train.seed=2,"), "of its processes"

@@ -14,6 +14,7 @@ from pipebench.engine.engine import TrainingEngine
 from pipebench.train.checkpointing import CheckpointPolicy
 from pipebench.train.engines import on_virtual_clock
 from pipebench.train.loop import TrainingLoop
+from pipebench.train.result import INTERRUPTED
 from tests.commands import run_code
 from tests.patience import PATIENCE_S
 from tests.train.test_resuming import checkpointed, checkpointed_run
@@ -120,6 +121,30 @@ def test_a_kill_during_a_write_leaves_the_checkpoint_before(tmp_path: Path) -> N
     assert resumed.points == whole.points
     for mine, theirs in zip(again.replicas, engine.replicas, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine.tensors().values(), theirs.tensors().values(), strict=True))
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_ctrl_c_while_a_writing_thread_starts_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: bool
+) -> None:
+    """0.2.0 joined a thread that had not started."""
+    start, threads = threading.Thread.start, list[threading.Thread]()
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread.name == "checkpoint 10":
+            threads.append(thread)
+            if started:
+                start(thread)
+            raise KeyboardInterrupt
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    store = Checkpoints(tmp_path / "kept")
+    result, _ = checkpointed_run(checkpointed(), store)
+    if started:
+        threads[0].join()
+    assert result.outcome == INTERRUPTED
+    assert store.steps() == [5], "nothing waits for a thread that was not seen to start"
 
 
 class Broken(Checkpoints):

@@ -1,6 +1,7 @@
 """Runs with checkpoints: resuming, when they are written, their cost, and stops that end with one."""
 
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -173,9 +174,29 @@ def test_a_part_that_cannot_be_written_ends_checkpoints_but_not_the_run(
         given, on_virtual_clock(given), progress, lambda point: None, CheckpointPolicy(Full(tmp_path, error))
     ).run()
     assert result.outcome == MISSED
-    assert progress.notes[0].startswith(f"no checkpoint at minibatch 12: {reason}; those")
+    assert progress.notes[0].startswith(f"no checkpoint at minibatch 12: {reason}; those before stay, ")
     assert Checkpoints(tmp_path).latest()[0] is not None
     assert Checkpoints(tmp_path).steps() == [5, 10]
+
+
+class Removed(Checkpoints):
+    """Checkpoints whose run's folder is removed before that of minibatch 12."""
+
+    def write_part(self, step: int, part: str, state: Any) -> CheckpointFile:
+        if step == 12 and self.folder.is_dir():
+            assert self.steps() == [5, 10]
+            shutil.rmtree(self.folder.parent)
+        return super().write_part(step, part, state)
+
+
+def test_no_checkpoint_is_said_to_stay_in_a_removed_folder(tmp_path: Path) -> None:
+    """0.2.0 said that those before stay."""
+    progress, given, store = Noted(), checkpointed(), Removed(tmp_path / "run" / "checkpoints", keep=9)
+    store.folder.parent.mkdir()
+    loop = TrainingLoop(given, on_virtual_clock(given), progress, lambda point: None, CheckpointPolicy(store))
+    assert loop.run()[0].outcome == MISSED
+    assert progress.notes[0].startswith("no checkpoint at minibatch 12: ")
+    assert progress.notes[0].endswith("; there is no other one, training goes on")
 
 
 class Stopped:
