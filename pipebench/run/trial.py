@@ -231,8 +231,8 @@ def _check_sum(
 
     try:
         with torch.no_grad():
-            parts = ((some(output, i, i + 1), some(dict(targets), i, i + 1)) for i in range(count))
-            singles = sum(float(measure(*part)) for part in parts)
+            each = (range(i, i + 1) for i in range(count))
+            singles = sum(float(measure(some(output, one), some(dict(targets), one))) for one in each)
     except Exception:  # not every loss accepts a single sample
         return
     whole = float(total.detach())

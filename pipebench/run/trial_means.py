@@ -13,7 +13,7 @@ from pipebench.recipe.targets import target_in
 from pipebench.run.trial_measures import Summed, is_mean
 from pipebench.zoo.registry import Dataset
 
-NO_MEAN = "of some samples isn't the mean of what it is of each half of them"
+NO_MEAN = "of some samples isn't the mean of what it is of each part of them"
 _COUNTED = 16  # samples in which something has to count
 _FACTORS = (1, 8, 64)  # powers of two, which lose no bit
 
@@ -43,9 +43,10 @@ def refuse_other_means(
     if "loss" not in recipe.dataset or (mean_over == "samples" and recipe.parallelism.microbatches == 1):
         return
     is_models = recipe.dataset["loss"] == "model"
+    measured, parameters = (fields, [*model.parameters()]) if is_models else (output, [])
     for factor in _FACTORS:
         measure = _of_larger_model(model, dataset, factor) if is_models else _of_larger_outputs(dataset, factor)
-        if not is_mean(measure, fields if is_models else output, targets, factor):
+        if not is_mean(measure, measured, targets, factor, parameters):
             raise UserCodeError(f"the loss {NO_MEAN}, {_way_out(mean_over)}", "dataset.loss")
 
 

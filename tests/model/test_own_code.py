@@ -179,23 +179,23 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     (["dataset.loss=OWN:drawn"], "dataset.loss: the loss of the same samples is first"),
     (
         ["dataset.loss=OWN:weighted", "parallelism={mode: gpipe, plan: 1-1, microbatches: 2}"],
-        "dataset.loss: the loss of some samples isn't the mean of what it is of each half of them, which microbatches",
+        "dataset.loss: the loss of some samples isn't the mean of what it is of each part of them, which microbatches",
     ),
     (
         [*_JUDGING, "parallelism={mode: gpipe, plan: 1-1, microbatches: 2}"],
-        "dataset.loss: the loss of some samples isn't the mean of what it is of each half of them, which microbatches",
+        "dataset.loss: the loss of some samples isn't the mean of what it is of each part of them, which microbatches",
     ),
     (
         ["dataset.loss=OWN:spread", "parallelism={mode: gpipe, plan: 1-1, microbatches: 2}"],
-        "dataset.loss: the loss of some samples isn't the mean of what it is of each half of them, which microbatches",
+        "dataset.loss: the loss of some samples isn't the mean of what it is of each part of them, which microbatches",
     ),
     (
         ["model.target=OWN:Even", "dataset.loss=model", "parallelism={mode: gpipe, plan: 1-1, microbatches: 2}"],
-        "dataset.loss: the loss of some samples isn't the mean of what it is of each half of them, which microbatches",
+        "dataset.loss: the loss of some samples isn't the mean of what it is of each part of them, which microbatches",
     ),
     (
         ["dataset.loss=OWN:weighted", "dataset.mean_over=labels"],
-        "isn't the mean of what it is of each half of them, each weighed by its labels (dataset.mean_over): count what",
+        "isn't the mean of what it is of each part of them, each weighed by its labels (dataset.mean_over): count what",
     ),
     (
         ["dataset.loss=OWN:weighted", "dataset.mean_over=OWN:none"],
@@ -232,7 +232,7 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     ),
     (
         ["dataset.metrics={right: {target: 'OWN:perplexity', best: min}}"],
-        "dataset.metrics.right: right of some samples isn't the mean of what it is of each half of them, and it",
+        "dataset.metrics.right: right of some samples isn't the mean of what it is of each part of them, and it",
     ),
     (
         ["dataset.metrics={f1: {target: 'OWN:scored', best: max}}"],
