@@ -40,6 +40,26 @@ def refuse_untrained(total: torch.Tensor, model: nn.Module, key: str) -> None:
         waiting += [before for before, _ in node.next_functions]
 
 
+def refuse_sums(
+    what: str, measure: Summed, output: Any, targets: Mapping[str, torch.Tensor], total: torch.Tensor, key: str
+) -> None:
+    """Refuse a sum over samples where a mean is required; it would be multiplied by the number of samples again."""
+    count = num_samples(targets)
+    try:
+        with torch.no_grad():
+            each = (range(i, i + 1) for i in range(count))
+            singles = sum(float(measure(some(output, one), some(dict(targets), one))) for one in each)
+    except Exception:  # not every loss accepts a single sample
+        return
+    whole = float(total.detach())
+    if count > 1 and whole and math.isclose(whole, count * singles, rel_tol=1e-4):
+        raise UserCodeError(
+            f"{what} of {count} samples is the sum of each one's, needed is their mean, or a tensor of one number per "
+            "sample",
+            key,
+        )
+
+
 def refuse_what_changes(what: str, measure: Summed, output: Any, targets: Mapping[str, torch.Tensor], key: str) -> None:
     """Refuse a measure that gives another number for the same samples after it has been called with others."""
     count = num_samples(targets)

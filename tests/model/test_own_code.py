@@ -18,6 +18,7 @@ EXAMPLE = Path(__file__).parents[2] / "docs" / "example"
 _OPTIMIZER = ("train.optimizer.name=null", "train.optimizer.target=torch.optim:AdamW")
 _SCHEDULE = ("train.schedule.name=null",)
 _JUDGING = ("model.target=OWN:Judging", "dataset.loss=model")  # its forward returns the loss
+_UNJUDGING = ("model.target=OWN:Unjudging", "dataset.loss=model")  # its forward returns the loss in training
 
 REFUSED: list[tuple[Sequence[str], str]] = [
     (
@@ -182,6 +183,18 @@ REFUSED: list[tuple[Sequence[str], str]] = [
         "dataset.loss: the loss of some samples isn't the mean of what it is of each part of them, which microbatches",
     ),
     (
+        [*_UNJUDGING, "model.kind=scores"],
+        "dataset.loss: in evaluation, the loss of OWN:data doesn't suit the output of .*: with loss: model a forward",
+    ),
+    (
+        [*_UNJUDGING, "model.kind=row"],
+        "dataset.loss: OWN:Unjudging returns a number as its loss in training, and one number per sample in evaluation",
+    ),
+    (
+        [*_UNJUDGING, "model.kind=fails"],
+        "model.target: OWN:Unjudging fails in evaluation, on 10 samples of OWN:data: ArithmeticError: only trains (OWN",
+    ),
+    (
         [*_JUDGING, "parallelism={mode: gpipe, plan: 1-1, microbatches: 2}"],
         "dataset.loss: the loss of some samples isn't the mean of what it is of each part of them, which microbatches",
     ),
@@ -312,6 +325,7 @@ def test_faults_of_users_code_are_one_sentence(overrides: Sequence[str], message
         ["dataset.loss={target: 'torch.nn:CrossEntropyLoss', label_smoothing: 0.1}"],
         ["dataset.metrics={loss: {target: 'torch.nn:CrossEntropyLoss', best: min}}", "dataset.loader_processes=1"],
         [*_JUDGING],
+        [*_UNJUDGING, "model.kind=pair"],
         [
             *("dataset.loss=OWN:weighted", "dataset.mean_over=OWN:class_weights"),
             "parallelism={mode: gpipe, plan: 1-1, microbatches: 5}",
@@ -445,4 +459,4 @@ def test_a_metric_that_needs_more_samples_is_used_all_the_same() -> None:
     result = run(f"dataset.metrics={{f1: {{target: '{OWN}:MacroF1', best: max, fails: early}}}}")
     assert result.exit_code == 0, result.output
     assert "compute of the metric f1 fails: ArithmeticError: too few" in result.output
-    assert "training samples, which may be too few, or of one class" in result.output
+    assert "held-out samples, which may be too few, or of one class" in result.output
