@@ -200,7 +200,7 @@ def try_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor], *
     gradients = [[torch.randn(p.shape, generator=generator) for p in start] for _ in range(_STEPS)]
     rates = [recipe.lr * factor for factor in (1.0, 1.0, 0.5, 0.25, 0.5)]
     name, key = called(recipe), key_of(recipe)
-    with users_code(f"{name} can't take a step of a stage", key), _as_of(key):
+    with _stepping(name, key), _as_of(key):
         whole = _trained(recipe, start, gradients, rates)
         moved = _trained(recipe, start, gradients, rates, moving=True)
         apart = [
@@ -243,7 +243,7 @@ def _refuse_other_rates(
 ) -> None:
     """Refuse an optimizer whose updates don't depend on the learning rate that is set before each."""
     name, key = called(recipe), key_of(recipe)
-    with users_code(f"{name} can't take a step of a stage", key):
+    with _stepping(name, key):
         faster = _values(_trained(recipe, start, gradients, [2 * rate for rate in rates]))
         made_faster = _values(_trained(replace(recipe, lr=2 * recipe.lr), start, gradients, rates))
     if _agree(together, faster) and (changes_rates or not _agree(together, made_faster)):
@@ -252,6 +252,19 @@ def _refuse_other_rates(
             "where every update sets it",
             key,
         )
+
+
+@contextmanager
+def _stepping(name: str, key: str) -> Iterator[None]:
+    """Raise what an optimizer's step raises as a UserCodeError; say that it gets no closure if that may be why."""
+    try:
+        with users_code(f"{name} can't take a step of a stage", key):
+            yield
+    except UserCodeError as error:
+        if isinstance(error.__cause__, AssertionError | TypeError) or "closure" in error.problem:
+            why = "steps are made without a closure, since a stage has each gradient once"
+            raise UserCodeError(f"{error.problem}; {why}", key) from error.__cause__
+        raise
 
 
 @contextmanager

@@ -162,6 +162,14 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     ),
     ([*_OPTIMIZER[:1], "train.optimizer.target=torch.optim:LBFGS"], "LBFGS can't take a step of a stage: TypeError: "),
     (
+        [*_OPTIMIZER[:1], "train.optimizer.target=OWN:Sharp"],
+        "OWN:Sharp can't take a step of a stage: AssertionError .*; steps are made without a closure, since a stage h",
+    ),
+    (
+        [*_OPTIMIZER[:1], "train.optimizer.target=OWN:Ahead"],
+        "OWN:Ahead makes a Ahead without torch.optim.Optimizer.__init__, which its steps a.*: call super().__init__(",
+    ),
+    (
         ["dataset.loss=OWN:scaled"],
         "dataset.loss: the loss has a parameter [] that isn't the model's, so nothing would train it",
     ),
@@ -205,6 +213,10 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     (
         ["model.target=OWN:Even", "dataset.loss=model", "parallelism={mode: gpipe, plan: 1-1, microbatches: 2}"],
         "dataset.loss: the loss of some samples isn't the mean of what it is of each part of them, which microbatches",
+    ),
+    (
+        ["model.target=OWN:Crowded", "dataset.loss=model", "parallelism={mode: gpipe, plan: 1-1, microbatches: 2}"],
+        "dataset.loss: the loss of a sample depends on the other samples of its minibatch, of which microbatches have",
     ),
     (
         ["dataset.loss=OWN:weighted", "dataset.mean_over=labels"],
@@ -270,6 +282,10 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     (
         ["dataset.loss=OWN:MacroF1"],
         "dataset.loss: OWN:MacroF1 makes a MacroF1, which can't be called, needed is a function",
+    ),
+    (
+        [*_SCHEDULE, "train.schedule.target=OWN:warming"],
+        "OWN:warming takes current_step first, and what it gets is the fraction of training that is done, 0 to 1",
     ),
     ([*_SCHEDULE, "train.schedule.target=OWN:counted"], "OWN:counted gives 0.01 at 0.99 of training and then 0.0099"),
     (
