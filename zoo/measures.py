@@ -5,7 +5,7 @@ compute the loss itself. Losses that are means over something else, such as toke
 that counts it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +19,11 @@ from pipebench.zoo.registry import DataError, SetMetric
 Measure = Callable[[Any, Any], Any]
 Count = Callable[[Any], Any]  # of the samples' target: one number per sample, or one of all of them
 IGNORED = -100  # the label that torch's cross-entropy ignores
+_NO_LOSS = (
+    "with loss: model a forward returns its loss, a tuple with the loss first, or an object or a dict with `loss`; in "
+    "a LightningModule it is training_step that does: `def forward(self, x, y): return self.module.training_step((x, "
+    "y), 0)`, in a module around it"
+)
 _PARTS = (torch.Tensor, torch.fx.Proxy, tuple, list, Mapping, int, float, str, type(None))
 
 
@@ -50,19 +55,15 @@ def plain_output(output: Any) -> Any:
 
 
 def loss_of_model(output: Any, target: Any) -> Any:
-    """Return the loss that a model computes itself: its output, the output's `loss`, or the output's first part."""
+    """Return the loss that a model computes itself: its output, the output's `loss`, or a part of a tuple or list."""
     parts = plain_output(output)
     if isinstance(parts, dict) and "loss" in parts:
         return parts["loss"]
-    if isinstance(parts, tuple | list) and parts:
-        return parts[0]
+    if isinstance(parts, tuple | list):
+        return parts[_place_of_loss(parts)]
     if isinstance(parts, torch.Tensor) and parts.dim() < 2:
         return parts
-    raise ValueError(
-        "with loss: model a forward returns its loss, or an object, a dict or a tuple that begins with it; in a "
-        "LightningModule it is training_step that does: `def forward(self, x, y): return self.module.training_step((x, "
-        "y), 0)`, in a module around it"
-    )
+    raise ValueError(_NO_LOSS)
 
 
 def beside_loss(output: Any) -> Any:
@@ -72,8 +73,26 @@ def beside_loss(output: Any) -> Any:
         rest: Any = {name: part for name, part in parts.items() if name != "loss" and part is not None}
         return next(iter(rest.values())) if len(rest) == 1 else rest
     if isinstance(parts, tuple | list):
-        return parts[1] if len(parts) == 2 else parts[1:]
+        place = _place_of_loss(parts)
+        rest = (*parts[:place], *parts[place + 1 :])
+        return rest[0] if len(rest) == 1 else rest
     raise DataError("metrics need more than the loss: let forward return {'loss': loss, 'output': output}")
+
+
+def _place_of_loss(parts: Sequence[Any]) -> int:
+    """Return which part is the loss: the only number, or the first part if it is one of several, or one per sample.
+
+    Some models return it first, others last, as nanoGPT does, whose logits may have one dimension in other models.
+
+    Raises:
+        ValueError: it may be any part.
+    """
+    dims = [part.dim() if isinstance(part, torch.Tensor) else None for part in parts]
+    if dims.count(0) == 1:
+        return dims.index(0)
+    if dims and (dims[0] == 0 or (dims[0] == 1 and 0 not in dims)):
+        return 0
+    raise ValueError(_NO_LOSS)
 
 
 def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -67,7 +67,7 @@ def _unloaded(split: str, data: Any) -> Any:
     if type(data.sampler) not in known or type(data.batch_sampler) is not BatchSampler:
         raise DataError(
             f"the loader of {split} has a sampler of its own, and minibatches are drawn from the run's seed: give its "
-            "data set, `loader.dataset`"
+            "data set, `loader.dataset`, or, to draw by weight, a data set whose __getitem__ does that"
         )
     if data.drop_last:
         raise DataError(

@@ -37,10 +37,10 @@ def make_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor]) 
         raise UserCodeError(
             f"{called(recipe)} returned {type(optimizer).__name__}, needed is a torch.optim.Optimizer", key_of(recipe)
         )
-    if not hasattr(optimizer, "defaults"):
+    if not hasattr(optimizer, "defaults") or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise UserCodeError(
-            f"{called(recipe)} makes a {type(optimizer).__name__} without torch.optim.Optimizer.__init__, which "
-            "its state in a checkpoint needs",
+            f"{called(recipe)} makes a {type(optimizer).__name__} without torch.optim.Optimizer.__init__, which its "
+            "steps and its state in a checkpoint need: call super().__init__(params, defaults)",
             key_of(recipe),
         )
     # `GroupRates` relates the groups' rates to this one. A target may have left the class's own default there.

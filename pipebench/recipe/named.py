@@ -35,7 +35,7 @@ _SCHEDULERS = {
         "ReduceLROnPlateau", "SequentialLR", "StepLR",
     ),
 }  # fmt: skip
-_PLAIN = "and a recipe holds plain values: a function can be a target"
+_PLAIN = "and a recipe holds plain values: a function of the fraction of training done, 0 to 1, can be a target"
 # Why a class isn't supported with any arguments, as the end of a sentence.
 REFUSED: Mapping[str, str] = {
     "LBFGS": "whose step asks for the loss again (a closure): a stage has each gradient once",

@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,17 +23,17 @@ from torch.utils import _pytree as pytree
 
 from pipebench.checkpoint.state import CheckpointError, check_types
 from pipebench.engine.weights import Weights
-from pipebench.engine.whole_set import NotComputedError, WholeSet
-from pipebench.errors import UserCodeError, print_notice
+from pipebench.errors import UserCodeError
 from pipebench.model.cores import usable_cores
 from pipebench.model.optimizer import FUSED, called, key_of, make_optimizer
 from pipebench.recipe.load import LoadedRecipe, faults_of
 from pipebench.recipe.make import make_dataset
 from pipebench.recipe.named import KINDS, SCHEDULE
 from pipebench.recipe.schema import OptimizerRecipe, Recipe
-from pipebench.recipe.users_code import message_of, users_code
-from pipebench.run.trial_means import NO_MEAN, refuse_other_means
-from pipebench.run.trial_measures import is_mean, refuse_untrained, refuse_what_changes, some
+from pipebench.recipe.users_code import users_code
+from pipebench.run.trial_evaluation import Names, try_evaluation
+from pipebench.run.trial_means import refuse_other_means
+from pipebench.run.trial_measures import refuse_sums, refuse_untrained, refuse_what_changes
 from pipebench.train.learning_rate import rate_of_samples
 from pipebench.train.profiled_model import initial_model
 from pipebench.zoo.registry import Dataset
@@ -86,78 +86,36 @@ def _try_schedule(recipe: Recipe) -> None:
 
 
 def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> None:
-    model_name, data_name = (section.get("target") or section["name"] for section in (recipe.model, recipe.dataset))
-    data_key = "dataset" if recipe.dataset.get("target") is None else "dataset.target"
-    model_key = data_key if recipe.model.get("target") is None else "model.target"
-    loss_key = "dataset.loss" if "loss" in recipe.dataset else data_key
-    metrics_key = "dataset.metrics" if "metrics" in recipe.dataset else data_key
+    names = Names.of(recipe)
     count = min(_SAMPLES, recipe.train.minibatch_size, dataset.num_train)
-    with users_code(f"{data_name} gives no minibatch", data_key):
+    with users_code(f"{names.data} gives no minibatch", names.data_key):
         fields = dataset.fetch("train", range(count), [*dataset.inputs, *dataset.targets])
     positional, named = dataset.arguments(fields)
     model_loss = ", whose loss is the model's: forward gets all inputs" if recipe.dataset.get("loss") == "model" else ""
-    with users_code(f"{model_name} fails on {count} samples of {data_name}{model_loss}", model_key):
+    with users_code(f"{names.model} fails on {count} samples of {names.data}{model_loss}", names.model_key):
         output = model.train()(*positional, **named)
     targets = {name: fields[name] for name in dataset.targets}
     hint = _classes_last(output, targets) if recipe.dataset.get("loss") == "cross_entropy" else ""
-    with users_code(f"the loss of {data_name} doesn't suit the output of {model_name}{hint}", loss_key):
+    with users_code(f"the loss of {names.data} doesn't suit the output of {names.model}{hint}", names.loss_key):
         total = dataset.loss(output, targets)
-        _check_sum("the loss", dataset.loss, output, targets, total, loss_key)
+        refuse_sums("the loss", dataset.loss, output, targets, total, names.loss_key)
         if not total.requires_grad:
-            raise UserCodeError("the loss has no gradient: nothing in it depends on the model's parameters", loss_key)
+            no_gradient = "the loss has no gradient: nothing in it depends on the model's parameters"
+            raise UserCodeError(no_gradient, names.loss_key)
         initial = float(total.detach())
         if not math.isfinite(initial):
             given = f"the loss of {count} samples is {initial:g} at the initial weights, needed is a number"
-            raise UserCodeError(f"{given}: the data, {model_name} or the loss gives it", loss_key)
-        refuse_untrained(total, model, loss_key)
-        refuse_what_changes("the loss", dataset.loss, output, targets, loss_key)
+            raise UserCodeError(f"{given}: the data, {names.model} or the loss gives it", names.loss_key)
+        refuse_untrained(total, model, names.loss_key)
+        refuse_what_changes("the loss", dataset.loss, output, targets, names.loss_key)
         refuse_other_means(recipe, model, dataset, fields, output)
         total.backward()  # type: ignore[no-untyped-call]
     sparse = next((name for name, p in model.named_parameters() if p.grad is not None and p.grad.is_sparse), None)
     if sparse is not None:
         raise UserCodeError(
-            f"{model_name} has a sparse gradient of {sparse}, needed are dense ones: sparse=False", model_key
+            f"{names.model} has a sparse gradient of {sparse}, needed are dense ones: sparse=False", names.model_key
         )
-    with users_code(f"a metric of {data_name} doesn't suit the output of {model_name}", metrics_key):
-        _try_metrics(dataset, output, targets, metrics_key)
-
-
-def _try_metrics(dataset: Dataset, output: Any, targets: Mapping[str, torch.Tensor], given: str) -> None:
-    """Try metrics, from the recipe or the data set as the key `given` says."""
-    are_own, count = given == "dataset.metrics", next(iter(targets.values())).shape[0]
-    detached = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
-    for name, value in dataset.score(detached, targets).items():
-        key = f"dataset.metrics.{name}" if are_own else given
-        if value.dim() or not math.isfinite(float(value)):
-            raise UserCodeError(f"{name} of {count} samples is {float(value.sum()):g}, needed is a number", key)
-        measure = partial(_score, dataset, name)
-        _check_sum(name, measure, detached, targets, value, key)
-        refuse_what_changes(name, measure, detached, targets, key)
-        if are_own:
-            why = "and it is averaged over minibatches: return one number per sample, or a class (update, compute)"
-            if not is_mean(measure, detached, targets):
-                raise UserCodeError(f"{name} {NO_MEAN}, {why}", key)
-    for name in dataset.whole_set_metrics():
-        measure = partial(_of_whole_set, dataset, name)
-        try:
-            measure(detached, targets)
-        except NotComputedError as error:
-            if not isinstance(error.__cause__, ValueError | ArithmeticError):
-                raise
-            print_notice(f"{message_of(error)}; it had {count} training samples, which may be too few, or of one class")
-            continue
-        refuse_what_changes(name, measure, detached, targets, f"dataset.metrics.{name}" if are_own else given)
-
-
-def _of_whole_set(dataset: Dataset, name: str, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return a metric of the whole set, which has one minibatch only; of samples of one class it may be NaN."""
-    whole_set = WholeSet(dataset)
-    whole_set.add(0, output, targets)
-    return torch.tensor(whole_set.compute()[name])
-
-
-def _score(dataset: Dataset, name: str, output: Any, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    return dataset.score(output, targets)[name]
+    try_evaluation(recipe, model, dataset, output, count)
 
 
 def _refuse_what_gets_lost(model: nn.Module) -> None:
@@ -218,32 +176,6 @@ def _classes_last(output: Any, targets: Mapping[str, torch.Tensor]) -> str:
     return ", whose classes come last: cross_entropy takes them second, logits.transpose(1, 2)" if are_last else ""
 
 
-def _check_sum(
-    what: str,
-    measure: Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor],
-    output: Any,
-    targets: Mapping[str, torch.Tensor],
-    total: torch.Tensor,
-    key: str,
-) -> None:
-    """Refuse a sum over samples where a mean is required; it would be multiplied by the number of samples again."""
-    count = next(iter(targets.values())).shape[0]
-
-    try:
-        with torch.no_grad():
-            parts = ((some(output, i, i + 1), some(dict(targets), i, i + 1)) for i in range(count))
-            singles = sum(float(measure(*part)) for part in parts)
-    except Exception:  # not every loss accepts a single sample
-        return
-    whole = float(total.detach())
-    if count > 1 and whole and math.isclose(whole, count * singles, rel_tol=1e-4):
-        raise UserCodeError(
-            f"{what} of {count} samples is the sum of each one's, needed is their mean, or a tensor of one number per "
-            "sample",
-            key,
-        )
-
-
 _STEPS = 5
 _RESTORED_AT = 3  # updates after which the moving optimizer's state is loaded into a new one, as from a checkpoint
 _LARGEST_SIDE, _MOST_SHAPES = 3, 8
@@ -268,7 +200,7 @@ def try_optimizer(recipe: OptimizerRecipe, parameters: Sequence[torch.Tensor], *
     gradients = [[torch.randn(p.shape, generator=generator) for p in start] for _ in range(_STEPS)]
     rates = [recipe.lr * factor for factor in (1.0, 1.0, 0.5, 0.25, 0.5)]
     name, key = called(recipe), key_of(recipe)
-    with users_code(f"{name} can't take a step of a stage", key), _as_of(key):
+    with _stepping(name, key), _as_of(key):
         whole = _trained(recipe, start, gradients, rates)
         moved = _trained(recipe, start, gradients, rates, moving=True)
         apart = [
@@ -311,7 +243,7 @@ def _refuse_other_rates(
 ) -> None:
     """Refuse an optimizer whose updates don't depend on the learning rate that is set before each."""
     name, key = called(recipe), key_of(recipe)
-    with users_code(f"{name} can't take a step of a stage", key):
+    with _stepping(name, key):
         faster = _values(_trained(recipe, start, gradients, [2 * rate for rate in rates]))
         made_faster = _values(_trained(replace(recipe, lr=2 * recipe.lr), start, gradients, rates))
     if _agree(together, faster) and (changes_rates or not _agree(together, made_faster)):
@@ -320,6 +252,19 @@ def _refuse_other_rates(
             "where every update sets it",
             key,
         )
+
+
+@contextmanager
+def _stepping(name: str, key: str) -> Iterator[None]:
+    """Raise what an optimizer's step raises as a UserCodeError; say that it gets no closure if that may be why."""
+    try:
+        with users_code(f"{name} can't take a step of a stage", key):
+            yield
+    except UserCodeError as error:
+        if isinstance(error.__cause__, AssertionError | TypeError) or "closure" in error.problem:
+            why = "steps are made without a closure, since a stage has each gradient once"
+            raise UserCodeError(f"{error.problem}; {why}", key) from error.__cause__
+        raise
 
 
 @contextmanager

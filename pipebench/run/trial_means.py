@@ -11,9 +11,14 @@ from pipebench.errors import UserCodeError
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.targets import target_in
 from pipebench.run.trial_measures import Summed, is_mean
+from pipebench.zoo.measures import loss_of_model
 from pipebench.zoo.registry import Dataset
 
-NO_MEAN = "of some samples isn't the mean of what it is of each half of them"
+NO_MEAN = "of some samples isn't the mean of what it is of each part of them"
+_OF_OTHERS = (
+    "the loss of a sample depends on the other samples of its minibatch, of which microbatches have fewer: compute it "
+    "from that sample alone, or cut nothing (parallelism.microbatches: 1)"
+)
 _COUNTED = 16  # samples in which something has to count
 _FACTORS = (1, 8, 64)  # powers of two, which lose no bit
 
@@ -43,10 +48,13 @@ def refuse_other_means(
     if "loss" not in recipe.dataset or (mean_over == "samples" and recipe.parallelism.microbatches == 1):
         return
     is_models = recipe.dataset["loss"] == "model"
+    measured, parameters = (fields, [*model.parameters()]) if is_models else (output, [])
     for factor in _FACTORS:
         measure = _of_larger_model(model, dataset, factor) if is_models else _of_larger_outputs(dataset, factor)
-        if not is_mean(measure, fields if is_models else output, targets, factor):
-            raise UserCodeError(f"the loss {NO_MEAN}, {_way_out(mean_over)}", "dataset.loss")
+        if not is_mean(measure, measured, targets, factor, parameters):
+            each = is_models and mean_over == "samples" and torch.as_tensor(loss_of_model(output, None)).dim() == 1
+            problem = _OF_OTHERS if each else f"the loss {NO_MEAN}, {_way_out(mean_over)}"
+            raise UserCodeError(problem, "dataset.loss")
 
 
 def _way_out(mean_over: Any) -> str:
@@ -54,8 +62,8 @@ def _way_out(mean_over: Any) -> str:
     if mean_over == "samples":
         return (
             "which microbatches would make another loss: name what it is a mean over (dataset.mean_over: labels, or "
-            "next_labels in models that shift them), return one number per sample, or cut nothing "
-            "(parallelism.microbatches: 1)"
+            "next_labels in models that shift them), return one number per sample, of that sample alone, or cut "
+            "nothing (parallelism.microbatches: 1)"
         )
     counts = target_in(mean_over) or mean_over
     return f"each weighed by its {counts} (dataset.mean_over): count what the loss is a mean over"

@@ -5,7 +5,7 @@ numbers, its values would depend on that. If it had parameters of its own, no op
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from pipebench.errors import UserCodeError
 # Returns the sum over the samples of an output and its targets
 Summed = Callable[[Any, Mapping[str, torch.Tensor]], torch.Tensor]
 _CLOSE = 1e-4  # relative: other orders of addition
+_EPSILONS = 4  # relative, in units of a type's rounding error: a mean and a sum of several in bf16
 _ROUNDINGS = 30
 
 
@@ -39,9 +40,32 @@ def refuse_untrained(total: torch.Tensor, model: nn.Module, key: str) -> None:
         waiting += [before for before, _ in node.next_functions]
 
 
+def refuse_sums(
+    what: str, measure: Summed, output: Any, targets: Mapping[str, torch.Tensor], total: torch.Tensor, key: str
+) -> None:
+    """Refuse a sum over samples where a mean is required; it would be multiplied by the number of samples again."""
+    count = num_samples(targets)
+    try:
+        with torch.no_grad():
+            each = (range(i, i + 1) for i in range(count))
+            singles = sum(float(measure(some(output, one), some(dict(targets), one))) for one in each)
+    except Exception:  # not every loss accepts a single sample
+        return
+    whole = float(total.detach())
+    if count > 1 and whole and math.isclose(whole, count * singles, rel_tol=1e-4):
+        raise UserCodeError(
+            f"{what} of {count} samples is the sum of each one's, needed is their mean, or a tensor of one number per "
+            "sample",
+            key,
+        )
+
+
 def refuse_what_changes(what: str, measure: Summed, output: Any, targets: Mapping[str, torch.Tensor], key: str) -> None:
     """Refuse a measure that gives another number for the same samples after it has been called with others."""
-    first, _, again = _measured(measure, output, targets)
+    count = num_samples(targets)
+    # Half of them in between: a running mean of all would be the same after both halves.
+    parts = (range(count), range(count // 2), range(count))
+    first, _, again = (_measured(measure, output, targets, part) for part in parts)
     if not math.isnan(first) and not math.isclose(first, again, rel_tol=_CLOSE, abs_tol=1e-6):
         raise UserCodeError(
             f"{what} of the same samples is first {first:g} and then {again:g} in sum: it draws random numbers or "
@@ -51,64 +75,100 @@ def refuse_what_changes(what: str, measure: Summed, output: Any, targets: Mappin
         )
 
 
-def is_mean(measure: Summed, output: Any, targets: Mapping[str, torch.Tensor], factor: int = 1) -> bool:
-    """Return whether a measure of a minibatch is the mean of its halves'; True where these can't be measured.
+def is_mean(
+    measure: Summed,
+    output: Any,
+    targets: Mapping[str, torch.Tensor],
+    factor: int = 1,
+    parameters: Iterable[torch.Tensor] = (),
+) -> bool:
+    """Return whether a measure of a minibatch is the mean of its parts', cut in several ways.
 
-    Of outputs or weights made larger by a factor, rounding may be larger, too, as in recurrent nets. As much as it
-    makes of a difference between a half and the half twice over, in which all means are the same, is tolerated then.
+    Parts of one cut may agree by chance, such as halves with as many labels of a mean over labels. Cuts with a part
+    that can't be measured are left out; not every measure accepts a single sample.
+
+    Of outputs or weights made larger by a factor, or in bf16, rounding may be larger, too, as in recurrent nets. As
+    much as it makes of a difference between a part and the part twice over, in which all means are the same, is
+    tolerated then.
+
+    Args:
+        measure: of samples, their sum.
+        output: what it is measured of.
+        targets: of the same samples.
+        factor: by which outputs or weights are larger.
+        parameters: of the model, if it computes the measure.
     """
-    whole, parts, _ = _measured(measure, output, targets)
-    off = abs(whole - sum(parts))
-    if not all(map(math.isfinite, parts)) or off <= max(_CLOSE * abs(whole), 1e-6 * factor):
-        return True
-    return factor > 1 and off <= _ROUNDINGS * _rounding(measure, output, targets, parts)
+    count = num_samples(targets)
+    whole, cuts = _measured(measure, output, targets, range(count)), _cuts(output, count)
+    found = {part: _measured(measure, output, targets, part) for cut in cuts for part in cut}
+    close = max(_CLOSE, _EPSILONS * _epsilon([*pytree.tree_leaves(output), *parameters]))
+    off = 0.0
+    for cut in cuts:
+        parts = [found[part] for part in cut]
+        differs, largest = abs(whole - sum(parts)), max(map(abs, (whole, *parts)))
+        if math.isfinite(differs) and differs > max(close * largest, 1e-6 * factor):
+            off = max(off, differs)
+    may_round = factor > 1 or close > _CLOSE
+    return off == 0 or (may_round and off <= _ROUNDINGS * _rounding(measure, output, targets, found))
 
 
-def _rounding(measure: Summed, output: Any, targets: Mapping[str, torch.Tensor], parts: tuple[float, float]) -> float:
-    """Return by how much a measure of each half of some samples, twice over, differs from twice that of the half."""
-    count = next(iter(targets.values())).shape[0]
-    found = []
+def _epsilon(values: Iterable[Any]) -> float:
+    """Return the largest relative rounding error of the types of some tensors; 0 if none is of floats."""
+    types = {value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()}
+    return max((torch.finfo(each).eps for each in types), default=0.0)
+
+
+def _cuts(output: Any, count: int) -> list[tuple[range, range]]:
+    """Return ways to cut a minibatch into two parts; only halves of outputs with other rows than those of samples."""
+    if count < 2:
+        return []
+    cuts = [(range(count // 2), range(count // 2, count))]
+    if all(t.shape[0] == count for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.dim()):
+        cuts += [(range(1), range(1, count)), (range(0, count, 2), range(1, count, 2))]
+    return cuts
+
+
+def _rounding(measure: Summed, output: Any, targets: Mapping[str, torch.Tensor], found: Mapping[range, float]) -> float:
+    """Return by how much a measure of parts of some samples, twice over, differs at most from twice that of the part.
+
+    Args:
+        measure: what is computed.
+        output: of all samples.
+        targets: of all samples.
+        found: the measure by part; NaN where it can't be measured.
+    """
+    most = 0.0
     with torch.no_grad():
-        for part, (start, stop) in zip(parts, ((0, count // 2), (count // 2, count)), strict=True):
-            both = (_twice(some(output, start, stop)), _twice(some(dict(targets), start, stop)))
+        for part, value in found.items():
+            if not math.isfinite(value):
+                continue
             try:
-                found.append(abs(float(measure(*both)) - 2 * part))
+                twice = float(measure(_twice(some(output, part)), _twice(some(dict(targets), part))))
             except Exception:  # not every measure accepts any number of samples
                 return math.inf
-    return max(found)
+            most = max(most, abs(twice - 2 * value))
+    return most
 
 
 def _twice(value: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda t: torch.cat([t, t]) if t.dim() else t, value)
 
 
-def _measured(
-    measure: Summed, output: Any, targets: Mapping[str, torch.Tensor]
-) -> tuple[float, tuple[float, float], float]:
-    """Return a measure's sum of all samples, of the first and the other half, and of all again.
-
-    Where a part can't be measured, the parts are NaN.
-    """
-    count = next(iter(targets.values())).shape[0]
-
-    def of(start: int, stop: int) -> float:
-        return float(measure(some(output, start, stop), some(dict(targets), start, stop)))
-
+def _measured(measure: Summed, output: Any, targets: Mapping[str, torch.Tensor], part: range) -> float:
+    """Return a measure's sum of some of the samples; NaN where they can't be measured, such as outputs without rows."""
     with torch.no_grad():
         try:
-            first = of(0, count)
-        except Exception:  # outputs without samples
-            return math.nan, (math.nan, math.nan), math.nan
-        parts = (math.nan, math.nan)
-        try:
-            half = of(0, count // 2)
-            again = of(0, count)  # a running mean of all would be the same after both halves
-            parts = half, of(count // 2, count)
+            return float(measure(some(output, part), some(dict(targets), part)))
         except Exception:  # not every measure accepts fewer samples
-            again = of(0, count)
-        return first, parts, again
+            return math.nan
 
 
-def some(value: Any, start: int, stop: int) -> Any:
+def num_samples(targets: Mapping[str, torch.Tensor]) -> int:
+    """Return the number of samples of some targets."""
+    return next(iter(targets.values())).shape[0]
+
+
+def some(value: Any, part: range) -> Any:
     """Return samples of an output or of targets; a number that a model returns, such as its loss, stays whole."""
-    return pytree.tree_map_only(torch.Tensor, lambda t: (t[start:stop] if t.dim() else t).detach().clone(), value)
+    rows = slice(part.start, part.stop, part.step)
+    return pytree.tree_map_only(torch.Tensor, lambda t: (t[rows] if t.dim() else t).detach().clone(), value)

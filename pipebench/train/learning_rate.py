@@ -170,7 +170,26 @@ class SchedulerRates:
         return rate
 
 
+_STEPS = ("it", "iter", "iteration", "step", "epoch", "current_step")  # first arguments of functions of steps
 _NUM_TRIED = 100  # fractions of training at which a schedule is tried before it is used
+
+
+def _refuse_steps(target: str, make: Callable[..., Any]) -> None:
+    """Refuse a scheduler, and a function of a number of steps or epochs."""
+    if isinstance(make, type) or "optimizer" in (arguments_of(make) or ()):
+        raise UserCodeError(
+            f"{target} counts steps, of which every stage makes its own number; needed is a "
+            "function of the fraction of training that is done, 0 to 1, that gives a factor of the rate, or a name "
+            "that `pipebench ls schedules` lists",
+            "train.schedule.target",
+        )
+    given = next(iter(arguments_of(make) or ()), "")
+    if given in _STEPS:
+        raise UserCodeError(
+            f"{target} takes {given} first, and what it gets is the fraction of training that is done, 0 to 1, since "
+            "every stage makes its own number of steps; needed is a function of that fraction",
+            "train.schedule.target",
+        )
 
 
 def own_schedule(schedule: ScheduleRecipe) -> Callable[[float], float]:
@@ -180,17 +199,11 @@ def own_schedule(schedule: ScheduleRecipe) -> Callable[[float], float]:
     another plan. So schedulers, which count an optimizer's steps, are refused here.
 
     Raises:
-        UserCodeError: the target is a class, takes an optimizer, raises, or returns no factor of at least 0.
+        UserCodeError: the target is a class, takes an optimizer or a step, raises, or returns no factor of at least 0.
     """
     target = str(schedule.target)
     make = import_target(target)
-    if isinstance(make, type) or "optimizer" in (arguments_of(make) or ()):
-        raise UserCodeError(
-            f"{target} counts steps, of which every stage makes its own number; needed is a "
-            "function of the fraction of training that is done, 0 to 1, that gives a factor of the rate, or a name "
-            "that `pipebench ls schedules` lists",
-            "train.schedule.target",
-        )
+    _refuse_steps(target, make)
     own: Callable[[float], Any] = partial(make, **given_arguments(schedule))
 
     def factor(fraction: float) -> float:

@@ -154,7 +154,7 @@ def test_loaders_give_the_data_and_objects_replace_a_file_s_section() -> None:
     drawn = DataLoader(DATA[0], 12, sampler=WeightedRandomSampler([1.0] * 48, 48))
     message = mistake(pipebench.plan, SMALL, model=net, dataset={**dataset, "target": (drawn, held_out)})
     assert "the loader of train has a sampler of its own" in message
-    assert "give its data set, `loader.dataset`" in message
+    assert "give its data set, `loader.dataset`, or, to draw by weight, a data set whose __getitem__ does" in message
     whole = DataLoader(DATA[0], 12, drop_last=True)
     message = mistake(pipebench.plan, SMALL, model=net, dataset={**dataset, "target": (whole, held_out)})
     assert "the loader of train has drop_last=True, and every sample is read once an epoch" in message

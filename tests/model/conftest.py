@@ -259,6 +259,20 @@ def spread(output, target):
     return weighted(1e-2 * output, target)
 
 
+class Unjudging(Judging):
+    def __init__(self, kind: str = ""):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x, y):
+        if self.training:
+            return super().forward(x, y)["loss"]
+        output = self.b(self.leaf(torch.tanh(self.a(x))))
+        if self.kind == "fails":
+            raise ArithmeticError("only trains")
+        return {"scores": output, "row": output[:, 0], "pair": (weighted(output, y), output)}[self.kind]
+
+
 class Even(Judging):
     def forward(self, x, y):
         output = self.b(self.leaf(torch.tanh(self.a(x))))
@@ -275,6 +289,31 @@ def ones(target):
 
 def none(target):
     return 0
+
+
+def warming(current_step):
+    return min(1.0, current_step / 10)
+
+
+class Sharp(torch.optim.SGD):
+    def step(self, closure=None):
+        assert closure is not None
+        super().step(closure)
+
+
+class Ahead(torch.optim.Optimizer):
+    def __init__(self, params, lr=0.1):
+        self.inner = torch.optim.SGD(params, lr=lr)
+        self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, self.inner.defaults
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+class Crowded(Judging):
+    def forward(self, x, y):
+        output = self.b(self.leaf(torch.tanh(self.a(x))))
+        return nn.functional.cross_entropy(output, y, reduction="none") + output.mean() ** 2, output
 """
 RECIPE = """\
 name: stranger

@@ -18,6 +18,7 @@ EXAMPLE = Path(__file__).parents[2] / "docs" / "example"
 _OPTIMIZER = ("train.optimizer.name=null", "train.optimizer.target=torch.optim:AdamW")
 _SCHEDULE = ("train.schedule.name=null",)
 _JUDGING = ("model.target=OWN:Judging", "dataset.loss=model")  # its forward returns the loss
+_UNJUDGING = ("model.target=OWN:Unjudging", "dataset.loss=model")  # its forward returns the loss in training
 
 REFUSED: list[tuple[Sequence[str], str]] = [
     (
@@ -161,6 +162,14 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     ),
     ([*_OPTIMIZER[:1], "train.optimizer.target=torch.optim:LBFGS"], "LBFGS can't take a step of a stage: TypeError: "),
     (
+        [*_OPTIMIZER[:1], "train.optimizer.target=OWN:Sharp"],
+        "OWN:Sharp can't take a step of a stage: AssertionError .*; steps are made without a closure, since a stage h",
+    ),
+    (
+        [*_OPTIMIZER[:1], "train.optimizer.target=OWN:Ahead"],
+        "OWN:Ahead makes a Ahead without torch.optim.Optimizer.__init__, which its steps a.*: call super().__init__(",
+    ),
+    (
         ["dataset.loss=OWN:scaled"],
         "dataset.loss: the loss has a parameter [] that isn't the model's, so nothing would train it",
     ),
@@ -179,23 +188,39 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     (["dataset.loss=OWN:drawn"], "dataset.loss: the loss of the same samples is first"),
     (
         ["dataset.loss=OWN:weighted", "parallelism={mode: gpipe, plan: 1-1, microbatches: 2}"],
-        "dataset.loss: the loss of some samples isn't the mean of what it is of each half of them, which microbatches",
+        "dataset.loss: the loss of some samples isn't the mean of what it is of each part of them, which microbatches",
+    ),
+    (
+        [*_UNJUDGING, "model.kind=scores"],
+        "dataset.loss: in evaluation, the loss of OWN:data doesn't suit the output of .*: with loss: model a forward",
+    ),
+    (
+        [*_UNJUDGING, "model.kind=row"],
+        "dataset.loss: OWN:Unjudging returns a number as its loss in training, and one number per sample in evaluation",
+    ),
+    (
+        [*_UNJUDGING, "model.kind=fails"],
+        "model.target: OWN:Unjudging fails in evaluation, on 10 samples of OWN:data: ArithmeticError: only trains (OWN",
     ),
     (
         [*_JUDGING, "parallelism={mode: gpipe, plan: 1-1, microbatches: 2}"],
-        "dataset.loss: the loss of some samples isn't the mean of what it is of each half of them, which microbatches",
+        "dataset.loss: the loss of some samples isn't the mean of what it is of each part of them, which microbatches",
     ),
     (
         ["dataset.loss=OWN:spread", "parallelism={mode: gpipe, plan: 1-1, microbatches: 2}"],
-        "dataset.loss: the loss of some samples isn't the mean of what it is of each half of them, which microbatches",
+        "dataset.loss: the loss of some samples isn't the mean of what it is of each part of them, which microbatches",
     ),
     (
         ["model.target=OWN:Even", "dataset.loss=model", "parallelism={mode: gpipe, plan: 1-1, microbatches: 2}"],
-        "dataset.loss: the loss of some samples isn't the mean of what it is of each half of them, which microbatches",
+        "dataset.loss: the loss of some samples isn't the mean of what it is of each part of them, which microbatches",
+    ),
+    (
+        ["model.target=OWN:Crowded", "dataset.loss=model", "parallelism={mode: gpipe, plan: 1-1, microbatches: 2}"],
+        "dataset.loss: the loss of a sample depends on the other samples of its minibatch, of which microbatches have",
     ),
     (
         ["dataset.loss=OWN:weighted", "dataset.mean_over=labels"],
-        "isn't the mean of what it is of each half of them, each weighed by its labels (dataset.mean_over): count what",
+        "isn't the mean of what it is of each part of them, each weighed by its labels (dataset.mean_over): count what",
     ),
     (
         ["dataset.loss=OWN:weighted", "dataset.mean_over=OWN:none"],
@@ -232,7 +257,7 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     ),
     (
         ["dataset.metrics={right: {target: 'OWN:perplexity', best: min}}"],
-        "dataset.metrics.right: right of some samples isn't the mean of what it is of each half of them, and it",
+        "dataset.metrics.right: right of some samples isn't the mean of what it is of each part of them, and it",
     ),
     (
         ["dataset.metrics={f1: {target: 'OWN:scored', best: max}}"],
@@ -257,6 +282,10 @@ REFUSED: list[tuple[Sequence[str], str]] = [
     (
         ["dataset.loss=OWN:MacroF1"],
         "dataset.loss: OWN:MacroF1 makes a MacroF1, which can't be called, needed is a function",
+    ),
+    (
+        [*_SCHEDULE, "train.schedule.target=OWN:warming"],
+        "OWN:warming takes current_step first, and what it gets is the fraction of training that is done, 0 to 1",
     ),
     ([*_SCHEDULE, "train.schedule.target=OWN:counted"], "OWN:counted gives 0.01 at 0.99 of training and then 0.0099"),
     (
@@ -312,6 +341,7 @@ def test_faults_of_users_code_are_one_sentence(overrides: Sequence[str], message
         ["dataset.loss={target: 'torch.nn:CrossEntropyLoss', label_smoothing: 0.1}"],
         ["dataset.metrics={loss: {target: 'torch.nn:CrossEntropyLoss', best: min}}", "dataset.loader_processes=1"],
         [*_JUDGING],
+        [*_UNJUDGING, "model.kind=pair"],
         [
             *("dataset.loss=OWN:weighted", "dataset.mean_over=OWN:class_weights"),
             "parallelism={mode: gpipe, plan: 1-1, microbatches: 5}",
@@ -445,4 +475,4 @@ def test_a_metric_that_needs_more_samples_is_used_all_the_same() -> None:
     result = run(f"dataset.metrics={{f1: {{target: '{OWN}:MacroF1', best: max, fails: early}}}}")
     assert result.exit_code == 0, result.output
     assert "compute of the metric f1 fails: ArithmeticError: too few" in result.output
-    assert "training samples, which may be too few, or of one class" in result.output
+    assert "held-out samples, which may be too few, or of one class" in result.output

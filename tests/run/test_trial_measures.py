@@ -1,7 +1,10 @@
 """Whether a measure is the mean of what it is of parts, judged with larger outputs, too, where rounding is larger."""
 
+from collections.abc import Mapping
+
 import pytest
 import torch
+from torch import nn
 
 from pipebench.run.trial_measures import Summed, is_mean
 
@@ -28,6 +31,12 @@ def rounded(output: torch.Tensor, _: object) -> torch.Tensor:
     return output.sum() + 0.01 * (len(output) % 12)
 
 
+def no_single(output: torch.Tensor, _: object) -> torch.Tensor:
+    if len(output) == 1:
+        raise ValueError("too few")
+    return output.sum()
+
+
 def broken(output: torch.Tensor, _: object) -> torch.Tensor:
     if len(output) < 12:
         raise ValueError("too few")
@@ -41,8 +50,41 @@ def broken(output: torch.Tensor, _: object) -> torch.Tensor:
         (weighted, {1: False, 64: False}),
         (contrasts, {1: False}),
         (rounded, {1: False, 64: True}),
+        (no_single, {1: True, 64: True}),
         (broken, {1: True, 64: True}),
     ],
 )
 def test_means_are_told_from_other_measures(measure: Summed, judged: dict[int, bool]) -> None:
     assert {factor: is_mean(measure, OUTPUT, TARGETS, factor) for factor in judged} == judged
+
+
+@pytest.mark.parametrize(("weights", "judged"), [([1, 2, 3] * 4, False), ([2, 1, 2, 1, 3, 3] * 2, False), ([2], True)])
+def test_halves_of_the_same_weight_are_no_proof_of_a_mean(weights: list[int], judged: bool) -> None:
+    """0.2.0: a mean over labels was taken for one over samples if both halves of the first 16 had as many."""
+    given = {"weights": torch.tensor(weights).expand(12) if judged else torch.tensor(weights)}
+
+    def mean(output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        own = targets["weights"].float()
+        return len(output) * (own @ output[:, 0]) / own.sum()
+
+    assert is_mean(mean, OUTPUT, given) is judged
+    assert is_mean(mean, OUTPUT, given, 64) is judged
+
+
+def test_rows_of_an_output_that_are_not_of_samples_are_not_cut_like_samples() -> None:
+    def to_centres(output: tuple[torch.Tensor, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        points, centres = output
+        return (points - centres[targets["target"]]).square().sum()
+
+    assert is_mean(to_centres, (OUTPUT, OUTPUT[:3]), {"target": torch.arange(12) % 2})
+
+
+def test_a_mean_in_bf16_is_told_within_its_rounding() -> None:
+    """0.2.0: losses of models in bf16, as transformers loads them, were refused by chance."""
+
+    def mean(output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return len(output) * nn.functional.cross_entropy(output, targets["target"])
+
+    draws = [torch.randn(12, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(20)]
+    assert all(is_mean(mean, draw.bfloat16(), TARGETS) for draw in draws)
+    assert not is_mean(weighted, draws[0].bfloat16(), TARGETS)
