@@ -155,7 +155,7 @@ def test_a_comparison_decides_once_for_every_seed(monkeypatch: pytest.MonkeyPatc
     words = ["small.yaml", "engine.kind=distributed", "cluster.name=local"]
     CliRunner().invoke(cli, ["run", *words, "--seeds", "1,2"])
     assert asked == ["small"]
-    assert started == [("small-seed1", 1, True)]
+    assert started == [("small-seed1", 1, True), ("small-seed2", 2, True)]
 
 
 def prepare_here(*words: str) -> Decision:
