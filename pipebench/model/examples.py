@@ -8,7 +8,7 @@ several sizes. If it is the same at all of them, it is taken, otherwise refused 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -37,23 +37,25 @@ class Examples:
 
     def __init__(self, root: nn.Module, inputs: Sequence[Example]) -> None:
         self._root, self._inputs = root, inputs
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True) if inputs else None
         self._values: list[dict[fx.Node, Any]] = [{} for _ in inputs]
+        self._positions: dict[fx.Node, int] = {}  # of placeholders among the forward's arguments
+
+    @cached_property
+    def _fake(self) -> FakeTensorMode:
+        """Made when a forward first decides by a shape: it imports torch's compiler, which takes seconds."""
+        return FakeTensorMode(allow_non_fake_inputs=True)
 
     def feed(self, node: fx.Node, position: int) -> None:
         """Tell which argument of the forward a placeholder is."""
-        for values, given in zip(self._values, self._inputs, strict=True):
-            like = given.tensors.get(str(node.target), given.tensors.get(position))
-            if like is not None and self._fake is not None:
-                with _untraced(), self._fake:
-                    values[node] = _rounded(torch.empty(like.shape, dtype=like.dtype), given.low_type)
+        self._positions[node] = position
 
     def same(self, node: fx.Node, what: Callable[[Any], _Known]) -> _Known | None:
         """Return `what` of a node's value if it is the same at all sizes; None if it differs, or depends on numbers."""
-        if self._fake is None:
+        if not self._inputs:
             return None
+        fake = self._fake
         try:
-            with _untraced(), seeded(0), self._fake:
+            with _untraced(), seeded(0), fake:
                 found = {what(self._value(node, *each)) for each in zip(self._values, self._inputs, strict=True)}
         except Exception:  # the user's forward is run: anything can come out of it
             return None
@@ -67,12 +69,11 @@ class Examples:
             if reads:
                 waiting += reads
             elif (last := waiting.pop()) not in values:
-                values[last] = self._computed(last, values, given.low_type)
+                values[last] = self._computed(last, values, given)
         return values[node]
 
     def _faked(self, value: Any, low_type: torch.dtype | None) -> Any:
-        is_tensor = isinstance(value, torch.Tensor) and self._fake is not None
-        return _rounded(self._fake.from_tensor(value), low_type) if is_tensor else value  # type: ignore[union-attr]
+        return _rounded(self._fake.from_tensor(value), low_type) if isinstance(value, torch.Tensor) else value
 
     def _copy_of(self, module: nn.Module, low_type: torch.dtype | None) -> nn.Module:
         """Return a copy with fake parameters and buffers; a forward may leave fake tensors in it."""
@@ -80,8 +81,14 @@ class Examples:
         with unset_fake_temporarily():
             return copied(module, faked)
 
-    def _computed(self, node: fx.Node, values: Mapping[fx.Node, Any], low_type: torch.dtype | None) -> Any:
+    def _computed(self, node: fx.Node, values: Mapping[fx.Node, Any], given: Example) -> Any:
         """Run a node; raise a ValueError where a device decides, since tracing is done on the CPU."""
+        low_type = given.low_type
+        if node.op == "placeholder":
+            like = given.tensors.get(str(node.target), given.tensors.get(self._positions.get(node, -1)))
+            if like is None:
+                raise ValueError(node.target)
+            return _rounded(torch.empty(like.shape, dtype=like.dtype), low_type)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         if node.op == "get_attr":
             return self._faked(operator.attrgetter(str(node.target))(self._root), low_type)

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from pipebench.errors import GraphError, TracingError
+from pipebench.model import examples
 from pipebench.model.examples import Example
 from pipebench.model.graph import LayerGraph, trace
 from pipebench.model.trace_check import check_traced
@@ -147,6 +149,21 @@ def by_class(net: Net, h: Any) -> Any:
 def test_what_may_differ_from_minibatch_to_minibatch_does_not_decide(middle: Any, says: str) -> None:
     with pytest.raises(TracingError, match=rf"test_examples.py:\d+ \(.*{says}"):
         traced(middle)
+
+
+def test_fake_tensors_are_made_where_something_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making them imports torch's compiler, which took half of the time until a run of a small model began."""
+    made = []
+
+    def fake_mode(**options: Any) -> Any:
+        made.append(options)
+        return FakeTensorMode(**options)
+
+    monkeypatch.setattr(examples, "FakeTensorMode", fake_mode)
+    traced(lambda net, h: net.b(h).view(h.shape[0], -1))
+    assert made == []
+    traced(by_type)
+    assert len(made) == 2, "in training and in evaluation"
 
 
 def test_without_examples_nothing_is_decided() -> None:
