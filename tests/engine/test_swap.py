@@ -289,7 +289,7 @@ class Slopes(nn.Module):
         return torch.cat(torch.func.jvp(self.net, (x,), (torch.ones_like(x),)), 1)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")  # torch.func's own
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch.func's own
 @pytest.mark.parametrize("policy", [KEEP, RECOMPUTE, SWAP])
 def test_a_layer_may_differentiate_by_torch_func(policy: str) -> None:
     """0.2.0: its run ended with an internal error, as tensors inside of a transform have no address."""
