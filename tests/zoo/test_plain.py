@@ -11,17 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from pipebench.zoo.measures import (
-    COUNTS,
-    LOSSES,
-    METRICS,
-    Metric,
-    Top,
-    beside_loss,
-    cross_entropy_of_labels,
-    loss_of_model,
-    num_labels,
-)
+from pipebench.zoo.measures import COUNTS, LOSSES, METRICS, Metric, Top, cross_entropy_of_labels, num_labels
 from pipebench.zoo.plain import DatasetPair
 from pipebench.zoo.registry import DataError
 from pipebench.zoo.samples import Fields
@@ -180,42 +170,6 @@ def test_losses_equal_torch_s(name: str) -> None:
     torch.testing.assert_close(data.loss(output, targets) / 8, function(output, target))
     other = DatasetPair(Made(lambda i: (POINTS[i], target[i])), Made(lambda i: (POINTS[i], target[i])), function, {})
     torch.testing.assert_close(other.loss(output, targets), data.loss(output, targets))
-
-
-LOSS, OTHER, EACH, LOGITS, SCORES = (
-    torch.tensor(1.0),
-    torch.tensor(2.0),
-    torch.ones(4),
-    torch.ones(4, 3),
-    torch.zeros(4),
-)
-
-
-@pytest.mark.parametrize(
-    ("output", "loss", "rest"),
-    [
-        ((LOSS, LOGITS), LOSS, LOGITS),
-        ((LOGITS, LOSS), LOSS, LOGITS),  # nanoGPT's order
-        ((SCORES, LOSS), LOSS, SCORES),
-        ([LOGITS, SCORES, LOSS], LOSS, (LOGITS, SCORES)),
-        ((LOSS, OTHER), LOSS, OTHER),
-        ((LOSS,), LOSS, ()),
-        ((EACH, LOGITS), EACH, LOGITS),
-        ((EACH, SCORES, LOGITS), EACH, (SCORES, LOGITS)),
-        ({"logits": LOGITS, "loss": LOSS}, LOSS, LOGITS),
-    ],
-)
-def test_the_loss_of_a_tuple_is_its_only_number(output: Any, loss: torch.Tensor, rest: Any) -> None:
-    """0.2.0: of (logits, loss) the logits were minimised if they had one dimension, and refused if they had more."""
-    assert loss_of_model(output, None) is loss
-    kept = beside_loss(output)
-    assert kept is rest or (type(kept) is type(rest) and [id(each) for each in kept] == [id(each) for each in rest])
-
-
-@pytest.mark.parametrize("output", [(), (LOGITS, EACH), (SCORES, LOSS, LOSS), LOGITS, {"logits": LOGITS}, "loss"])
-def test_outputs_whose_loss_may_be_any_part_are_refused(output: Any) -> None:
-    with pytest.raises(ValueError, match="a tuple with the loss first, or an object or a dict with `loss`"):
-        loss_of_model(output, None)
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 6)])
