@@ -29,7 +29,7 @@ def shifted_weights(model: nn.Module) -> Iterator[None]:
                 per_row = parameter[0].numel() if parameter.dim() else 1
                 some = parameter.detach()[: max(1, _SHIFTED_ELEMENTS // per_row)] if parameter.dim() else parameter
                 before.append((some, some.clone()))
-                if parameter.is_floating_point() or parameter.is_complex():
+                if (parameter.is_floating_point() or parameter.is_complex()) and parameter.itemsize > 1:
                     by = torch.rand(some.shape, generator=generator) * (_SHARE * float(some.abs().mean()) + _LEAST)
                     some += by.to(some.dtype)
     try:
@@ -62,9 +62,10 @@ def attributes_of(model: nn.Module) -> dict[str, list[Any]]:
 
 
 def _comparable(leaf: Any) -> Any:
-    """Return a leaf of an attribute, a tensor copied; NotImplemented for what isn't compared."""
-    if isinstance(leaf, torch.Tensor) and not isinstance(leaf, nn.Parameter | torch.fx.Proxy):
-        return leaf.detach().clone()
+    """Return a leaf of an attribute, a tensor copied; NotImplemented for what isn't compared, as sparse tensors."""
+    if isinstance(leaf, torch.Tensor):
+        is_plain = leaf.layout is torch.strided and not (leaf.is_meta or leaf.is_quantized)
+        return leaf.detach().clone() if is_plain and not isinstance(leaf, nn.Parameter) else NotImplemented
     if isinstance(leaf, set | frozenset):
         return len(leaf)
     return leaf if isinstance(leaf, _PLAIN) else NotImplemented
@@ -83,7 +84,11 @@ def _same(one: list[Any] | None, other: list[Any] | None) -> bool:
 
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and torch.allclose(one, other, equal_nan=True)
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        if one.is_floating_point():  # of types of 8 bits torch compares none
+            one, other = one.double(), other.double()
+        return torch.allclose(one, other, equal_nan=True)
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return False
     both_nan = isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other)

@@ -236,6 +236,30 @@ def test_weights_are_shifted_and_come_back() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(3, 3).tril().bool(),
+        torch.eye(3).to_sparse(),
+        torch.ones(2, device="meta"),
+        torch.ones(2).to(torch.float8_e4m3fn),
+        torch.ones(2, dtype=torch.complex64),
+    ],
+    ids=["mask", "sparse", "meta", "8 bits", "complex"],
+)
+def test_tensors_of_all_kinds_may_be_attributes_and_weights(tensor: torch.Tensor) -> None:
+    model = Net()
+    vars(model)["held"] = tensor
+    before = attributes_of(model)
+    assert changed_in(before, attributes_of(model)) == []
+    if not tensor.is_meta:
+        model.register_parameter("own", nn.Parameter(tensor, requires_grad=False))
+        marks = marks_of(model)
+        with shifted_weights(model):
+            assert marks_of(model)["a.weight"] != marks["a.weight"]
+        assert marks_of(model) == marks
+
+
 def test_attributes_are_compared_by_value() -> None:
     model = Net()
     vars(model).update(count=1, when=float("nan"), cached=torch.ones(2), parts={"x": [1]}, names={"a"}, made=object())
