@@ -202,6 +202,16 @@ def initial_model(recipe: Recipe, device: str = "cpu") -> nn.Module:
     return made
 
 
+def _check_dense(model: nn.Module, graph: LayerGraph) -> None:
+    """Raise a GraphError for a parameter or buffer without a storage, such as a sparse matrix of edges."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *graph.root.named_buffers()):
+        if tensor.layout is not torch.strided:
+            raise GraphError(
+                f"model {type(model).__name__} holds {name}, a tensor of layout {tensor.layout}: let it be dense "
+                "(x.to_dense())"
+            )
+
+
 def _num_slices(recipe: Recipe) -> int:
     """Return among how many devices layers are divided, 1 while that is undecided."""
     tensor = recipe.parallelism.tensor
@@ -260,11 +270,13 @@ def _sliced(recipe: Recipe, model: nn.Module, args: Arguments, group: SliceGroup
 
 
 def _check_fed(model: nn.Module, graph: LayerGraph, dataset: Dataset, name: str) -> None:
-    """Check that a data set fits the model.
+    """Check that a data set fits the model, whose tensors are dense.
 
     Raises:
+        GraphError: one isn't.
         PlanError: inputs differ, ids are out of an embedding's range, or the model can't generate text to score.
     """
+    _check_dense(model, graph)
     if len(graph.inputs) != len(dataset.inputs):
         raise PlanError(
             f"the model reads {len(graph.inputs)} inputs ({', '.join(graph.inputs)}), "

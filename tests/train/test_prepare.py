@@ -67,6 +67,11 @@ def few():
 def normed():
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
 
+def edges():
+    model = normed()
+    model.register_buffer("edges", torch.eye(4).to_sparse())
+    return model
+
 def points(num_train: int):
     data = TensorDataset(torch.randn(num_train, 4), torch.zeros(num_train, dtype=torch.long))
     return data, TensorDataset(*data[:12])
@@ -258,3 +263,11 @@ def test_the_whole_model_can_be_a_layer_where_nothing_is_cut() -> None:
         problem = f"model.leaves: got Sequential, the whole model, and mode {mode} cuts it: use single or dp"
         with pytest.raises(GraphError, match=problem):
             prepare_with("normed", class_of_all, f"parallelism={{mode: {mode}, microbatches: 1}}")
+
+
+@pytest.mark.usefixtures("project")
+def test_sparse_tensors_are_refused() -> None:
+    """0.2.0: an internal error."""
+    problem = r"Sequential holds edges, a tensor of layout torch.sparse_coo: let it be dense \(x.to_dense\(\)\)"
+    with pytest.raises(GraphError, match=problem):
+        prepare_with("normed", "model.target=models:edges")
