@@ -125,6 +125,26 @@ class TiedEnds(nn.Module):
         return self.classifier(torch.tanh(self.three(torch.tanh(self.two(hidden)))))
 
 
+class WideTied(nn.Module):
+    """Both ends share a matrix, and so do three layers between them; shards cut both."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(3)
+        self.words, self.down = nn.Linear(6, 300, bias=False), nn.Linear(300, 40)
+        self.one, self.two, self.three = nn.Linear(40, 40), nn.Linear(40, 40), nn.Linear(40, 40)
+        self.up, self.classifier = nn.Linear(40, 6), nn.Linear(6, 300)
+        self.classifier.weight = self.words.weight
+        self.two.weight = self.three.weight = self.one.weight
+        self.to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [n, 6] to [n, 300]."""
+        hidden = torch.tanh(self.down(torch.tanh(self.words(x))))
+        hidden = torch.tanh(self.three(torch.tanh(self.two(torch.tanh(self.one(hidden))))))
+        return self.classifier(self.up(hidden))
+
+
 class Branching(nn.Module):
     """Control flow on data: torch.fx can't trace it."""
 

@@ -72,7 +72,7 @@ class ProcessCollectives:
         self._shared: list[SharedFile] = []  # to close
         self._norm_group = world.new_group("gloo") if setup.pipeline.shares_norm else None
         self.groups: list[Any] = [] if self._norm_group is None else [self._norm_group]  # to leave
-        for group in range(setup.pipeline.num_stages + len(setup.pipeline.ties)):
+        for group in (*range(setup.pipeline.num_stages), *setup.pipeline.tied_groups):
             if len(setup.pipeline.members(group)) > 1:
                 self._make_group(group)
         hooks = setup.pipeline.hooks("processes")

@@ -22,11 +22,10 @@ def state_of(replica: Replica, share: Share) -> ModelState:
     them hold; the others write only what is theirs alone.
     """
     held = held_by(replica, share)
-    if share.replica == 0:
-        for section in (held.parameters, held.optimizer, held.mean_change, held.loss_scale):
-            for name in share.elsewhere & section.keys():
-                section.pop(name)
-    else:
+    for section in (held.parameters, held.optimizer, held.mean_change, held.loss_scale, held.pieces):
+        for name in share.elsewhere & section.keys():
+            section.pop(name)
+    if share.replica > 0:
         own = {name: buffer for name, buffer in held.buffers.items() if not buffer.is_floating_point()}
         held = ModelState(
             parameters={name: held.parameters[name] for name in held.pieces},

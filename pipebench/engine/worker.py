@@ -294,7 +294,8 @@ class Worker(WorkerReplicas):
         self.measure_memory()
 
     def _wait_tied(self, it: Instruction, _: Transport, collectives: Collectives) -> None:
-        self.tied[it.peer].take(collectives.tied(it.peer, it.number))
+        copies, is_sharded = self.tied[it.peer], self.setup.pipeline.is_sharded
+        copies.take(copies.gradients() if is_sharded else collectives.tied(it.peer, it.number))
         self.peaks.change()
 
     def _wait_norm(self, it: Instruction, _: Transport, collectives: Collectives) -> None:

@@ -64,7 +64,8 @@ class TiedCopies:
     """One worker's copies of the weights of a tie: weights that layers of several stages share.
 
     Every stage steps its own copy. Copies begin equal and get the same gradient, the sum over all copies, so they stay
-    equal to the bit, as Megatron-LM's two embeddings do. A worker with both ends of the pipeline has two copies.
+    equal to the bit, as Megatron-LM's two embeddings do. A worker with both ends of the pipeline has two copies. If
+    replicas are sharded, each has the same shard of every copy: gradients are those of the shards.
 
     Args:
         setup: what is run.
@@ -77,12 +78,13 @@ class TiedCopies:
         tie = group - setup.pipeline.num_stages
         names = setup.costs.ties[tie].parameters
         self._copies = [
-            (replicas[stage], positions_of(names, replicas[stage].weights.names, shares[stage].names))
+            (replicas[stage], positions_of(names, replicas[stage].weights.stepped_names, shares[stage].names))
             for stage in setup.pipeline.ties[tie]
             if stage in replicas
         ]
         for replica, positions in self._copies:
-            replica.accumulation.tied_positions |= frozenset(positions)
+            if not setup.pipeline.is_sharded:
+                replica.accumulation.tied_positions |= frozenset(positions)
 
     @property
     def like(self) -> list[torch.Tensor]:
@@ -113,13 +115,13 @@ def tied_copies(setup: Setup, replicas: Mapping[int, Replica], shares: Mapping[i
 
 
 def positions_of(names: Sequence[str], held: Sequence[str], own: Mapping[str, str]) -> list[int]:
-    """Return the positions of the parameters `names` of the graph among a stage's parameters, `held`.
+    """Return the positions of those parameters `names` of the graph that are among a stage's, `held`.
 
     A parameter that layers share has several names, and the stage's may be another than the graph's. `own` maps every
     name to the model's own one.
     """
     position = {own[name]: index for index, name in enumerate(held)}
-    return [position[own[name]] for name in names]
+    return [position[own[name]] for name in names if own[name] in position]
 
 
 def _sum(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

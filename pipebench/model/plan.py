@@ -306,7 +306,7 @@ def _tied(layers: Sequence[_Layer], kind: str, name: str, users: Sequence[int]) 
     # Copies stay equal only if all stages' updates are of the same minibatches; see docs/modes.md.
     where = (
         ", except under modes whose stages update together (those with a flush, and pipedream-2bw), where no layers "
-        "move and no replicas are sharded"
+        "move and parallelism.shard isn't optimizer"
     )
     return (
         f"{kind} {name} is tied: layers {sharing} share it and must stay in one stage"

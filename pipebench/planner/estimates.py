@@ -8,7 +8,7 @@ from pipebench.cluster import Cluster
 from pipebench.model.plan import Plan, make_plan
 from pipebench.planner.flat import SearchStage
 from pipebench.planner.memory import MemoryRule
-from pipebench.planner.mode_request import UnitsInFlight, transient_bytes
+from pipebench.planner.mode_request import UnitsInFlight, transient_bytes, whole_groups
 from pipebench.planner.placement_costs import Sketch, cut_levels, loops_s, placed_s, spanned
 from pipebench.planner.plans import PlanEstimate, StageEstimate
 from pipebench.planner.predict import PlannedWorkload, arrange, arranged, payload, planned_workload, predict, with_sums
@@ -118,12 +118,9 @@ class Estimator(UnitsInFlight):
         units, replicas = self.units, [stage.replicas for stage in stages]
         work, model, found = self.work_of(replicas, depth), self.request.model, list[StageEstimate]()
         cluster = self._cluster_of(stages)
-        held, again = (
-            [float(sums[b] - sums[a]) for a, b, _ in stages]
-            for sums in (work.states.parameter_bytes, work.states.recomputed_bytes)
-        )
-        # Groups of layers run one after another: one is whole while the next one is gathered.
-        whole, recomputed = transient_bytes(held, 2), transient_bytes(again, 1)
+        again = [float(work.states.recomputed_bytes[b] - work.states.recomputed_bytes[a]) for a, b, _ in stages]
+        whole = whole_groups(work.states, [(a, b) for a, b, _ in stages])
+        recomputed = transient_bytes(again, 1)
         rules = self.stage_rules(math.inf, replicas, depth)
         for index, (stage, rule) in enumerate(zip(stages, rules, strict=True)):
             level = cluster.levels[spanned(cluster, devices[index])]

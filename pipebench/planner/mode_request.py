@@ -40,8 +40,6 @@ class ModeRequest:
         self.mode = request.row or MODES[mode]
         self.weights = WEIGHT_POLICIES[self.mode.weights]
         self.cache = PlanningCache() if cache is None else cache
-        if self.mode.shape == "one-stage" and self.mode.chunks > 1 and not request.is_cut:
-            self.mode = replace(self.mode, chunks=len(self.groups))
 
     def under(self, **changes: Any) -> Self:
         """Return the same mode for a request that differs in the given fields, but not in the profile."""
@@ -90,11 +88,6 @@ class ModeRequest:
         return self.mode.ties and self.request.ties
 
     @cached_property
-    def groups(self) -> list[tuple[int, int]]:
-        """The layer groups of a mode that is one stage, as pairs of states."""
-        return layer_groups(self.states, self.mode.chunks)
-
-    @cached_property
     def memory_policies(self) -> tuple[str, ...]:
         """Activation policy of every layer of the profile."""
         rows = self.request.profile.layers[self.unit_size]
@@ -135,6 +128,31 @@ class ModeRequest:
 
 class UnitsInFlight(ModeRequest):
     """A request in one mode, with the minibatches that an update covers and those in flight meanwhile."""
+
+    def __init__(self, request: Request, mode: str, cache: PlanningCache | None = None) -> None:
+        super().__init__(request, mode, cache)
+        if self.mode.shape == "one-stage" and self.mode.chunks > 1 and not request.is_cut:
+            self.mode = replace(self.mode, chunks=len(self.groups))
+
+    @cached_property
+    def groups(self) -> list[tuple[int, int]]:
+        """The layer groups of a mode that is one stage, as pairs of states.
+
+        Groups have copies of tied parameters if that lowers the peak memory of a replica.
+        """
+        found = layer_groups(self.states, self.mode.chunks)
+        if not self.states.parts_ties:
+            return found
+        keeping, place = self.under(ties=False), {members: i for i, members in enumerate(self.states.members)}
+        own = [place[members] for members in keeping.states.members]
+        whole = [(own[start], own[stop]) for start, stop in keeping.groups]
+        return min(whole, found, key=self._peak_bytes)
+
+    def _peak_bytes(self, groups: Sequence[tuple[int, int]]) -> float:
+        """Return the bytes of parameters, gradients and optimizer state on a replica with these layer groups."""
+        rule, replicas = self.memory(math.inf), self.request.cluster.num_workers
+        shards = (rule.num_bytes(self.states, *group, 0, replicas) for group in groups)
+        return sum(shards) + rule.whole_at_once(replicas) * sum(whole_groups(self.states, groups))
 
     @cached_property
     def work(self) -> UnitWork:
@@ -268,9 +286,9 @@ def layer_groups(states: States, most: int) -> list[tuple[int, int]]:
 
     A group is gathered, used and freed as one, and two are in memory at once. So borders are where the cumulative bytes
     of parameters are nearest to equal shares; of equally near places the last, so that layers without parameters stay
-    with those before them. Tied parameters are in one group.
+    with those before them.
     """
-    held, last = states.parameter_bytes, len(states) - 1
+    held, last = states.used_bytes, len(states) - 1
     bounds = [0]
     for group in range(1, most):
         distances = np.abs(held - held[last] * group / most)
@@ -282,7 +300,13 @@ def layer_groups(states: States, most: int) -> list[tuple[int, int]]:
     return [*zip(bounds, [*bounds[1:], last], strict=True)]
 
 
+def whole_groups(states: States, groups: Sequence[tuple[int, int]]) -> list[float]:
+    """Return the parameter bytes per layer group that count for the peak: one is whole while the next is gathered."""
+    return transient_bytes([states.weights(start, stop) for start, stop in groups], 2)
+
+
 def transient_bytes(group_bytes: Sequence[float], at_once: int) -> list[float]:
-    """Return the bytes per group that count for the peak if groups take turns, `at_once` at a time: the largest."""
-    largest = sorted(range(len(group_bytes)), key=lambda index: -group_bytes[index])[:at_once]
-    return [size if index in largest else 0.0 for index, size in enumerate(group_bytes)]
+    """Return the bytes per group that count for the peak if groups take turns, `at_once` neighbours at a time."""
+    starts = range(max(1, len(group_bytes) - at_once + 1))
+    most = max(starts, key=lambda start: sum(group_bytes[start : start + at_once]))
+    return [size if most <= index < most + at_once else 0.0 for index, size in enumerate(group_bytes)]

@@ -237,7 +237,7 @@ def _sum_bytes(
 ) -> tuple[float, float]:
     """Return the bytes per minibatch that replicas send to sum gradients, and to gather shards; see `payload`."""
     summed = gathered = 0.0
-    tied = tied_parameters(rows, plan)
+    tied = {} if mode.is_sharded else tied_parameters(rows, plan)  # sharded copies are summed like other weights
     apart = {name for names in tied.values() for name in names}
     for stage in plan.stages:
         own = rows[stage.start : stage.stop]

@@ -55,6 +55,13 @@ class States:
         """Whether states separate layers that share a trained parameter."""
         return self.tied is not None and self.tied.is_trained
 
+    @property
+    def used_bytes(self) -> Floats:
+        """Trained parameters; a tied one counts for every layer that uses it if states separate such layers."""
+        if not self.parts_ties:
+            return self.parameter_bytes
+        return self._sums(np.array([row.parameter_bytes for row in self.rows], dtype=float))
+
     @cached_property
     def is_chain(self) -> bool:
         """Whether every state contains the one before it."""

@@ -74,10 +74,11 @@ class Mode:
         """Whether stages whose layers share a weight may hold a copy each, and sum its gradients.
 
         Their updates must average the same minibatches, and none may be due before the first of these stages can make
-        its own. Sharded replicas are excluded: they sum shards, not copies.
+        its own. Replicas that shard only the optimizer's state are excluded. In a pipeline they don't sum the shards of
+        other stages' copies, and in data parallelism a second copy would only cost memory.
         """
         return (
-            not self.is_sharded
+            self.shard != OPTIMIZER
             and WEIGHT_POLICIES[self.weights].together
             and (self.flush or (self.shape == "equal" and self.chunks == 1))
         )

@@ -176,6 +176,11 @@ class Pipeline:
         stages = self.ties[group - self.num_stages]
         return tuple(sorted({worker for stage in stages for worker in self.places[stage]}))
 
+    @property
+    def tied_groups(self) -> range:
+        """The groups that sum a tie's gradients; none if replicas are sharded, since each has a shard of every copy."""
+        return range(self.num_stages, self.num_stages + (0 if self.is_sharded else len(self.ties)))
+
     def stages_of(self, worker: int) -> tuple[int, ...]:
         """Return a worker's stages, ascending."""
         return self._workers[worker]

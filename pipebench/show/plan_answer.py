@@ -131,8 +131,9 @@ class TiedParameter:
     parameter: str  # its name
     layers: tuple[str, ...]  # that use it
     stages: tuple[int, ...]  # that have it; several have a copy each
-    bytes_per_update: int  # that workers send to sum the gradients of all copies; 0 for a single stage
-    update_s: float  # seconds of that sum on links without other traffic; 0 for a single stage
+    # That workers send to sum the gradients of all copies; 0 if every worker has a copy, or a shard of each
+    bytes_per_update: int
+    update_s: float  # seconds of that sum on links without other traffic
 
 
 def ties(answer: PlanFindings) -> list[TiedParameter]:
@@ -150,7 +151,7 @@ def ties(answer: PlanFindings) -> list[TiedParameter]:
 def _tied(answer: PlanFindings, name: str, layers: tuple[str, ...], stages: tuple[int, ...]) -> TiedParameter:
     plan, cluster = answer.comparison.best.plan, answer.request.cluster
     devices = sorted({device for stage in stages for device in plan.stages[stage].devices})
-    if len(stages) == 1 or len(devices) == 1:
+    if len(stages) == 1 or len(devices) == 1 or answer.mode.is_sharded:
         return TiedParameter(name, layers, stages, 0, 0.0)
     size = next(row.parameter_sizes[name] for row in answer.rows if name in row.parameter_sizes)
     seconds = Network(cluster).alone_s(ALL_REDUCE, tuple(devices), size)

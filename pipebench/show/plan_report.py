@@ -172,8 +172,9 @@ def _ties(answer: PlanFindings) -> Iterator[tuple[str, str]]:
             yield "tied", stay_together(tied.layers, tied.parameter, tied.stages[0])
             continue
         text = f"{' and '.join(tied.layers)} share {tied.parameter}"
-        sums = f"{num_bytes(tied.bytes_per_update)} and {seconds(tied.update_s)} per update"
-        yield "tied", f"{text}: stages {' and '.join(map(str, tied.stages))} have a copy each, whose sums take {sums}"
+        sums = f", whose sums take {num_bytes(tied.bytes_per_update)} and {seconds(tied.update_s)} per update"
+        held = f"stages {' and '.join(map(str, tied.stages))} have a copy each"
+        yield "tied", f"{text}: {held}{sums if tied.bytes_per_update else ''}"
 
 
 def _not_kept(plan: Plan) -> Iterator[tuple[str, str]]:

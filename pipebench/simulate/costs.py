@@ -1,7 +1,7 @@
 """Costs of every instruction: a profile summed over stages, for the simulator."""
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -42,7 +42,7 @@ class StageCosts:
     # Of one unit, copied to the host after its forward, and back before its backward
     swap_bytes: Mapping[Size, int] = field(default_factory=dict)
     again_s: Mapping[Size, float] = field(default_factory=dict)  # part of `backward_s` that recomputes forwards
-    tied_bytes: int = 0  # of its copies of weights that are tied between stages, which are in no bucket
+    tied_bytes: int = 0  # of its copies of weights that are tied between stages and are in no bucket
     # Sent for one unit between the devices of a worker whose layers are sliced, recomputation included
     tensor_bytes: Mapping[Size, int] = field(default_factory=dict)
 
@@ -100,14 +100,15 @@ class Costs:
     host: HostCosts = NO_HOST_COSTS
     # By edge, the number of equal values per message, forward and back; 1 by default. Each may have a connection.
     values: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
-    ties: tuple[SimulatedBucket, ...] = ()  # gradients summed over the copies of every tie of `Pipeline.ties`
+    # Gradients summed over the copies of every tie of `Pipeline.ties`; no bytes if these are sharded, see `stage_costs`
+    ties: tuple[SimulatedBucket, ...] = ()
     slices: int = 1  # devices that a worker stands for; all costs but `tensor_bytes` are of one of them
 
     @property
     def num_parameters(self) -> int:
         """Trained parameter tensors of the model."""
         buckets = [*self.ties, *(bucket for stage in self.stages for bucket in stage.buckets)]
-        return sum(len(bucket.parameters) for bucket in buckets)
+        return len({name for bucket in buckets for name in bucket.parameters})
 
     @property
     def most_samples(self) -> int:
@@ -132,6 +133,10 @@ class Costs:
 def stage_costs(profile: Profile, plan: Plan, steps: Sequence[float] = (), *, sharded: bool = False) -> Costs:
     """Return the costs of a plan: a profile summed over its stages.
 
+    A weight that several stages share is summed over their copies apart from the stages' buckets. If replicas are
+    sharded, it is a bucket of its own in each of these stages. Replicas then divide all its copies alike, so each adds
+    the sums of its shards without a message.
+
     Args:
         profile: layers in the plan's order.
         plan: its stages.
@@ -145,13 +150,15 @@ def stage_costs(profile: Profile, plan: Plan, steps: Sequence[float] = (), *, sh
     one_s = profile.load_s_by_size
     load_s = _NOTHING | {n: one_s.get(n, 0.0) * loads for n in by_size}
     tied = tied_parameters(rows, plan)
-    apart = {name for names in tied.values() for name in names}
     stages = []
     for index, stage in enumerate(plan.stages):
         loads_s = load_s if index in loading else dict.fromkeys(load_s, 0.0)
         update_s = partial(_update_s, profile, stage.replicas if sharded else 1, steps[index] if steps else 1.0)
-        stages.append(_costs_of(profile, by_size, stage, loads_s, update_s, apart))
-    ties = tuple(SimulatedBucket(_num_bytes(rows, names), 1.0, tuple(names)) for names in tied.values())
+        own = _as_buckets(rows, (names for sharing, names in tied.items() if index in sharing))
+        made = _costs_of(profile, by_size, stage, loads_s, update_s, own)
+        stages.append(replace(made, buckets=(*made.buckets, *own), tied_bytes=0) if sharded else made)
+    ties = _as_buckets(rows, tied.values())
+    ties = tuple(replace(each, num_bytes=0) for each in ties) if sharded else ties
     return _with_crossings(Costs(tuple(stages), {}, {}, ties=ties, slices=profile.slices), plan, profile)
 
 
@@ -164,7 +171,7 @@ def _costs_of(
     stage: StagePlan,
     load_s: Mapping[Size, float],
     update_s: Callable[[int], float],
-    apart: Container[str],
+    tied: tuple[SimulatedBucket, ...],
 ) -> StageCosts:
     """Return a stage's costs.
 
@@ -174,7 +181,7 @@ def _costs_of(
         stage: its layers and their memory policies.
         load_s: seconds of loading, by size.
         update_s: returns the seconds of an update, given the bytes of the stage's parameters.
-        apart: names of tied parameters, which are in no bucket.
+        tied: its copies of tied parameters, which are in none of its buckets.
     """
     rows, policies = profile.rows, stage.memory
     if stage.stop == len(rows) - 1:
@@ -183,8 +190,8 @@ def _costs_of(
     again = {index for index, policy in zip(indices, policies, strict=True) if policy == RECOMPUTE}
     repeated = [place for place, index in enumerate(indices) if index in again]
     again_s = {n: sum(at[i].forward_s for i in again) for n, at in by_size.items()}
-    buckets, tied_bytes = _buckets(rows, indices, again, apart), _num_bytes(rows[stage.start : stage.stop], apart)
-    num_bytes = sum(bucket.num_bytes for bucket in buckets) + tied_bytes
+    buckets = _buckets(rows, indices, again, {name for bucket in tied for name in bucket.parameters})
+    num_bytes = sum(bucket.num_bytes for bucket in (*buckets, *tied))
     return StageCosts(
         forward_s=_NOTHING | {n: sum(at[i].forward_s for i in indices) for n, at in by_size.items()},
         backward_s=_NOTHING | {n: sum(at[i].backward_s for i in indices) + again_s[n] for n, at in by_size.items()},
@@ -195,7 +202,7 @@ def _costs_of(
         buffer_bytes=sum({k: v for i in indices for k, v in rows[i].buffer_sizes.items()}.values()),
         swap_bytes=_NOTHING | {n: swapped_bytes(at, stage) for n, at in by_size.items()},
         again_s=_NOTHING | again_s,
-        tied_bytes=tied_bytes,
+        tied_bytes=sum(bucket.num_bytes for bucket in tied),
         tensor_bytes={n: unit_bytes([at[i] for i in indices], profile.slices, repeated) for n, at in by_size.items()},
     )
 
@@ -237,10 +244,10 @@ def _with_crossings(costs: Costs, plan: Plan, profile: Profile) -> Costs:
     return replace(costs, activation_bytes=activation, gradient_bytes=gradient, values=values)
 
 
-def _num_bytes(rows: Sequence[LayerProfile], names: Container[str]) -> int:
-    """Return the bytes of those parameters of some layers that have one of the names."""
-    sizes = {name: size for row in rows for name, size in row.parameter_sizes.items() if name in names}
-    return sum(sizes.values())
+def _as_buckets(rows: Sequence[LayerProfile], ties: Iterable[Sequence[str]]) -> tuple[SimulatedBucket, ...]:
+    """Return a bucket of the parameters of every tie, given their names."""
+    sizes = {name: size for row in rows for name, size in row.parameter_sizes.items()}
+    return tuple(SimulatedBucket(sum(sizes[name] for name in names), 1.0, tuple(names)) for names in ties)
 
 
 def as_values(sizes: Sequence[int]) -> float:

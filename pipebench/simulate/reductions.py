@@ -70,11 +70,12 @@ class Reductions:
                     whole, workers, pipeline.algorithm, ALL_GATHER, host_s
                 )
         self._gathers: Counter[tuple[int, int]] = Counter()  # number joined, by worker and stage
-        for tie in range(len(pipeline.ties)):
-            buckets, members = costs.ties[tie : tie + 1], pipeline.members(pipeline.num_stages + tie)
-            host_s = costs.host.all_reduce(sum(bucket.num_bytes for bucket in buckets), len(members))
-            group = _PendingReduction(buckets, members, pipeline.algorithm, sync.algorithm, host_s, overlaps=False)
-            self._groups[pipeline.num_stages + tie] = group
+        for group, bucket in zip(pipeline.tied_groups, costs.ties, strict=False):  # no groups if sharded
+            members = pipeline.members(group)
+            host_s = costs.host.all_reduce(bucket.num_bytes, len(members))
+            self._groups[group] = _PendingReduction(
+                (bucket,), members, pipeline.algorithm, sync.algorithm, host_s, overlaps=False
+            )
 
     def join(
         self, stage: int, round_index: int, now_s: float, duration_s: float = 0.0, *, in_part: bool = False

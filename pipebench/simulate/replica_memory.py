@@ -122,9 +122,7 @@ class ReplicaMemory:
         elif it.op is Op.SWAP_IN:
             yield Change(kinds.ACTIVATIONS, self._memory.swapped[size], False)
             yield Change(kinds.ON_HOST, -self._memory.swapped[size], True)
-        elif it.op in (Op.WAIT_ALL_REDUCE, Op.WAIT_TIED):
-            yield self._gradients_are(self._memory.gathered, at_end=True)
-        elif it.op is Op.WAIT_SCATTER:
+        elif it.op in (Op.WAIT_ALL_REDUCE, Op.WAIT_SCATTER, Op.WAIT_TIED):
             yield self._gradients_are(self._memory.scattered, at_end=True)
         elif it.op is Op.GATHER and not self._is_gathered:
             self._is_gathered = True

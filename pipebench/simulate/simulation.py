@@ -223,6 +223,8 @@ class Simulation:
 
     def _join_and_wait(self, worker: int, wait: Instruction, now_s: float) -> float | None:
         """Join and wait for the sum of a tie's copies, or of the gradients' norm."""
+        if wait.op is Op.WAIT_TIED and self.pipeline.is_sharded:
+            return 0.0  # a worker adds the shards of its own copies
         group = wait.peer if wait.op is Op.WAIT_TIED else EVERY_STAGE
         self._reductions.join(group, wait.number, now_s)
         return self._wait(worker, (group, wait.number), wait, now_s)

@@ -68,13 +68,13 @@ def recipe_notes(job: Job) -> dict[str, str]:
 
 
 def _gathered_together(setup: Setup) -> Iterator[str]:
-    """Yield a sentence on every parameter that layers share, if parameters are sharded.
+    """Yield a sentence on every parameter that layers of one group share, if parameters are sharded.
 
-    These layers, and all between them, are one group, which is gathered and freed as a whole.
+    All layers between them are in that group, too, which is gathered and freed as a whole.
     """
     layers, stage_of = setup.graph.layers, stage_of_layers(setup.plan.stages)
     for (kind, name), users in shared(layers).items() if setup.pipeline.gathers else ():
-        if kind == PARAMETER:
+        if kind == PARAMETER and stage_of[users[0]] == stage_of[users[-1]]:
             yield stay_together([layers[index].name for index in users], name, stage_of[users[0]])
 
 

@@ -9,7 +9,7 @@ from pipebench.model.graph import LayerGraph
 from pipebench.model.plan import Plan, make_plan, recut, starts_of_cuts
 from pipebench.model.plan_layers import layer_problems, plan_of, refuse
 from pipebench.planner.memo import arranged, best_plan
-from pipebench.planner.mode_request import ModeRequest
+from pipebench.planner.mode_request import UnitsInFlight
 from pipebench.profile.model import Profile
 from pipebench.recipe.plan_file import PlanForm, Problems, form_problems, is_plan_file, load_plan
 from pipebench.recipe.schema import ParallelismRecipe, Recipe
@@ -34,7 +34,7 @@ def choose_plan(recipe: Recipe, cluster: Cluster, graph: LayerGraph, profile: Pr
         PlanError: model, cluster or memory make it impossible.
     """
     parallelism, request = recipe.parallelism, plan_request(recipe, cluster, profile, dataset)
-    planner = ModeRequest(request, parallelism.mode)
+    planner = UnitsInFlight(request, parallelism.mode)
     mode = planner.mode
     if parallelism.plan == AUTO and not mode.is_one_stage:
         plan = best_plan(request, parallelism.mode).plan

@@ -36,7 +36,7 @@ from tests.engine.test_cells import leaving_out
 from tests.evaluations import RankedBlobs
 from tests.lengths import Reader, Tagger, labelled_tokens, texts
 from tests.model.test_cells import Stack
-from tests.models import ConvNet, FrozenPart, Gated, MixedTypes, RandomNet, SkipNet, Structures, TiedEnds
+from tests.models import ConvNet, FrozenPart, Gated, MixedTypes, RandomNet, SkipNet, Structures, TiedEnds, WideTied
 from tests.support import Blobs, Mlp, make_setup
 from tests.unwatched import unwatched
 
@@ -107,6 +107,7 @@ def model_of(name: str) -> nn.Module:
     kinds: dict[str, Callable[[], nn.Module]] = {
         "conv": ConvNet, "skip": SkipNet, "mlp": Mlp, "structures": Structures, "matrices": matrices,
         "mixed": MixedTypes, "frozen": FrozenPart, "gated": Gated, "stack": stack, "tied": TiedEnds,
+        "wide tied": WideTied,
         "reader": Reader, "tagger": Tagger,
     }  # fmt: skip
     return kinds[name]()

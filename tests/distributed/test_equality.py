@@ -252,6 +252,12 @@ TWO |= {
         "skip", (2, 4), (2, 2, 2), SHARDED | {"shard": "parameters", "reshards": False, "recompute": True}
     ),
     "fsdp, bf16": Case("conv", (2, 4), (2, 2, 2), SHARDED | {"shard": "parameters", "precision": "bf16"}),
+    "tied, zero2, clipped": Case(
+        "wide tied", (2, 11), (2, 2, 2), TIED | SHARDED | {"shard": "gradients", "clip_norm": 0.3, "accumulate": 2}
+    ),
+    "tied, fsdp, 4 groups": Case(
+        "wide tied", (2, 5, 7), (2,) * 4, TIED | SHARDED | {"shard": "parameters", "chunks": 4}
+    ),
     "two ways, sharded optimizer": Case(
         "conv", (4,), (2, 2), ZBV | {"order": "dualpipe", "microbatches": 2, "sums": "ordered", "shard": "optimizer"}
     ),
@@ -275,6 +281,9 @@ THREE |= {
     ),
     "pipedream, sharded optimizer": Case("conv", (4,), (2, 1), {"sums": "ordered", "shard": "optimizer"}),
     "fsdp of three": Case("conv", (2, 4), (3, 3, 3), SHARDED | {"shard": "parameters"}),
+    "tied, fsdp of three, sockets": Case(
+        "wide tied", (5, 11), (3, 3, 3), TIED | SHARDED | {"shard": "parameters"}, shares_memory=False
+    ),
 }
 THREE_REPLICAS = {
     "tied, 2-1": Case("tied", (5,), (2, 1), TIED | {"clip_norm": 0.1}),

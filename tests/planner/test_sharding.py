@@ -157,3 +157,31 @@ def test_groups_of_layers_are_computed_again_one_after_the_other(mode: str, reco
     assert max(peaks) <= found.memory_bytes <= 1.08 * max(peaks)
     kept = 8 * 50_000
     assert (found.memory_bytes < kept) is recompute
+
+
+def tied_rows(users: list[int], parameters: int, num_layers: int) -> tuple[LayerProfile, ...]:
+    """Return a chain of layers, of which `users` share one weight and the others have one each of the same size."""
+    rows = rows_of([parameters] * num_layers)
+    shared = {"l.w": 4 * parameters}
+    return tuple(replace(row, parameter_sizes=shared) if i in users else row for i, row in enumerate(rows))
+
+
+@pytest.mark.parametrize(
+    ("mode", "users", "num_copies"),
+    [
+        ("fsdp", [0, 7], 2),  # as of a language model: shards of 8 groups, not all 7 layers' weights at once
+        ("zero2", [0, 7], 2),
+        ("zero1", [0, 7], 1),  # whole everywhere: a second copy would only cost memory
+        ("fsdp", [*range(8)], 1),  # as of ALBERT, whose layers all share: eight copies would be more than one group
+        ("fsdp", [3, 4], 1),  # neighbours: two of seven groups together
+    ],
+)
+def test_groups_part_layers_that_share_a_weight_if_that_lowers_the_peak(
+    mode: str, users: list[int], num_copies: int
+) -> None:
+    request = request_of(None)
+    profile = replace(request.profile, layers={4: tied_rows(users, 1000, 8)})
+    found = Planner(replace(request, profile=profile), mode).best()
+    ends = [stage.stop for stage in found.plan.stages]
+    assert len({sum(end <= user for end in ends) for user in users}) == num_copies
+    assert len(ends) > 1 or num_copies == 1
