@@ -140,11 +140,12 @@ def test_the_order_of_sums_chosen_for_the_links_is_reported(tmp_path: Path, serv
     assert [*notes.values()] == [{}, {}]
 
 
-@pytest.mark.parametrize(("mode", "noted"), [("fsdp", True), ("zero2", False)])
-def test_layers_that_a_shared_parameter_keeps_in_one_group_are_noted(mode: str, *, noted: bool) -> None:
-    """All layers of GPT-2 were gathered at once, of which only `plan` had a note."""
+@pytest.mark.parametrize(("mode", "workers", "noted"), [("fsdp", 2, True), ("fsdp", 4, False), ("zero2", 2, False)])
+def test_layers_that_a_shared_parameter_keeps_in_one_group_are_noted(mode: str, workers: int, *, noted: bool) -> None:
+    """On two workers a second copy of the matrix would take more memory than it saves."""
     words = [f"parallelism.mode={mode}", "parallelism.sums=ring", "model.share_embedding=true"]
-    loaded = load("small/gpt2/dp", words)
+    loaded = load("small/gpt2/dp", [*words, f"cluster.count={workers}"])
     job = prepare(loaded.recipe, loaded.cluster, trains=False)
     note = "words and classifier share words.weight and stay together in stage 0"
     assert recipe_notes(job).get(PLAN) == (note if noted else None)
+    assert bool(job.setup.pipeline.ties) == (workers == 4)
