@@ -147,6 +147,15 @@ class Checkpoints:
         with suppress(OSError, CheckpointError):
             self._prune(step)
 
+    def amend(self, step: int, progress: Mapping[str, Any]) -> None:
+        """Replace a complete checkpoint's `progress`; see `commit`.
+
+        Raises:
+            CheckpointError: there is no complete checkpoint of that step.
+            OSError: as in `commit`; the checkpoint stays as it is.
+        """
+        self.commit(step, _read(self._folder(step)).parts, progress)
+
     def abandon(self, step: int) -> None:
         """Remove the parts of a step that won't be committed; an earlier checkpoint of the same step stays."""
         folder = self._folder(step)

@@ -190,33 +190,58 @@ class CheckpointWriter:
             copies = [(name, state.copied()) for name, state in engine.parts()]
         except CheckpointError as error:
             problem = str(error)
-        facts = engine.exchange(engine.facts())
-        progress = training_state(facts) if engine.is_first else {}
+        progress = self._progress_of(training_state)
         if engine.setup.device.type == "cuda":
             torch.cuda.synchronize(engine.setup.device)
 
-        may_begin = threading.Event()
+        def work() -> None:
+            parts = _written(store, step, copies) if problem is None else problem
+            shares = gather(parts)
+            if shares:
+                self._problem = _committed(store, step, shares, progress)
+
+        self._begin(work, step)
+        engine.sync_clock()
+
+    def amend(self, store: Checkpoints, step: int, training_state: ProgressOf) -> None:
+        """Replace the training loop's state in the checkpoint begun last, of `step`, once that is written."""
+        progress, before = self._progress_of(training_state), self._thread
 
         def work() -> None:
+            if before is not None:
+                before.join()
+            if self._failure is None and not self._problem:
+                self._problem = _amended(store, step, progress)
+
+        if self._engine.is_first:
+            self._begin(work, step)
+        self._engine.sync_clock()
+
+    def _progress_of(self, training_state: ProgressOf) -> dict[str, Any]:
+        """Return the training loop's state in the first process; in others nothing."""
+        facts = self._engine.exchange(self._engine.facts())
+        return training_state(facts) if self._engine.is_first else {}
+
+    def _begin(self, work: Callable[[], None], step: int) -> None:
+        """Begin some work in a thread, for which `wait` waits."""
+        may_begin, is_waited_for = threading.Event(), False
+
+        def run() -> None:
             may_begin.wait()
-            if self._thread is not thread:  # Ctrl-C has ended `start`, so nobody waits for this thread
+            if not is_waited_for:  # Ctrl-C has ended `start`
                 return
             try:
-                parts = _written(store, step, copies) if problem is None else problem
-                shares = gather(parts)
-                if shares:
-                    self._problem = _committed(store, step, shares, progress)
+                work()
             except BaseException as error:  # raised where training waits for it
                 self._failure = error
 
         # A daemon, so that a process that fails ends: it might wait for the part of another one that has ended.
-        thread = threading.Thread(target=work, name=f"checkpoint {step}", daemon=True)
+        thread = threading.Thread(target=run, name=f"checkpoint {step}", daemon=True)
         try:
             thread.start()
-            self._thread = thread
+            self._thread, is_waited_for = thread, True
         finally:
             may_begin.set()
-        engine.sync_clock()
 
     def wait(self) -> None:
         """Wait for the checkpoint under way; report its failure."""
@@ -264,6 +289,15 @@ def _committed(store: Checkpoints, step: int, shares: Sequence[_Share], progress
         return ""
     store.abandon(step)
     return f"no checkpoint at minibatch {step}: {problem}; {_others(store)}, training goes on"
+
+
+def _amended(store: Checkpoints, step: int, progress: Mapping[str, Any]) -> str:
+    """Replace a checkpoint's progress; return "", or a sentence for the user on why it wasn't."""
+    try:
+        store.amend(step, progress)
+    except (OSError, CheckpointError) as error:
+        return f"the checkpoint at minibatch {step} lacks its evaluation: {error}; training goes on"
+    return ""
 
 
 def _others(store: Checkpoints) -> str:

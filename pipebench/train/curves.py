@@ -61,6 +61,10 @@ class Curves:
         """Return whether there was an evaluation after `samples`."""
         return any(point.samples == samples for point in self.points)
 
+    def is_best_at(self, samples: int) -> bool:
+        """Return whether the best evaluation so far was after `samples`."""
+        return self.best_point is not None and self.best_point.samples == samples
+
     def best(self, metric: str) -> float:
         """Return the best finite value of a metric, NaN if no evaluation gave one; requires an evaluation."""
         counted = [_counted(point, metric) for point in self.points]

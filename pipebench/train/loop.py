@@ -177,14 +177,20 @@ class TrainingLoop:
                 self._train(periods.next_drain(self._done))
             self._samples = self._seen = self._reported = self._sampler.samples_before(self._done)
             self._end_if_stopped()
-            if periods.evaluates_at(self._done):
+            evaluates = periods.evaluates_at(self._done)
+            # First, so that a failure or a kill in the evaluation costs no training
+            saved_to = self._store() if evaluates or periods.saves_at(self._done) else None
+            self._save(saved_to)
+            if evaluates:
                 self._evaluate()
             if self._done < periods.total and self._curves.reached is None:
                 with self._clock.spending("training_s"):
                     for extension in self._extensions:
                         extension.drained(self._done)
-            if periods.saves_at(self._done) or periods.evaluates_at(self._done):
-                self._save(self._store())
+            if saved_to is None:
+                self._save(self._store() if evaluates else None)
+            elif evaluates or self._extensions:
+                self._save(saved_to, again=True)
 
     def _train(self, drain: int) -> None:
         """Train up to the drain after `drain` minibatches of the run, or up to an earlier one."""
@@ -223,24 +229,25 @@ class TrainingLoop:
             extension.evaluated(point, self._done, ends=ends)
 
     def _store(self) -> Checkpoints | None:
-        """Return where to write a checkpoint at this drain; None: nowhere."""
-        policy, best = self._policy, self._curves.best_point
-        is_best = best is not None and best.samples == self._samples
+        """Return where to write a checkpoint at this drain; None: nowhere, as far as is known before its evaluation."""
+        policy, is_best = self._policy, self._curves.is_best_at(self._samples)
         is_over = self._done >= self._periods.total or self._curves.reached is not None
         if policy.checkpoints is not None:
-            return policy.checkpoints if is_best or is_over or self._periods.saves_at(self._done) else None
-        is_due = time.monotonic() - self._saved_s > _MOST_UNSAVED_S
-        return policy.late() if policy.keeps and (is_best or is_over or is_due) else None
+            is_due = is_best or is_over or self._periods.saves_at(self._done)
+            return policy.checkpoints if is_due else None
+        is_due = is_best or is_over or time.monotonic() - self._saved_s > _MOST_UNSAVED_S
+        return policy.late() if policy.keeps and is_due else None
 
-    def _save(self, store: Checkpoints | None) -> None:
+    def _save(self, store: Checkpoints | None, *, again: bool = False) -> None:
+        """Write a checkpoint of this drain or, `again`, add what has followed: its evaluation, or layers that move."""
         if store is None:
             return
         with self._clock.spending("checkpoint_s"):
-            self._writer.wait()
-            best = self._curves.best_point
-            if best is not None and best.samples == self._samples:
+            if not again:
+                self._writer.wait()
+            if self._curves.is_best_at(self._samples):
                 store.best = self._done
-            self._writer.write(store, self._done, self._saved)
+            (self._writer.amend if again else self._writer.write)(store, self._done, self._saved)
         self._saved_s = time.monotonic()
 
     def _saved(self, facts: list[Facts]) -> dict[str, Any]:

@@ -4,21 +4,23 @@ import os
 import signal
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from pipebench.checkpoint.store import CheckpointFile, Checkpoints
 from pipebench.engine.engine import TrainingEngine
+from pipebench.recipe.schema import PeriodRecipe
 from pipebench.train.checkpointing import CheckpointPolicy
 from pipebench.train.engines import on_virtual_clock
+from pipebench.train.job import Job
 from pipebench.train.loop import TrainingLoop
 from pipebench.train.result import INTERRUPTED
 from tests.commands import run_code
 from tests.patience import PATIENCE_S
 from tests.train.test_resuming import checkpointed, checkpointed_run
-from tests.train.test_training import Silent
+from tests.train.test_training import Silent, prepared, recipe
 
 
 class Held(Checkpoints):
@@ -191,3 +193,94 @@ def test_a_run_that_fails_finishes_its_checkpoint(tmp_path: Path) -> None:
     found, _ = store.latest()
     assert found is not None
     assert found.step == 10
+
+
+def saved_at_evaluations(max_epochs: int = 3) -> Job:
+    """A run that evaluates after every epoch of 12 minibatches, where a checkpoint is due, too."""
+    return prepared(recipe(max_epochs=max_epochs, checkpoint_every=PeriodRecipe(epochs=1)), plan=([4], [2, 1]))
+
+
+class FailingAtSecondEvaluation:
+    """An engine whose evaluation after step 24 fails."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._num_evaluations = engine, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def evaluate(self) -> dict[str, float]:
+        self._num_evaluations += 1
+        if self._num_evaluations == 2:
+            raise RuntimeError("no prediction has a word")
+        return cast("dict[str, float]", self._engine.evaluate())
+
+
+def test_a_failure_in_an_evaluation_costs_no_training(tmp_path: Path) -> None:
+    """0.2.0 wrote a checkpoint after its evaluation: an epoch was lost."""
+    given, store = saved_at_evaluations(), Checkpoints(tmp_path / "failed")
+    loop = TrainingLoop(
+        given,
+        lambda *callbacks: cast("TrainingEngine", FailingAtSecondEvaluation(on_virtual_clock(given)(*callbacks))),
+        Silent(),
+        lambda point: None,
+        CheckpointPolicy(store),
+    )
+    with pytest.raises(RuntimeError, match="no prediction"):
+        loop.run()
+    found, _ = store.latest()
+    assert found is not None
+    assert (found.step, len(found.progress["points"])) == (24, 1)
+    resumed, again = checkpointed_run(saved_at_evaluations(), store, found)
+    whole, engine = checkpointed_run(saved_at_evaluations(), Checkpoints(tmp_path / "whole"))
+    assert resumed.points == whole.points
+    for mine, theirs in zip(again.replicas, engine.replicas, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine.tensors().values(), theirs.tensors().values(), strict=True))
+
+
+class Late(Checkpoints):
+    """A store that writes the part of step 12 only once training has gone on after the evaluation there."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, keep=99)
+        self.gone_on = threading.Event()
+
+    def write_part(self, step: int, part: str, state: Any) -> CheckpointFile:
+        assert step != 12 or self.gone_on.wait(PATIENCE_S)
+        return super().write_part(step, part, state)
+
+
+def test_the_evaluation_is_added_to_a_checkpoint_that_is_still_being_written(tmp_path: Path) -> None:
+    store, given = Late(tmp_path), saved_at_evaluations()
+
+    class GoingOn(Silent):
+        def update(self, samples: int, clock_s: float, loss: float, occupancy: float) -> None:
+            if samples > 46:
+                store.gone_on.set()
+
+    policy = CheckpointPolicy(store)
+    result, _ = TrainingLoop(given, on_virtual_clock(given), GoingOn(), lambda point: None, policy).run()
+    found = [store.at(step).progress["points"] for step in store.steps()]
+    assert store.steps() == [12, 24, 36]
+    for index, points in enumerate(found):
+        assert [point["metrics"] for point in points] == [p.metrics for p in result.points[: index + 1]]
+
+
+def test_a_checkpoint_that_lacks_its_evaluation_is_named(tmp_path: Path) -> None:
+    notes: list[str] = []
+
+    class Noting(Silent):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    class Unwritable(Checkpoints):
+        def amend(self, step: int, progress: Any) -> None:
+            if step == 12:
+                raise OSError("No space left on device")
+            super().amend(step, progress)
+
+    given = saved_at_evaluations()
+    policy = CheckpointPolicy(Unwritable(tmp_path, keep=99))
+    TrainingLoop(given, on_virtual_clock(given), Noting(), lambda point: None, policy).run()
+    assert notes == ["the checkpoint at minibatch 12 lacks its evaluation: No space left on device; training goes on"]
+    assert [len(Checkpoints(tmp_path).at(step).progress["points"]) for step in (12, 24, 36)] == [0, 2, 3]
