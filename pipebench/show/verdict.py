@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from pipebench.formats import listed, num_epochs, number, ratio, seconds
+from pipebench.schedule.modes import MODES
+from pipebench.schedule.syncs import SYNCS
 from pipebench.show.comparison import ComparisonRow, RunGroup, groups, has_seeds, headings, markdown_table, notes, rows
 from pipebench.show.sweep_lines import NONE, Sweep, sweep_of
 from pipebench.train.result import RunResult
@@ -66,7 +68,7 @@ def planned_s(run: RunResult, minibatch_size: int) -> list[float]:
     workers = sum(stage["replicas"] for stage in run.stages)
     each = [
         (stage["forward_s"] + stage["backward_s"]) * int(parts) / stage["replicas"]
-        + stage["update_s"] * minibatch_size / stage["samples_per_update"]
+        + (stage["update_s"] * minibatch_size / stage["samples_per_update"] if _updates(run) else 0.0)
         for stage in run.stages
     ]
     together: dict[int, float] = {}  # older records lack `first_worker`; their stages were dealt out in turn
@@ -75,6 +77,13 @@ def planned_s(run: RunResult, minibatch_size: int) -> list[float]:
         worker = stage.get("first_worker", index % positions)
         together[worker] = together.get(worker, 0.0) + each[index]
     return [*together.values()]
+
+
+def _updates(run: RunResult) -> bool:
+    """Return whether workers make the updates, and not a server beside them."""
+    mode, given = MODES.get(run.mode), run.recipe.get("parallelism.sync", "null")
+    sync = SYNCS.get(given if given != "null" or mode is None else mode.sync)
+    return sync is None or sync.waits
 
 
 def comparison_markdown(results: Sequence[RunResult]) -> str:

@@ -396,6 +396,15 @@ def test_the_limit_of_each_run_is_in_milliseconds() -> None:
     assert limit_of(replace(piped, metrics={**piped.metrics, "throughput_samples_per_s": 9000.0})) is None
 
 
+def test_updates_of_a_server_are_no_computing_of_its_workers() -> None:
+    """In 0.2.0 every worker of dp-asp had the updates of all gradients."""
+    rows_of = ({**stage(0.096, 4), "update_s": 0.004},)
+    pushing, summing = (limit_of(replace(timed(mode, 3.0), stages=rows_of)) for mode in ("dp-asp", "dp"))
+    assert pushing is not None
+    assert summing is not None
+    assert (pushing.compute_s, summing.compute_s) == pytest.approx((0.024, 0.028))
+
+
 def test_the_limit_of_a_measured_run_is_its_busiest_worker() -> None:
     parts = {"waiting_s": 1.0, "sending_s": 0.0, "other_s": 0.0}
     rows_of = ({"stage": 0, "compute_s": 1.0, **parts}, {"stage": 1, "compute_s": 3.0, **parts})
