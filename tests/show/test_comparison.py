@@ -18,7 +18,7 @@ from pipebench.show.comparison import (
     speed_ups,
 )
 from pipebench.show.verdict import comparison_markdown, limit_of, verdict
-from pipebench.train.result import COMPLETED, DIVERGED, MISSED, REACHED, RunResult
+from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, RunResult
 from tests.results import DP, PIPEDREAM
 
 NOTHING: Mapping[str, str] = {}
@@ -199,6 +199,22 @@ def test_without_a_target_nothing_is_counted() -> None:
     results = [replace(dp(seed), outcome=COMPLETED) for seed in (0, 1)]
     assert column(results, REACHED_HEADING) == {"dp": "-"}
     assert "time to accuracy" not in headings(results)
+
+
+@pytest.mark.parametrize("outcome", [DIVERGED, INTERRUPTED])
+def test_a_run_that_ended_early_makes_no_target_of_others_that_have_none(outcome: str) -> None:
+    """In 0.2.0 one learning rate that diverged hid speed-ups and throughputs: `None reached the target`."""
+    rates = {"dp": 1000.0, "gpipe": 500.0, "pipedream": 3000.0}
+    found = [timed(mode, None, throughput_samples_per_s=rate) for mode, rate in rates.items()]
+    aimless = [{key: text for key, text in each.recipe.items() if "target" not in key} for each in found]
+    without = [replace(each, recipe=recipe) for each, recipe in zip(found, aimless, strict=True)]
+    ended = [without[0], replace(without[1], outcome=outcome), without[2]]
+    (group,) = groups(ended)
+    assert [row.name for row in group.rows] == ["pipedream", "dp", "gpipe"]
+    assert verdict(group)[0].startswith("pipedream has the highest throughput")
+    assert column(ended, "vs dp") == column(without, "vs dp")
+    assert column(ended, "time to accuracy") == {"pipedream": "-", "dp": "-", "gpipe": outcome}
+    assert column([*ended, replace(ended[1], seed=1)], REACHED_HEADING) == {"pipedream": "-", "dp": "-", "gpipe": "-"}
 
 
 def test_markdown_is_a_table_and_a_sentence_each() -> None:
