@@ -186,7 +186,9 @@ def _epochs(row: ComparisonRow) -> str:
 def _limits(group: RunGroup) -> Iterator[str]:
     """Yield how every row's slowest stage spends the time of a minibatch, in milliseconds."""
     sentences = []
-    for row, entry in list(zip(group.rows, group.entries, strict=True))[:_MOST_NAMED]:
+    sizes = [entry.runs[0].recipe.get("train.minibatch_size", "") for entry in group.entries[:_MOST_NAMED]]
+    of_one = len({*sizes}) == 1
+    for row, entry, size in zip(group.rows, group.entries, sizes, strict=False):
         limit = limit_of(entry.runs[0])
         if limit is not None:
             stage = "" if limit.stage is None else f" in stage {limit.stage}"
@@ -197,10 +199,11 @@ def _limits(group: RunGroup) -> Iterator[str]:
             )
             decimals = max(0, 2 - math.floor(math.log10(1e3 * limit.minibatch_s)))
             seen = [f"{1e3 * s:.{decimals}f} {what}" for what, s in parts if s >= _SEEN * limit.minibatch_s]
-            sentences.append(f"{row.name} {1e3 * limit.minibatch_s:.{decimals}f} = {' + '.join(seen)}")
+            own = "" if of_one else f", of {size},"
+            sentences.append(f"{row.name}{own} {1e3 * limit.minibatch_s:.{decimals}f} = {' + '.join(seen)}")
     if sentences:
-        size = group.entries[0].runs[0].recipe["train.minibatch_size"]
-        yield f"Milliseconds per minibatch of {size}, of each one's slowest stage: {'; '.join(sentences)}."
+        common = f" of {sizes[0]}" if of_one else ""
+        yield f"Milliseconds per minibatch{common}, of each one's slowest stage: {'; '.join(sentences)}."
 
 
 def _remarks(group: RunGroup) -> Iterator[str]:

@@ -407,6 +407,14 @@ def test_the_limit_of_each_run_is_in_milliseconds() -> None:
         "Milliseconds per minibatch of 32, of each one's slowest stage: pipedream 32.0 = 28.0 computing in stage 1 + "
         "1.6 waiting for transfers + 2.4 waiting for others; dp 32.0 = 24.0 computing + 8.0 waiting for transfers."
     )
+    of_16 = {"train.minibatch_size": "16"}
+    smaller = replace(whole, recipe={**whole.recipe, **of_16}, varied=of_16, stages=(stage(0.048, 4, 64),))
+    text = verdict(groups([replace(piped, varied={"train.minibatch_size": "32"}), smaller])[0])[1]
+    assert text == (
+        "Milliseconds per minibatch, of each one's slowest stage: pipedream, of 32, 32.0 = 28.0 computing in stage 1 + "
+        "1.6 waiting for transfers + 2.4 waiting for others; dp, of 16, 16.0 = 12.0 computing + 4.0 waiting for "
+        "transfers."
+    )
     halves = replace(piped, stages=(stage(0.010), stage(0.014)) * 2, metrics={**piped.metrics, "num_workers": 2})
     assert (limit_of(halves) or limit).compute_s == pytest.approx(0.028), "a worker's stages count together"
     assert limit_of(replace(piped, metrics={**piped.metrics, "throughput_samples_per_s": 9000.0})) is None
