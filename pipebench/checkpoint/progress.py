@@ -1,6 +1,6 @@
 """What a checkpoint stores of the training loop besides the model: counters, clocks, curves and metered totals."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NotRequired
 
 from typing_extensions import TypedDict  # below Python 3.12 pydantic takes no other
@@ -105,12 +105,14 @@ class SavedProgress:
     last_samples: tuple[Count, ...]
     # The repartitions so far, which lead from the plan in `taken_by` to the checkpoint's cuts
     moves: tuple[RepartitionRecord, ...] = ()
+    counted_under: str = ""  # what `facts` depend on besides `taken_by`; "" in older checkpoints
+    checkpoint_s_at: list[Amount] = field(default_factory=list)  # seconds in checkpoints before each point, likewise
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON data that doesn't change while it is written."""
-        curves = {"points": [*self.points], "training_s_at": [*self.training_s_at]}
+        curves = {name: [*getattr(self, name)] for name in ("points", "training_s_at", "checkpoint_s_at")}
         # `asdict` copies deeply: for the points of a long run it would take seconds, while training waits.
-        return asdict(replace(self, points=[], training_s_at=[])) | curves
+        return asdict(replace(self, points=[], training_s_at=[], checkpoint_s_at=[])) | curves
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "SavedProgress":
@@ -135,6 +137,8 @@ class SavedProgress:
             (samples != sorted({*samples}), "points", "points of ascending samples"),
             (any(each > self.samples for each in samples), "points", f"points of at most {self.samples:,} samples"),
             (self.training_s_at != sorted(self.training_s_at), "training_s_at", "ascending seconds"),
+            (len(self.checkpoint_s_at) not in (0, len(samples)), "checkpoint_s_at", f"{len(samples)} items, or none"),
+            (self.checkpoint_s_at != sorted(self.checkpoint_s_at), "checkpoint_s_at", "ascending seconds"),
             (self.training_s > self.clock_s * (1 + 1e-9), "training_s", f"at most clock_s, {self.clock_s:g}"),
             (mixed is not None, f"facts[{mixed}]", "what one kind of engine counts"),
             (self.counted_from[0] > self.samples, "counted_from", f"at most {self.samples:,} samples"),

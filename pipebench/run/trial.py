@@ -33,7 +33,7 @@ from pipebench.recipe.schema import OptimizerRecipe, Recipe
 from pipebench.recipe.users_code import users_code
 from pipebench.run.trial_evaluation import Names, try_evaluation
 from pipebench.run.trial_means import refuse_other_means
-from pipebench.run.trial_measures import refuse_sums, refuse_untrained, refuse_what_changes
+from pipebench.run.trial_measures import refuse_sums, refuse_untrained, refuse_what_changes, spread
 from pipebench.train.learning_rate import rate_of_samples
 from pipebench.train.profiled_model import initial_model
 from pipebench.zoo.registry import Dataset
@@ -89,7 +89,7 @@ def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> 
     names = Names.of(recipe)
     count = min(_SAMPLES, recipe.train.minibatch_size, dataset.num_train)
     with users_code(f"{names.data} gives no minibatch", names.data_key):
-        fields = dataset.fetch("train", range(count), [*dataset.inputs, *dataset.targets])
+        fields = dataset.fetch("train", spread(count, dataset.num_train), [*dataset.inputs, *dataset.targets])
     positional, named = dataset.arguments(fields)
     model_loss = ", whose loss is the model's: forward gets all inputs" if recipe.dataset.get("loss") == "model" else ""
     with users_code(f"{names.model} fails on {count} samples of {names.data}{model_loss}", names.model_key):

@@ -20,7 +20,7 @@ from pipebench.model.graph import forget_states
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.users_code import message_of, users_code
 from pipebench.run.trial_means import NO_MEAN
-from pipebench.run.trial_measures import is_mean, refuse_sums, refuse_what_changes
+from pipebench.run.trial_measures import is_mean, refuse_sums, refuse_what_changes, spread
 from pipebench.zoo.measures import loss_of_model
 from pipebench.zoo.registry import Dataset
 
@@ -65,7 +65,7 @@ def try_evaluation(recipe: Recipe, model: nn.Module, dataset: Dataset, trained: 
     if not count:
         return
     with users_code(f"{names.data} gives no held-out minibatch", names.data_key):
-        fields = dataset.fetch("eval", range(count), [*dataset.inputs, *dataset.targets])
+        fields = dataset.fetch("eval", spread(count, dataset.num_eval), [*dataset.inputs, *dataset.targets])
     positional, named = dataset.arguments(fields)
     forget_states(model)
     with users_code(f"{names.model} fails in evaluation, on {count} samples of {names.data}", names.model_key):

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from pipebench.errors import UserCodeError
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.targets import target_in
-from pipebench.run.trial_measures import Summed, is_mean
+from pipebench.run.trial_measures import Summed, is_mean, spread
 from pipebench.zoo.measures import loss_of_model
 from pipebench.zoo.registry import Dataset
 
@@ -41,9 +41,9 @@ def refuse_other_means(
     targets, mean_over = {name: fields[name] for name in dataset.targets}, recipe.dataset.get("mean_over") or "samples"
     if mean_over != "samples":
         # More than a small minibatch may have, in which nothing may count.
-        first = range(min(_COUNTED, dataset.num_train))
-        if dataset.weigh(dataset.fetch("train", first, dataset.targets)) == 0:
-            nothing = f"it counts 0 in the first {len(first)} samples, needed is what the loss is a mean over"
+        some = spread(_COUNTED, dataset.num_train)
+        if dataset.weigh(dataset.fetch("train", some, dataset.targets)) == 0:
+            nothing = f"it counts 0 in {len(some)} samples, needed is what the loss is a mean over"
             raise UserCodeError(nothing, "dataset.mean_over")
     if "loss" not in recipe.dataset or (mean_over == "samples" and recipe.parallelism.microbatches == 1):
         return

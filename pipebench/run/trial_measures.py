@@ -163,6 +163,16 @@ def _measured(measure: Summed, output: Any, targets: Mapping[str, torch.Tensor],
             return math.nan
 
 
+def spread(count: int, total: int) -> list[int]:
+    """Return `count` of `total` samples, or all, evenly spread: of sorted samples the first ones are of one class.
+
+    >>> spread(3, 10), spread(3, 2)
+    ([0, 3, 6], [0, 1])
+    """
+    count = min(count, total)
+    return [index * total // count for index in range(count)]
+
+
 def num_samples(targets: Mapping[str, torch.Tensor]) -> int:
     """Return the number of samples of some targets."""
     return next(iter(targets.values())).shape[0]

@@ -94,7 +94,7 @@ class ComparedRun:
 
 
 def _has_target(results: Iterable[RunResult]) -> bool:
-    return any(result.outcome != COMPLETED for result in results)
+    return any(result.has_target for result in results)
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class ComparisonRow:
         """Return a metric's median and, if its runs differ, their range."""
         value = getattr(self, metric)
         if value is None:
-            is_missed = metric == "time_to_accuracy_s" and self.num_targeted
+            is_missed = metric == _TO_TARGET and self.outcome != COMPLETED
             return ", ".join(each for each in self.outcome.split(", ") if each != REACHED) if is_missed else UNKNOWN
         ends = self.ranges.get(metric, (value, value))
         middle, low, high = (say(each) if math.isfinite(each) else MISSED for each in (value, *ends))
@@ -221,7 +221,7 @@ def _rows_of(results: Sequence[RunResult], entries: Sequence[ComparedRun]) -> tu
                 names[entry.name], first.mode, first.plan, _is_dp(first),
                 len({usual, median(values[_UPDATE])} - {None}) > 1,
                 ", ".join(dict.fromkeys(run.outcome for run in entry.runs)),
-                sum(run.outcome == REACHED for run in entry.runs), sum(run.outcome != COMPLETED for run in entry.runs),
+                sum(run.outcome == REACHED for run in entry.runs), sum(run.has_target for run in entry.runs),
                 vs_dp=speed_up(entry, base, _TO_TARGET if has_target else _OF_EPOCHS),
                 **{metric: median(each) for metric, each in values.items()},
                 **dict(zip(("num_devices", "speed_up", "efficiency"), scaled, strict=True)),
@@ -260,11 +260,11 @@ def rows(results: Sequence[RunResult], group: RunGroup) -> list[tuple[str, ...]]
 
 def _columns(results: Sequence[RunResult]) -> list[tuple[str, str, _Format]]:
     found = [row for group in groups(results) for row in group.rows]
-    targeted = any(row.num_targeted for row in found)
+    unfinished = any(row.outcome != COMPLETED for row in found)  # whose outcome is in the column of times
 
     def is_shown(metric: str) -> bool:
         known = any(getattr(row, metric) is not None for row in found)
-        return known or (targeted and metric == "time_to_accuracy_s")
+        return known or (unfinished and metric == _TO_TARGET)
 
     return [column for column in _COLUMNS if is_shown(column[1])]
 

@@ -177,7 +177,7 @@ def print_seeds(name: str, results: Sequence[RunResult], spread: Mapping[str, fl
             columns = ("median", "min", "max", "mean", "std")
             table.add_row(metric, *(measure(metric, spread.get(f"{metric}_{column}")) for column in columns))
     reached = sum(result.outcome == REACHED for result in results)
-    targeted = sum(result.outcome != COMPLETED for result in results)
+    targeted = sum(result.has_target for result in results)
     ending = f", {reached} of {targeted} reached the target" if targeted else ""
     print_plain(console, "")
     print_plain(console, Text(f"{name}: {len(results)} seeds{ending}", style="bold"))
@@ -247,8 +247,7 @@ def parts_of_time(metrics: Mapping[str, float], *, to_target: bool = False) -> d
 def _time_to_accuracy(result: RunResult) -> str:
     reached_s = time_to_accuracy_s(result)
     if reached_s is None:
-        no_target = result.outcome == COMPLETED or result.recipe.get("train.target") == "null"
-        return "" if no_target else f"none: {result.outcome}"
+        return f"none: {result.outcome}" if result.has_target else ""
     return seconds(reached_s) + _parts(parts_of_time(result.metrics, to_target=True))
 
 

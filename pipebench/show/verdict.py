@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from pipebench.formats import listed, num_epochs, number, ratio, seconds
+from pipebench.schedule.modes import MODES
+from pipebench.schedule.syncs import SYNCS
 from pipebench.show.comparison import ComparisonRow, RunGroup, groups, has_seeds, headings, markdown_table, notes, rows
 from pipebench.show.sweep_lines import NONE, Sweep, sweep_of
 from pipebench.train.result import RunResult
@@ -66,7 +68,7 @@ def planned_s(run: RunResult, minibatch_size: int) -> list[float]:
     workers = sum(stage["replicas"] for stage in run.stages)
     each = [
         (stage["forward_s"] + stage["backward_s"]) * int(parts) / stage["replicas"]
-        + stage["update_s"] * minibatch_size / stage["samples_per_update"]
+        + (stage["update_s"] * minibatch_size / stage["samples_per_update"] if _updates(run) else 0.0)
         for stage in run.stages
     ]
     together: dict[int, float] = {}  # older records lack `first_worker`; their stages were dealt out in turn
@@ -75,6 +77,13 @@ def planned_s(run: RunResult, minibatch_size: int) -> list[float]:
         worker = stage.get("first_worker", index % positions)
         together[worker] = together.get(worker, 0.0) + each[index]
     return [*together.values()]
+
+
+def _updates(run: RunResult) -> bool:
+    """Return whether workers make the updates, and not a server beside them."""
+    mode, given = MODES.get(run.mode), run.recipe.get("parallelism.sync", "null")
+    sync = SYNCS.get(given if given != "null" or mode is None else mode.sync)
+    return sync is None or sync.waits
 
 
 def comparison_markdown(results: Sequence[RunResult]) -> str:
@@ -177,7 +186,9 @@ def _epochs(row: ComparisonRow) -> str:
 def _limits(group: RunGroup) -> Iterator[str]:
     """Yield how every row's slowest stage spends the time of a minibatch, in milliseconds."""
     sentences = []
-    for row, entry in list(zip(group.rows, group.entries, strict=True))[:_MOST_NAMED]:
+    sizes = [entry.runs[0].recipe.get("train.minibatch_size", "") for entry in group.entries[:_MOST_NAMED]]
+    of_one = len({*sizes}) == 1
+    for row, entry, size in zip(group.rows, group.entries, sizes, strict=False):
         limit = limit_of(entry.runs[0])
         if limit is not None:
             stage = "" if limit.stage is None else f" in stage {limit.stage}"
@@ -188,10 +199,11 @@ def _limits(group: RunGroup) -> Iterator[str]:
             )
             decimals = max(0, 2 - math.floor(math.log10(1e3 * limit.minibatch_s)))
             seen = [f"{1e3 * s:.{decimals}f} {what}" for what, s in parts if s >= _SEEN * limit.minibatch_s]
-            sentences.append(f"{row.name} {1e3 * limit.minibatch_s:.{decimals}f} = {' + '.join(seen)}")
+            own = "" if of_one else f", of {size},"
+            sentences.append(f"{row.name}{own} {1e3 * limit.minibatch_s:.{decimals}f} = {' + '.join(seen)}")
     if sentences:
-        size = group.entries[0].runs[0].recipe["train.minibatch_size"]
-        yield f"Milliseconds per minibatch of {size}, of each one's slowest stage: {'; '.join(sentences)}."
+        common = f" of {sizes[0]}" if of_one else ""
+        yield f"Milliseconds per minibatch{common}, of each one's slowest stage: {'; '.join(sentences)}."
 
 
 def _remarks(group: RunGroup) -> Iterator[str]:

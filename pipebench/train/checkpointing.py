@@ -23,6 +23,12 @@ from pipebench.train.interfaces import ProgressSink
 from pipebench.train.job import Job
 from pipebench.train.metrics import EarlierWorkers, sum_facts
 
+# Fields of the pipeline and of the recipe's engine on which rates, bytes and memory depend beside the plan
+_OF_SCHEDULE = (
+    "order", "flushes", "depth", "microbatches", "accumulate", "weights", "sync", "backward", "sums", "shard",
+    "reshards",
+)  # fmt: skip
+_OF_ENGINE = ("device", "threads", "timing", "deterministic", "tf32", "compile", "channels_last")
 _SAMPLES_COMPARED = 8  # enough to tell two orders of samples apart
 _LAST_WAIT_S = 5.0  # for a checkpoint under way after a failure: the parts of other processes may never come
 _LOG = logging.getLogger(__name__)
@@ -94,19 +100,32 @@ def last_samples(sampler: Sampler, step: int) -> tuple[int, ...]:
 
 
 def taken_by(job: Job) -> str:
-    """Return the engine and the plan, in words: a resumed run continues the counters of workers only if they match."""
+    """Return the engine and the plan, in words: a resumed run has the same workers only if they match."""
     setup = job.setup
     slices = f", slices {setup.costs.slices}" if setup.costs.slices > 1 else ""
     return f"{job.recipe.engine.kind}, {setup.plan.stages}, devices {setup.devices}{slices}"
 
 
-def earlier_workers(progress: SavedProgress, *, same_workers: bool) -> EarlierWorkers:
+def counted_under(job: Job) -> str:
+    """Return what the counters of equal workers depend on besides, in words: schedule, cluster, precision, settings."""
+    recipe, pipeline = job.recipe, job.setup.pipeline
+    schedule = ", ".join(f"{name} {getattr(pipeline, name)}" for name in _OF_SCHEDULE)
+    settings = ", ".join(f"{name} {getattr(recipe.engine, name)}" for name in _OF_ENGINE)
+    return f"{schedule}, {recipe.train.precision}, {recipe.cluster}, {settings}"
+
+
+def count_on(progress: SavedProgress, job: Job) -> bool:
+    """Return whether a resumed run's workers continue a checkpoint's counters; older checkpoints lack settings."""
+    return progress.taken_by == taken_by(job) and progress.counted_under in ("", counted_under(job))
+
+
+def earlier_workers(progress: SavedProgress, *, count_on: bool) -> EarlierWorkers:
     """Return what was done before this run's workers begin to count.
 
-    With `same_workers` they continue the checkpoint's counters; otherwise they begin at 0.
+    If they `count_on`, they continue the checkpoint's counters; otherwise they begin at 0.
     """
     sent = Counter({(kind, level): num_bytes for kind, level, num_bytes in progress.bytes_before})
-    if same_workers:
+    if count_on:
         return EarlierWorkers(int(progress.counted_from[0]), float(progress.counted_from[1]), sent)
     return EarlierWorkers(progress.samples, progress.training_s, sent + sum_facts(progress.facts)["num_bytes"])
 

@@ -36,6 +36,7 @@ class Curves:
         self._target, self._metrics = target, metrics
         self.points: list[Point] = []
         self.training_s_at: list[float] = []  # seconds in training before each point
+        self.checkpoint_s_at: list[float] = []  # seconds in checkpoints before each point
         self.best_point: Point | None = None  # by the target's metric or, without a target, the data set's first
         self.reached: Point | None = None  # the first point at the target
         self.reached_training_s = 0.0  # seconds in training before it
@@ -45,6 +46,7 @@ class Curves:
         """Add a point, with the seconds in training and in checkpoints before it."""
         self.points.append(point)
         self.training_s_at.append(training_s)
+        self.checkpoint_s_at.append(checkpoint_s)
         if self._is_best(point):
             self.best_point = point
         if self._target is not None and self.reached is None and self.reaches(_counted(point, self._target.metric)):

@@ -25,6 +25,8 @@ from pipebench.train.checkpointing import (
     CheckpointPolicy,
     CheckpointWriter,
     ResumePoint,
+    count_on,
+    counted_under,
     earlier_workers,
     last_samples,
     taken_by,
@@ -144,9 +146,9 @@ class TrainingLoop:
         for extension in self._extensions:
             extension.restore(saved)
         self._job = replace(self._job, setup=self._engine.setup)
-        same_workers = saved.taken_by == taken_by(self._job)
-        self._earlier = earlier_workers(saved, same_workers=same_workers)
-        facts = saved.facts[self._engine.position] if same_workers else None
+        same_workers, counts_on = saved.taken_by == taken_by(self._job), count_on(saved, self._job)
+        self._earlier = earlier_workers(saved, count_on=counts_on)
+        facts = saved.facts[self._engine.position] if counts_on else None
         plans = (extension.restored_plan(saved) for extension in self._extensions if same_workers)
         plan = next((plan for plan in plans if plan is not None), None)
         self._engine.restore(found.state, facts, self._policy.lost_s + saved.clock_s, plan)
@@ -155,10 +157,10 @@ class TrainingLoop:
         self._done = found.step
         self._samples = self._seen = self._reported = saved.samples
         self._loss = TrainingLoss(saved.loss_sum, saved.weight)
-        for data, training_s in zip(saved.points, saved.training_s_at, strict=True):
+        checkpoint_s_at = saved.checkpoint_s_at or [saved.checkpoint_s] * len(saved.points)
+        for data, *seconds in zip(saved.points, saved.training_s_at, checkpoint_s_at, strict=True):
             point = Point(**data)
-            # Only a point at the target needs the seconds in checkpoints; the run ends with it, and so does `saved`.
-            self._curves.add(point, training_s, saved.checkpoint_s)
+            self._curves.add(point, *seconds)
             # Reported again, since the first process may have died before recording it; records ignore duplicates.
             self._on_point(point)
         best, store = self._curves.best_point, self._policy.checkpoints
@@ -260,6 +262,8 @@ class TrainingLoop:
             epoch=self._epochs(self._samples),
             points=[CurvePoint(samples=p.samples, clock_s=p.clock_s, metrics=dict(p.metrics)) for p in points],
             training_s_at=self._curves.training_s_at,
+            checkpoint_s_at=self._curves.checkpoint_s_at,
+            counted_under=counted_under(self._job),
             counted_from=(earlier.samples, earlier.training_s),
             loss_sum=self._loss.total,
             weight=self._loss.weight,

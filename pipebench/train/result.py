@@ -53,6 +53,13 @@ class RunResult:
         object.__setattr__(self, "metrics", {**reached, **others})
 
     @property
+    def has_target(self) -> bool:
+        """Whether the run had a target: by its outcome or, if it diverged or was interrupted, by its recipe."""
+        if self.outcome in (REACHED, MISSED, COMPLETED):
+            return self.outcome != COMPLETED
+        return not self.recipe or "train.target.value" in self.recipe  # older results have no recipe
+
+    @property
     def exit_code(self) -> int:
         """0 if the target was reached or none was set, 1 if it was missed or training diverged, 130 if interrupted."""
         return {REACHED: 0, COMPLETED: 0, MISSED: 1, DIVERGED: 1, INTERRUPTED: 130}[self.outcome]

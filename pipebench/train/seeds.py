@@ -9,18 +9,20 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from pipebench.metrics import METRICS, TARGET
-from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, RunResult
+from pipebench.train.result import REACHED, RunResult
 
 _OF_TARGET = frozenset(row.name for row in METRICS if row.of == TARGET)
-# What a metric of the target is in a run that hasn't reached its target, or has none.
-_WITHOUT = {MISSED: math.inf, DIVERGED: math.inf, INTERRUPTED: math.inf, COMPLETED: math.nan}
 
 
 def values_of(results: Iterable[RunResult], metric: str) -> list[float]:
     """Return a metric of all runs that have it, infinite where it is of a target that the run missed; without NaN."""
-    without = _WITHOUT if metric in _OF_TARGET else {}
-    found = [without.get(result.outcome, result.metrics.get(metric, math.nan)) for result in results]
-    return [value for value in found if not math.isnan(value)]
+    return [value for value in (_value_of(result, metric) for result in results) if not math.isnan(value)]
+
+
+def _value_of(result: RunResult, metric: str) -> float:
+    if metric in _OF_TARGET and result.outcome != REACHED:
+        return math.inf if result.has_target else math.nan
+    return result.metrics.get(metric, math.nan)
 
 
 def median(values: Sequence[float]) -> float | None:

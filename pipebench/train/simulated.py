@@ -9,6 +9,7 @@ from pipebench.engine.setup import Setup
 from pipebench.errors import PlanError
 from pipebench.formats import num_epochs
 from pipebench.planner.planner import Planner
+from pipebench.schedule.syncs import SYNCS
 from pipebench.simulate.meter import EPOCHS, Meter, fractions, pcie_fractions
 from pipebench.simulate.segments import Segments
 from pipebench.simulate.steady import NOTHING, SegmentTotals
@@ -66,10 +67,11 @@ def shares(job: Job, epoch_s: float, segments: Sequence[int]) -> list[dict[str, 
     units = Counter(sampler.sizes(last, pipeline.microbatches))  # of an epoch, by size
     for size, count in Counter(sampler.sizes(0, pipeline.microbatches)).items():
         units[size] += last * count
+    updates = SYNCS[pipeline.sync].waits  # whether workers make the updates, and not a server beside them
     found = []
     for stage, each in enumerate(costs.stages):
         replicas = pipeline.replicas[stage]
-        num_updates = sum(math.ceil(length / pipeline.round_size(stage)) for length in segments)
+        num_updates = sum(math.ceil(length / pipeline.round_size(stage)) for length in segments) * updates
         per_epoch = num_updates * (last + 1) / sum(segments)
         again_s = sum(each.again_s[size] * count for size, count in units.items()) / replicas
         passes_s = sum((each.forward_s[size] + each.backward_s[size]) * count for size, count in units.items())

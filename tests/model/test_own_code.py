@@ -219,13 +219,18 @@ REFUSED: list[tuple[Sequence[str], str]] = [
         "dataset.loss: the loss of a sample depends on the other samples of its minibatch, of which microbatches have",
     ),
     (
+        ["dataset.target=OWN:by_class", "dataset.loss=OWN:weighted", "parallelism={mode: gpipe, microbatches: 2}"],
+        "dataset.loss: the loss of some samples isn't the mean of what it is of each part of them, which microbatches",
+    ),
+    (
+        ["dataset.target=OWN:by_class", "dataset.metrics={right: {target: 'OWN:balanced', best: max}}"],
+        "dataset.metrics.right: right of some samples isn't the mean of what it is of each part of them, and it",
+    ),
+    (
         ["dataset.loss=OWN:weighted", "dataset.mean_over=labels"],
         "isn't the mean of what it is of each part of them, each weighed by its labels (dataset.mean_over): count what",
     ),
-    (
-        ["dataset.loss=OWN:weighted", "dataset.mean_over=OWN:none"],
-        "dataset.mean_over: it counts 0 in the first 16 samp",
-    ),
+    (["dataset.loss=OWN:weighted", "dataset.mean_over=OWN:none"], "dataset.mean_over: it counts 0 in 16 samp"),
     (
         ["dataset.loss=OWN:weighted", "dataset.mean_over=next_labels"],
         "dataset.mean_over: what the loss is a mean over can't be counted in OWN:data: counting fails on th",

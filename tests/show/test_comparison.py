@@ -18,7 +18,7 @@ from pipebench.show.comparison import (
     speed_ups,
 )
 from pipebench.show.verdict import comparison_markdown, limit_of, verdict
-from pipebench.train.result import COMPLETED, DIVERGED, MISSED, REACHED, RunResult
+from pipebench.train.result import COMPLETED, DIVERGED, INTERRUPTED, MISSED, REACHED, RunResult
 from tests.results import DP, PIPEDREAM
 
 NOTHING: Mapping[str, str] = {}
@@ -199,6 +199,22 @@ def test_without_a_target_nothing_is_counted() -> None:
     results = [replace(dp(seed), outcome=COMPLETED) for seed in (0, 1)]
     assert column(results, REACHED_HEADING) == {"dp": "-"}
     assert "time to accuracy" not in headings(results)
+
+
+@pytest.mark.parametrize("outcome", [DIVERGED, INTERRUPTED])
+def test_a_run_that_ended_early_makes_no_target_of_others_that_have_none(outcome: str) -> None:
+    """In 0.2.0 one learning rate that diverged hid speed-ups and throughputs: `None reached the target`."""
+    rates = {"dp": 1000.0, "gpipe": 500.0, "pipedream": 3000.0}
+    found = [timed(mode, None, throughput_samples_per_s=rate) for mode, rate in rates.items()]
+    aimless = [{key: text for key, text in each.recipe.items() if "target" not in key} for each in found]
+    without = [replace(each, recipe=recipe) for each, recipe in zip(found, aimless, strict=True)]
+    ended = [without[0], replace(without[1], outcome=outcome), without[2]]
+    (group,) = groups(ended)
+    assert [row.name for row in group.rows] == ["pipedream", "dp", "gpipe"]
+    assert verdict(group)[0].startswith("pipedream has the highest throughput")
+    assert column(ended, "vs dp") == column(without, "vs dp")
+    assert column(ended, "time to accuracy") == {"pipedream": "-", "dp": "-", "gpipe": outcome}
+    assert column([*ended, replace(ended[1], seed=1)], REACHED_HEADING) == {"pipedream": "-", "dp": "-", "gpipe": "-"}
 
 
 def test_markdown_is_a_table_and_a_sentence_each() -> None:
@@ -391,9 +407,26 @@ def test_the_limit_of_each_run_is_in_milliseconds() -> None:
         "Milliseconds per minibatch of 32, of each one's slowest stage: pipedream 32.0 = 28.0 computing in stage 1 + "
         "1.6 waiting for transfers + 2.4 waiting for others; dp 32.0 = 24.0 computing + 8.0 waiting for transfers."
     )
+    of_16 = {"train.minibatch_size": "16"}
+    smaller = replace(whole, recipe={**whole.recipe, **of_16}, varied=of_16, stages=(stage(0.048, 4, 64),))
+    text = verdict(groups([replace(piped, varied={"train.minibatch_size": "32"}), smaller])[0])[1]
+    assert text == (
+        "Milliseconds per minibatch, of each one's slowest stage: pipedream, of 32, 32.0 = 28.0 computing in stage 1 + "
+        "1.6 waiting for transfers + 2.4 waiting for others; dp, of 16, 16.0 = 12.0 computing + 4.0 waiting for "
+        "transfers."
+    )
     halves = replace(piped, stages=(stage(0.010), stage(0.014)) * 2, metrics={**piped.metrics, "num_workers": 2})
     assert (limit_of(halves) or limit).compute_s == pytest.approx(0.028), "a worker's stages count together"
     assert limit_of(replace(piped, metrics={**piped.metrics, "throughput_samples_per_s": 9000.0})) is None
+
+
+def test_updates_of_a_server_are_no_computing_of_its_workers() -> None:
+    """In 0.2.0 every worker of dp-asp had the updates of all gradients."""
+    rows_of = ({**stage(0.096, 4), "update_s": 0.004},)
+    pushing, summing = (limit_of(replace(timed(mode, 3.0), stages=rows_of)) for mode in ("dp-asp", "dp"))
+    assert pushing is not None
+    assert summing is not None
+    assert (pushing.compute_s, summing.compute_s) == pytest.approx((0.024, 0.028))
 
 
 def test_the_limit_of_a_measured_run_is_its_busiest_worker() -> None:

@@ -3,6 +3,8 @@
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +16,7 @@ from pipebench.checkpoint.state import CheckpointError, ModelState
 from pipebench.checkpoint.store import Checkpoint, CheckpointFile, Checkpoints
 from pipebench.engine.admission import StopRequest
 from pipebench.engine.engine import TrainingEngine
-from pipebench.recipe.schema import PeriodRecipe
+from pipebench.recipe.schema import PeriodRecipe, TargetRecipe
 from pipebench.train.checkpointing import CheckpointPolicy, resume_point
 from pipebench.train.curves import Curves
 from pipebench.train.engines import on_virtual_clock
@@ -23,7 +25,7 @@ from pipebench.train.loop import TrainingLoop
 from pipebench.train.result import DIVERGED, INTERRUPTED, MISSED, Point, RunResult
 from tests.checkpoint.spoiling import Left
 from tests.engine.test_sharding import Wide, momentum
-from tests.support import Blobs, flat_cluster, make_setup
+from tests.support import Blobs, Mlp, flat_cluster, make_setup
 from tests.train.test_training import Silent, prepared, recipe, train
 
 
@@ -277,6 +279,56 @@ def test_totals_add_up_over_plans_and_rates_are_of_the_last(tmp_path: Path) -> N
         assert metrics.get("workers_counted_from_samples", 0) == 46 * index
         assert [f"since epoch {index}" in note for note in result.notes.values()] == [True] * (index > 0)
     assert "lost_time_s" not in metrics
+
+
+@pytest.mark.parametrize("change", ["schedule", "bandwidth", "precision"])
+def test_rates_are_of_the_last_schedule_cluster_and_precision(tmp_path: Path, change: str) -> None:
+    """In 0.2.0 a mode with the stages of the one before continued its counters, though it has other rates."""
+    plan, store = ([2, 4], [1, 1, 1]), Checkpoints(tmp_path, keep=99)
+    checkpointed_run(prepared(recipe(max_epochs=1, target=None), plan=plan), store)
+
+    def other(max_epochs: int) -> Job:
+        given = prepared(recipe(max_epochs=max_epochs, target=None), plan=plan)
+        if change == "schedule":  # model parallelism
+            one: dict[str, Any] = {"order": "all-forwards", "weights": "one", "depth": 1}
+            setup = make_setup(Mlp(), plan, dataset=Blobs(num_train=46), lr=lambda stage, before, own: 0.1, **one)
+            return replace(given, setup=setup)
+        if change == "bandwidth":
+            slow = replace(given.recipe, cluster=replace(given.recipe.cluster, bandwidth="1 kbit/s"))
+            return replace(given, recipe=slow)
+        return replace(given, recipe=replace(given.recipe, train=replace(given.recipe.train, precision="bf16")))
+
+    alone = train(other(1))[0].metrics
+    resumed = checkpointed_run(other(2), store, store.at(12))[0].metrics
+    for name in ("throughput_samples_per_s", "bubble_fraction", "weight_versions_max", "peak_memory_bytes_max"):
+        assert resumed[name] == pytest.approx(alone[name]), name
+    assert resumed["workers_counted_from_samples"] == 46
+
+
+def slow_at_drains(given: Job, *callbacks: Any) -> Any:
+    """A virtual engine with a clock on which evaluations and checkpoints take a second."""
+    engine = on_virtual_clock(given)(*callbacks)
+
+    def take_a_second() -> None:
+        engine.clock_s += 1.0
+
+    engine.sync_clock = take_a_second  # type: ignore[method-assign]
+    return engine
+
+
+def test_a_target_that_an_earlier_evaluation_reached_has_that_evaluation_s_checkpoint_time(tmp_path: Path) -> None:
+    """In 0.2.0 it had the seconds of all checkpoints, also of those after the target: more than the whole."""
+    every, store, metrics = PeriodRecipe(minibatches=5), Checkpoints(tmp_path, keep=99), []
+    for goal, step in ((2.0, None), (0.0, 36), (0.0, None)):  # missed; resumed with a lower target; with that one alone
+        given = prepared(recipe(checkpoint_every=every, target=TargetRecipe("top1", goal)))
+        found = None if step is None else resume_point(store.at(step), given)
+        policy = CheckpointPolicy(store, found)
+        loop = TrainingLoop(given, partial(slow_at_drains, given), Silent(), lambda point: None, policy)
+        metrics.append(loop.run()[0].metrics)
+    for name in ("", "_without_evaluation", "_checkpoint"):
+        resumed, alone = (each[f"time_to_accuracy{name}_s"] for each in metrics[1:])
+        assert resumed == pytest.approx(alone), name
+    assert metrics[1]["time_to_accuracy_checkpoint_s"] == pytest.approx(2.0)
 
 
 def test_a_resumed_run_frees_the_checkpoint(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ CASES = [
     ("quickstart/dp", ("dataset.num_train=144",)),
     ("quickstart/gpipe", ("dataset.num_train=144", "parallelism.recompute=true")),
     ("modes/interleaved", ("dataset.num_train=144",)),
+    # A server makes the updates, beside its worker.
+    ("modes/dp-asp", ()),
     # Drains within an update, which then has fewer minibatches.
     ("modes/pipedream-flush", ("parallelism.accumulate=4", "train.evaluate_every={minibatches: 1}")),
 ]
