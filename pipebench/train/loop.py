@@ -17,6 +17,7 @@ from pipebench.checkpoint.store import Checkpoints
 from pipebench.errors import DivergedError, OutOfMemoryError
 from pipebench.formats import num_epochs
 from pipebench.model.allocator import release_copies
+from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.rules_zoo import EVAL_LOSS
 from pipebench.recipe.users_code import during
 from pipebench.simulate.timeline import Timeline
@@ -83,7 +84,9 @@ class TrainingLoop:
         self._periods = job.periods
         self._done = 0  # minibatches trained, as of the last drain
         self._samples = 0  # samples trained, as of the last drain
-        self._seen = 0  # samples whose loss this process has
+        # Samples whose loss is known. A process knows its own losses: an estimate, as if all replicas were as far.
+        self._seen = 0
+        self._sharing = job.setup.pipeline.replicas[-1] if engine_kind(job.recipe).in_processes else 1
         self._reported = 0  # samples reported as progress
         self._loss = TrainingLoss()
         self._curves = Curves(job.recipe.train.target, job.setup.dataset.metrics)
@@ -285,7 +288,7 @@ class TrainingLoop:
 
     def _take_loss(self, loss: torch.Tensor, samples: int, weight: float, clock_s: float) -> None:
         """Add a unit's loss; end the run if it is not finite."""
-        self._seen += samples
+        self._seen += samples * self._sharing
         if not self._loss.add(loss, weight):
             raise DivergedError(self._divergence(float(loss)))
 
@@ -330,7 +333,7 @@ class TrainingLoop:
         """Return a sentence about a training loss that is not finite."""
         train, first = self._job.recipe.train, self._sampler.size(0)
         advice = f"lower train.optimizer.lr ({train.optimizer.lr:g}) or set train.schedule.warmup_epochs"
-        if self._seen <= first:
+        if self._seen <= first * self._sharing:
             advice = "that is the first minibatch, before any update: the data, the model or the loss gives it"
         where = f"after {self._seen:,} samples (epoch {self._epochs(self._seen):.2f})"
         return f"{DIVERGED}: the training loss is {loss:g} {where}; {advice}"

@@ -223,6 +223,15 @@ def test_a_loss_that_is_nan_before_any_update_is_no_fault_of_the_rate() -> None:
     assert "lr" not in result.sentence
 
 
+def test_a_process_counts_as_if_all_replicas_were_as_far() -> None:
+    """0.2.0 named the samples of one replica since the last drain."""
+    given = prepared(recipe(), plan=([], [2]))
+    given = replace(given, recipe=replace(given.recipe, engine=replace(given.recipe.engine, kind="distributed")))
+    cast(Blobs, given.setup.dataset)._x.fill_(math.nan)
+    result, _, _ = train(given)
+    assert "nan after 8 samples (epoch 0.17); that is the first minibatch, before any update" in result.sentence
+
+
 def test_ctrl_c_keeps_the_finished_epochs() -> None:
     result, timeline, points = train(prepared(recipe()), Silent(interrupt_after=15))
     assert (result.outcome, result.exit_code) == (INTERRUPTED, 130)
