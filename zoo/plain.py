@@ -28,7 +28,7 @@ from pipebench.zoo.measures import (
 from pipebench.zoo.pair_forms import Forms, Seen, form_of
 from pipebench.zoo.pair_sources import Collate, by_split, length_of
 from pipebench.zoo.registry import DataError, Dataset, SetMetric
-from pipebench.zoo.samples import INPUT, TARGET, Fields, Structure, flat, how_to_name, in_words, tensor_names
+from pipebench.zoo.samples import INPUT, TARGET, Fields, Structure, apart, flat, how_to_name, in_words, tensor_names
 from pipebench.zoo.seeding import seeded
 
 _Key = tuple[str, tuple[int, ...], int]  # split, samples and draw of a minibatch or microbatch
@@ -294,7 +294,8 @@ class DatasetPair(Dataset):
                 return self._collated_by(collate, split, samples)
         pairs = [self._pair(f"sample {index} of {split}", each) for index, each in zip(indices, samples, strict=True)]
         try:
-            return dict(zip((INPUT, TARGET), default_collate(pairs), strict=True))
+            with torch.no_grad():  # a loader process collates into shared memory, which takes no gradients
+                return dict(zip((INPUT, TARGET), default_collate(pairs), strict=True))
         except (TypeError, RuntimeError, ValueError, KeyError) as error:
             self._check_each(split, indices)
             raise DataError(
@@ -313,7 +314,7 @@ class DatasetPair(Dataset):
         for name, part in flat(collated).items():
             if not isinstance(part, torch.Tensor) or part.shape[:1] != (len(samples),):
                 raise DataError(f"{name} in {what} is {in_words(part)}, needed is a tensor with a row per sample")
-        return collated
+        return {name: apart(value, samples) for name, value in collated.items()}
 
     def _pair(self, what: str, given: Any) -> tuple[Any, Any]:
         pair = given if self._fields is None else self._fields.pair(given)

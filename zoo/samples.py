@@ -8,7 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import numpy
 import torch
+from torch.utils import _pytree as pytree
 
 from pipebench.zoo.registry import DataError
 
@@ -22,7 +24,7 @@ class Fields:
 
     # For the model's forward: of a dict, under the names of its arguments; None: everything.
     inputs: Sequence[str | int] | None = None
-    # For the loss and the metrics; None: what isn't an input, or if all are, the last one.
+    # For the loss and the metrics; None: what is neither an input nor a text, or if there is nothing, the last input.
     targets: Sequence[str | int] | None = None
 
     def pair(self, sample: Any) -> tuple[Any, Any]:
@@ -37,7 +39,7 @@ class Fields:
         parts: dict[Any, Any] = dict(sample) if isinstance(sample, Mapping) else dict(enumerate(sample))
         names = [*parts]
         inputs = names if self.inputs is None else [*self.inputs]
-        rest = [name for name in names if name not in inputs] or inputs[-1:]
+        rest = [name for name in names if name not in inputs and not _is_text(parts[name])] or inputs[-1:]
         targets = rest if self.targets is None else [*self.targets]
         for name in (*inputs, *targets):
             if name not in names:
@@ -57,6 +59,12 @@ def _with_names(sample: Any, names: Iterable[str | int]) -> Any:
         return {each.name: getattr(sample, each.name) for each in fields(sample)}
     is_named = hasattr(sample, "_asdict") and any(isinstance(name, str) for name in names)
     return sample._asdict() if is_named else sample
+
+
+def _is_text(part: Any) -> bool:
+    """Return whether a part of a sample, or of a minibatch, is a text, texts or None, such as names and remarks."""
+    parts = part if isinstance(part, tuple | list) else [part]
+    return all(isinstance(each, str | bytes | None) for each in parts)
 
 
 def how_to_name(sample: Any) -> str:
@@ -99,8 +107,32 @@ def _parts(name: str, value: Any) -> dict[str, Any]:
 
 
 def flat(collated: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors of a collated input and target by their fields' names."""
-    return {field: part for name, value in collated.items() for field, part in _parts(name, value).items()}
+    """Return the tensors of a collated input and target by their fields' names, without what they were computed of."""
+    parts = {field: part for name, value in collated.items() for field, part in _parts(name, value).items()}
+    return {field: part.detach() if isinstance(part, torch.Tensor) else part for field, part in parts.items()}
+
+
+def apart(value: Any, samples: Sequence[Any]) -> Any:
+    """Return an input or target that is no view of samples, or of something larger, such as all of a data set.
+
+    A model that changes its input in place would otherwise change the data set, in the process that reads it only.
+    """
+    leaves = pytree.tree_leaves(samples)
+    memories = {each.untyped_storage().data_ptr() for each in leaves if isinstance(each, torch.Tensor)}
+    memories |= {each.ctypes.data for each in leaves if isinstance(each, numpy.ndarray)}
+
+    def own(part: Any) -> Any:
+        if not isinstance(part, torch.Tensor) or part.layout is not torch.strided:
+            return part
+        memory = part.untyped_storage()
+        return part.clone() if memory.nbytes() > part.nbytes or memory.data_ptr() in memories else part
+
+    if isinstance(value, Mapping):
+        return {key: own(part) for key, part in value.items()}
+    if isinstance(value, tuple | list):
+        parts = [own(part) for part in value]
+        return type(value)._make(parts) if hasattr(value, "_make") else parts
+    return own(value)
 
 
 @dataclass(frozen=True)
