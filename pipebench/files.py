@@ -9,6 +9,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -270,3 +271,20 @@ def _release_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_release_in_child)
+
+
+def reopen_inherited() -> None:
+    """Open anew every regular file that this forked process has inherited for reading, at the same place.
+
+    Processes that share an open file share the place in it: where one has sought, another reads. Linux only; elsewhere,
+    files aren't inherited by the processes that this is for.
+    """
+    with suppress(OSError):  # no /proc
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            with suppress(OSError):  # of the listing itself, which is closed; or a file that can't be opened any more
+                is_read = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+                if is_read and stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    anew = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+                    os.lseek(anew, os.lseek(descriptor, 0, os.SEEK_CUR), os.SEEK_SET)
+                    os.dup2(anew, descriptor, inheritable=os.get_inheritable(descriptor))
+                    os.close(anew)

@@ -11,6 +11,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     default_collate,
 )
 
@@ -30,9 +31,12 @@ def by_split(train: Any, held_out: Any) -> dict[str, tuple[Any, Collate]]:
 
 
 def _with_collate(split: str, given: Any) -> tuple[Any, Collate]:
-    """Return a data set, and what makes minibatches of its samples: the `collate_fn` of its loader, or its own."""
+    """Return a data set, and what makes minibatches of its samples: its loader's `collate_fn`, or its own."""
     data = _copied(_unloaded(split, given))
-    return data, getattr(given if isinstance(given, DataLoader) else data, "collate_fn", None) or default_collate
+    collates = given if isinstance(given, DataLoader) else data
+    while isinstance(collates, Subset):  # such as random_split makes
+        collates = collates.dataset
+    return data, getattr(collates, "collate_fn", None) or default_collate
 
 
 def _copied(data: Any) -> Any:

@@ -25,13 +25,13 @@ from pipebench.zoo.measures import (
     cross_entropy,
     loss_of_model,
 )
+from pipebench.zoo.pair_forms import Forms, Seen, form_of
 from pipebench.zoo.pair_sources import Collate, by_split, length_of
 from pipebench.zoo.registry import DataError, Dataset, SetMetric
-from pipebench.zoo.samples import INPUT, TARGET, Fields, flat, how_to_name, in_words, shaped, tensor_names
+from pipebench.zoo.samples import INPUT, TARGET, Fields, Structure, apart, flat, how_to_name, in_words, tensor_names
 from pipebench.zoo.seeding import seeded
 
 _Key = tuple[str, tuple[int, ...], int]  # split, samples and draw of a minibatch or microbatch
-Form = dict[str, torch.Tensor]  # fields of no samples, on the meta device: the shapes and types of some
 _TRIED = 16  # samples of a split that tell whether the user's own collate function gives minibatches of one shape
 _KEPT_TARGETS = 32  # minibatches whose inputs have been fetched and whose targets may be, by the same process
 _GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment, which gives neighbouring samples very different seeds
@@ -80,10 +80,11 @@ class DatasetPair(Dataset):
         self.metrics = {name: metric.best for name, metric in metrics.items()}
         self.loader_processes = loader_processes
         first = self._collated("train", [0], 0)
-        self._inputs, self._targets = (tuple(tensor_names(name, first[name])) for name in (INPUT, TARGET))
+        self._inputs, self._target = tuple(tensor_names(INPUT, first[INPUT])), Structure.of(TARGET, first[TARGET])
+        self._targets = self._target.fields
         self.inputs, self.targets = self._inputs, self._targets
         self._names_inputs = isinstance(first[INPUT], Mapping)
-        self._forms, self._free = self._shapes(_form(flat(first)))
+        self._forms = Forms(self._seen("train"), self._seen("eval"), self._inputs)
         self._kept: OrderedDict[_Key, dict[str, torch.Tensor]] = OrderedDict()
         self.weighs_targets = count is not None
 
@@ -149,15 +150,14 @@ class DatasetPair(Dataset):
         """Return `example`, and another one if minibatches differ in more than their number of samples."""
         return [
             {name: like.new_empty((num_samples, *like.shape[1:])) for name, like in form.items()}
-            for form in self._forms
+            for form in (self._forms.of_costs, self._forms.smallest)
+            if form is not None
         ]
 
     @property
     def example_note(self) -> str:
         """See `Dataset`."""
-        shapes = {name: ", ".join(map(str, ("n", *like.shape[1:]))) for name, like in self._forms[0].items()}
-        varied = ", ".join(f"{name} [{shape}]" for name, shape in shapes.items() if self._free[name])
-        return f"minibatches differ in shape, costs are of {varied}" if varied else ""
+        return self._forms.note
 
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
@@ -221,7 +221,7 @@ class DatasetPair(Dataset):
 
     def for_metrics(self, output: Any, targets: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
         """Return the output without a loss in it, and the target in the samples' structure."""
-        return self._judged(output), shaped(self._targets, targets)
+        return self._judged(output), self._target.with_tensors(targets)
 
     def _judged(self, output: Any) -> Any:
         """Return the part of a model's output that metrics get."""
@@ -236,7 +236,7 @@ class DatasetPair(Dataset):
         num_samples = _num_samples(targets)
         if self._count is None:
             return num_samples
-        target = shaped(self._targets, {name: value.clone() for name, value in targets.items()})
+        target = self._target.with_tensors({name: value.clone() for name, value in targets.items()})
         try:
             counted = torch.as_tensor(self._count(target), device=next(iter(targets.values())).device)
         except Exception as error:
@@ -253,7 +253,7 @@ class DatasetPair(Dataset):
     ) -> torch.Tensor:
         num_samples = _num_samples(targets)
         try:
-            value = measure(output, shaped(self._targets, targets))
+            value = measure(output, self._target.with_tensors(targets))
         except Exception as error:
             raise DataError(f"the {what} fails on the output, {in_words(output)}") from error
         if not isinstance(value, torch.Tensor | tuple):
@@ -269,30 +269,16 @@ class DatasetPair(Dataset):
             "tensor of one number per sample"
         )
 
-    def _shapes(self, first: Form) -> tuple[list[Form], dict[str, set[int]]]:
-        """Return the form that costs are of and, if minibatches differ, a smaller one; by field, what they differ in.
-
-        The latter are dimensions. Only a collate function of the user's own makes minibatches of several shapes.
-        """
-        spread = {
-            split: sorted({k * length_of(split, data) // _TRIED for k in range(_TRIED)})
-            for split, (data, collate) in self._splits.items()
-            if collate is not default_collate
-        }
-        like = _form(flat(self._collated("train", spread["train"], 0))) if "train" in spread else first
-        alone = [_form(flat(self._collated(split, [k], 0))) for split, indices in spread.items() for k in indices]
-        others = [form for form in alone if _is_of_kind(form, like) and _sizes(form) != _sizes(like)]
-        free = {
-            name: {
-                dim
-                for dim in range(1, value.dim())
-                if any(form[name].shape[dim] != value.shape[dim] for form in others)
-            }
-            for name, value in like.items()
-        }
-        # A size of 1 may decide how tensors broadcast, as a single sample may.
-        others.sort(key=lambda form: (1 in _sizes(form), _sizes(form)))
-        return [like, *others[:1]], free
+    def _seen(self, split: str) -> Seen:
+        """Return the forms of some samples of a split, of several if the user's own function collates them."""
+        data, collate = self._splits[split]
+        if collate is default_collate:
+            form = form_of(flat(self._collated(split, [0], 0)))
+            return Seen([form], form, collates=False)
+        indices = sorted({k * length_of(split, data) // _TRIED for k in range(_TRIED)})
+        alone, together = [[k] for k in indices], indices
+        *forms, of_all = (form_of(flat(self._collated(split, each, 0))) for each in (*alone, together))
+        return Seen(forms, of_all, collates=True)
 
     def _collated(self, split: str, indices: Sequence[int], draw: int) -> dict[str, Any]:
         data, collate = self._splits[split]
@@ -308,7 +294,8 @@ class DatasetPair(Dataset):
                 return self._collated_by(collate, split, samples)
         pairs = [self._pair(f"sample {index} of {split}", each) for index, each in zip(indices, samples, strict=True)]
         try:
-            return dict(zip((INPUT, TARGET), default_collate(pairs), strict=True))
+            with torch.no_grad():  # a loader process collates into shared memory, which takes no gradients
+                return dict(zip((INPUT, TARGET), default_collate(pairs), strict=True))
         except (TypeError, RuntimeError, ValueError, KeyError) as error:
             self._check_each(split, indices)
             raise DataError(
@@ -327,7 +314,7 @@ class DatasetPair(Dataset):
         for name, part in flat(collated).items():
             if not isinstance(part, torch.Tensor) or part.shape[:1] != (len(samples),):
                 raise DataError(f"{name} in {what} is {in_words(part)}, needed is a tensor with a row per sample")
-        return collated
+        return {name: apart(value, samples) for name, value in collated.items()}
 
     def _pair(self, what: str, given: Any) -> tuple[Any, Any]:
         pair = given if self._fields is None else self._fields.pair(given)
@@ -336,19 +323,10 @@ class DatasetPair(Dataset):
         return tuple(pair)
 
     def _check_alike(self, split: str, indices: Sequence[int], given: Mapping[str, torch.Tensor]) -> None:
-        for name, like in self._forms[0].items():
-            found = given.get(name)
-            if found is not None and found.dtype == like.dtype and found.dim() == like.dim():
-                as_free = [found.shape[dim] if dim in self._free[name] else size for dim, size in enumerate(like.shape)]
-                if as_free[1:] == [*found.shape[1:]]:
-                    continue
-            self._check_each(split, indices)
-            was = "missing" if found is None else in_words(found[0])
-            needed = in_words(like.new_empty((1, *like.shape[1:]))[0])
-            raise DataError(
-                f"{name} of sample {indices[0]} of {split} is {was}, needed is {needed} as in the first sample of "
-                "train: pad samples to one size, or give a collate_fn that pads those of a minibatch"
-            )
+        for name in self._forms.of_costs:
+            if differs := self._forms.differs(split, name, given.get(name)):
+                self._check_each(split, indices)
+                raise DataError(f"{name} of sample {indices[0]} of {split} is {differs}")
 
     def _check_labels(self, split: str, indices: Sequence[int], given: Mapping[str, torch.Tensor]) -> None:
         """Raise a DataError for labels that torch's mean ignores, since weights here count every sample."""
@@ -368,17 +346,3 @@ class DatasetPair(Dataset):
 
 def _num_samples(targets: Mapping[str, torch.Tensor]) -> int:
     return next(iter(targets.values())).shape[0]
-
-
-def _form(fields: Mapping[str, torch.Tensor]) -> Form:
-    return {name: value[:0].to("meta") for name, value in fields.items()}
-
-
-def _sizes(form: Form) -> list[int]:
-    return [size for value in form.values() for size in value.shape[1:]]
-
-
-def _is_of_kind(form: Form, other: Form) -> bool:
-    """Return whether forms have the same fields with as many dimensions and the same types."""
-    kinds = ({name: (value.dim(), value.dtype) for name, value in each.items()} for each in (form, other))
-    return next(kinds) == next(kinds)

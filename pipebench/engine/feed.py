@@ -157,7 +157,7 @@ class Feed:
         source = Source(dataset, self.split, dataset.targets, self._setup.device)
         units = [[unit for unit in pipeline.units(k) if self.size(unit) > 0] for k in range(self._num_minibatches)]
         tasks = ((list(self.indices(unit)), self._draw(unit)) for each in units for unit in each)
-        processes = self._loaders.of("weights", min(1, dataset.loader_processes), renews=True)
+        processes = self._loaders.of("weights", min(1, dataset.loader_processes))
         with closing(source.minibatches(tasks, processes)) as fetched:
             for each in units:
                 yield sum(dataset.weigh(next(fetched)) for _ in each)

@@ -23,6 +23,7 @@ import torch
 from torch.utils import data
 
 from pipebench.errors import UserCodeError
+from pipebench.files import reopen_inherited
 from pipebench.garbage import without_collector
 from pipebench.recipe.users_code import as_users, reason
 from pipebench.zoo.registry import Dataset
@@ -174,8 +175,9 @@ def _begin(_: int) -> None:
     may get, for a while, since its reader still needs it to drain. If its queue can't send a minibatch, it sends the
     reason instead; otherwise the queue would drop the minibatch, and the reader would wait for ever. It doesn't collect
     garbage of the process that forked it: a process group of Gloo's, destroyed here, would wait for threads that only
-    that process has, and crash.
+    that process has, and crash. It opens anew what that process had opened to read, wherever the data set has it.
     """
+    reopen_inherited()
     gc.freeze()
     gc.enable()
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -205,18 +207,12 @@ class Loaders:
             self._dataset.renew()
             self._is_prepared = True
 
-    def of(self, reader: Hashable, count: int, *, renews: bool = False) -> LoaderProcesses | None:
-        """Return a reader's processes; None if it has none.
-
-        With `renews` they share no file with other readers' either, not even one that was opened as the data set was
-        made.
-        """
+    def of(self, reader: Hashable, count: int) -> LoaderProcesses | None:
+        """Return a reader's processes; None if it has none."""
         if count == 0:
             return None
         self.prepare()
         if (reader, count) not in self._found:
-            if renews and self._found:
-                self._dataset.renew()
             self._found[reader, count] = LoaderProcesses(self._dataset, self._device, count)
         return self._found[reader, count]
 

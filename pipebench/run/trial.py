@@ -33,7 +33,13 @@ from pipebench.recipe.schema import OptimizerRecipe, Recipe
 from pipebench.recipe.users_code import users_code
 from pipebench.run.trial_evaluation import Names, try_evaluation
 from pipebench.run.trial_means import refuse_other_means
-from pipebench.run.trial_measures import refuse_sums, refuse_untrained, refuse_what_changes, spread
+from pipebench.run.trial_measures import (
+    refuse_changed_targets,
+    refuse_sums,
+    refuse_untrained,
+    refuse_what_changes,
+    spread,
+)
 from pipebench.train.learning_rate import rate_of_samples
 from pipebench.train.profiled_model import initial_model
 from pipebench.zoo.registry import Dataset
@@ -97,6 +103,7 @@ def _try_minibatch(recipe: Recipe, model: torch.nn.Module, dataset: Dataset) -> 
     targets = {name: fields[name] for name in dataset.targets}
     hint = _classes_last(output, targets) if recipe.dataset.get("loss") == "cross_entropy" else ""
     with users_code(f"the loss of {names.data} doesn't suit the output of {names.model}{hint}", names.loss_key):
+        refuse_changed_targets("the loss", dataset.loss, output, targets, names.loss_key)
         total = dataset.loss(output, targets)
         refuse_sums("the loss", dataset.loss, output, targets, total, names.loss_key)
         if not total.requires_grad:

@@ -20,7 +20,7 @@ from pipebench.model.graph import forget_states
 from pipebench.recipe.schema import Recipe
 from pipebench.recipe.users_code import message_of, users_code
 from pipebench.run.trial_means import NO_MEAN
-from pipebench.run.trial_measures import is_mean, refuse_sums, refuse_what_changes, spread
+from pipebench.run.trial_measures import is_mean, refuse_changed_targets, refuse_sums, refuse_what_changes, spread
 from pipebench.zoo.measures import loss_of_model
 from pipebench.zoo.registry import Dataset
 
@@ -104,6 +104,7 @@ def _try_metrics(dataset: Dataset, output: Any, targets: Mapping[str, torch.Tens
         if value.dim() or not math.isfinite(float(value)):
             raise UserCodeError(f"{name} of {count} samples is {float(value.sum()):g}, needed is a number", key)
         measure = partial(_score, dataset, name)
+        refuse_changed_targets(name, measure, detached, targets, key)
         refuse_sums(name, measure, detached, targets, value, key)
         refuse_what_changes(name, measure, detached, targets, key)
         if are_own:

@@ -6,6 +6,7 @@ numbers, its values would depend on that. If it had parameters of its own, no op
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -38,6 +39,28 @@ def refuse_untrained(total: torch.Tensor, model: nn.Module, key: str) -> None:
                 key,
             )
         waiting += [before for before, _ in node.next_functions]
+
+
+def refuse_changed_targets(
+    what: str, measure: Summed, output: Any, targets: Mapping[str, torch.Tensor], key: str
+) -> None:
+    """Refuse a measure that changes targets in place, and changes them again when it is called again.
+
+    What leaves them as they are from then on, such as `target[target == 255] = -100`, is allowed. The checks below, and
+    those of the model's layers, call a measure with the same targets several times.
+    """
+    count = range(num_samples(targets))
+    given = once = some(dict(targets), count)
+    with torch.no_grad(), suppress(Exception):  # its own errors are reported where it is called next
+        measure(output, given)
+        once = some(given, count)
+        measure(output, given)
+    if not all(torch.allclose(once[name], given[name], rtol=0, atol=0, equal_nan=True) for name in given):
+        raise UserCodeError(
+            f"{what} changes its target in place, and changes it again when it is called again: give it a copy to "
+            "change (target.clone())",
+            key,
+        )
 
 
 def refuse_sums(

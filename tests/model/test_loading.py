@@ -5,6 +5,7 @@ import os
 import signal
 import weakref
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +53,20 @@ class Collecting(Blobs):
     def fetch(self, split: str, indices: Any, fields: Any, draw: int = 0) -> Any:
         gc.collect()
         return super().fetch(split, indices, fields, draw)
+
+
+class Seeking(Blobs):
+    """Reads a file that is open before loader processes start."""
+
+    loader_processes = 1
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(num_train=8)
+        self.descriptor = descriptor
+
+    def fetch(self, split: str, indices: Any, fields: Any, draw: int = 0) -> Any:
+        os.lseek(self.descriptor, indices[0], os.SEEK_SET)
+        return {"x": torch.tensor([*os.read(self.descriptor, 1)])}
 
 
 class OfOneProcess:
@@ -124,3 +139,21 @@ def test_loader_processes_destroy_nothing_of_the_process_that_started_them() -> 
     assert garbage() is not None
     gc.collect()
     assert garbage() is None
+
+
+@pytest.mark.usefixtures("limit")
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="processes aren't forked, and inherit no files")
+def test_loader_processes_have_places_of_their_own_in_open_files(tmp_path: Path) -> None:
+    """0.2.0: they shared the place in a file opened with the data set: one read where another had sought."""
+    (tmp_path / "bytes").write_bytes(bytes(range(8)))
+    descriptor = os.open(tmp_path / "bytes", os.O_RDONLY)
+    os.lseek(descriptor, 2, os.SEEK_SET)
+    loaders = Loaders(Seeking(descriptor), torch.device("cpu"))
+    for reader in ("one", "another"):
+        processes = loaders.of(reader, 1)
+        assert processes is not None
+        found = [*processes.minibatches("train", ["x"], iter([([5], 0), ([6], 1)]))]
+        assert [each["x"].tolist() for each in found] == [[5], [6]]
+    loaders.close()
+    assert os.lseek(descriptor, 0, os.SEEK_CUR) == 2
+    os.close(descriptor)

@@ -1,12 +1,14 @@
 """Whether a measure is the mean of what it is of parts, judged with larger outputs, too, where rounding is larger."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
-from pipebench.run.trial_measures import Summed, is_mean
+from pipebench.errors import UserCodeError
+from pipebench.run.trial_measures import Summed, is_mean, refuse_changed_targets
 
 TARGETS = {"target": torch.arange(12) % 3}
 OUTPUT = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
@@ -88,3 +90,22 @@ def test_a_mean_in_bf16_is_told_within_its_rounding() -> None:
     draws = [torch.randn(12, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(20)]
     assert all(is_mean(mean, draw.bfloat16(), TARGETS) for draw in draws)
     assert not is_mean(weighted, draws[0].bfloat16(), TARGETS)
+
+
+@pytest.mark.parametrize("labels", [[1, 2, 3], [1, 255, 3]])
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_targets_may_be_marked_in_place_but_not_shifted(labels: list[int], is_refused: bool) -> None:
+    """0.2.0: a model was refused, as one that gives another gradient in every call."""
+
+    def measure(output: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        target = targets["target"]
+        if is_refused:
+            target -= 1
+        target[target > 100] = -100
+        return nn.functional.cross_entropy(output, target, reduction="sum")
+
+    targets = {"target": torch.tensor(labels), "weight": torch.tensor([1.0, float("nan"), 1.0])}
+    refused = pytest.raises(UserCodeError, match=r"the loss changes its target in place, .*target\.clone\(\)")
+    with refused if is_refused else nullcontext():
+        refuse_changed_targets("the loss", measure, OUTPUT[:3], targets, "dataset.loss")
+    assert targets["target"].tolist() == labels

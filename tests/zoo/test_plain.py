@@ -9,27 +9,15 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from pipebench.zoo.measures import COUNTS, LOSSES, METRICS, Metric, Top, cross_entropy_of_labels, num_labels
 from pipebench.zoo.plain import DatasetPair
 from pipebench.zoo.registry import DataError
 from pipebench.zoo.samples import Fields
+from tests.zoo.made import Made
 
 POINTS, LABELS = torch.arange(24.0).reshape(8, 3), torch.arange(8) % 3
-
-
-class Made(Dataset[Any]):
-    """Samples that a function makes from their index."""
-
-    def __init__(self, make: Callable[[int], Any], length: int = 8) -> None:
-        self.make, self.length = make, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Any:
-        return self.make(index)
 
 
 class Endless(IterableDataset[Any]):
