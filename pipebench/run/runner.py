@@ -50,6 +50,7 @@ RUNS: dict[str, Callable[[RunRequest, Tracking], Run]] = {
 _MOST_NAMED = 6  # runs in a comparison's name
 _MOST_DRAWN = 16  # simulated runs with pictures, which take one second of a run; the rest of it takes half a second
 _MOST_BLOCKS = 2  # of a picture too wide for a terminal; if it has more, columns stand for longer times
+_MOST_COLUMNS = 500  # of a drawing that isn't cut to a terminal's width
 # A run's id in MLflow or, if it has none, its record's folder, by name and seed (None for a group of seeds)
 _Ids = dict[tuple[str, int | None], str | Path | None]
 
@@ -237,7 +238,8 @@ def draw(loaded: LoadedRecipe, *, versions: bool = False, cut: bool = True) -> s
             units[1] = [sum(parts) for parts in zip(*units[1:], strict=True)]
         cells = draw_cells(pipeline, count, *units[:2], weight=units[2], versions=versions)
         drawn = blocks(pipeline, cells, width)
-        if len(drawn) <= _MOST_BLOCKS or max(*units[0], *units[1]) <= 2:
+        is_small = len(drawn) <= _MOST_BLOCKS and (width is not None or len(cells[0]) <= _MOST_COLUMNS)
+        if is_small or max(*units[0], *units[1]) <= 2:
             break
     column = f"one column = {seconds(longer * unit_s)}{', or a shorter pass' if longer > 1 else ''}"
     below = "; lines go on below" if len(drawn) > 1 else ""

@@ -70,11 +70,11 @@ class Reductions:
                     whole, workers, pipeline.algorithm, ALL_GATHER, host_s
                 )
         self._gathers: Counter[tuple[int, int]] = Counter()  # number joined, by worker and stage
-        for group, bucket in zip(pipeline.tied_groups, costs.ties, strict=False):  # no groups if sharded
-            members = pipeline.members(group)
-            host_s = costs.host.all_reduce(bucket.num_bytes, len(members))
+        for tie, group in enumerate(pipeline.tied_groups):
+            buckets, members = costs.ties[tie : tie + 1], pipeline.members(group)  # pictures have no buckets
+            host_s = costs.host.all_reduce(sum(bucket.num_bytes for bucket in buckets), len(members))
             self._groups[group] = _PendingReduction(
-                (bucket,), members, pipeline.algorithm, sync.algorithm, host_s, overlaps=False
+                buckets, members, pipeline.algorithm, sync.algorithm, host_s, overlaps=False
             )
 
     def join(
