@@ -15,7 +15,7 @@ from pipebench.engine.setup import Setup
 from pipebench.engine.swap import Swap
 from pipebench.model.device import torch_settings
 from pipebench.model.graph import trace
-from pipebench.model.loading import Source
+from pipebench.model.loading import Source, Task
 from pipebench.model.plan import make_plan
 from pipebench.model.sampling import Streams
 from pipebench.model.stage import cut_stage
@@ -174,7 +174,7 @@ def test_minibatches_are_fetched_ahead_into_pinned_memory() -> None:
     """The loader's thread uses the GPU of the thread that trains."""
     data = synthetic(num_train=64, num_eval=16, shape=(3, 8, 8))
     assert data.concurrent
-    fetched = [*Source(data, "train", ["image"], DEVICE).minibatches(iter([([k], 0) for k in range(5)]))]
+    fetched = [*Source(data, "train", ["image"], DEVICE).minibatches(iter([Task([k]) for k in range(5)]))]
     assert [each["image"].is_pinned() for each in fetched] == [True] * 5
     assert torch.equal(
         torch.cat([each["image"] for each in fetched]), data.fetch("train", [*range(5)], ["image"])["image"]

@@ -15,7 +15,7 @@ import torch
 from pipebench.distributed import interfaces, launch
 from pipebench.errors import UserCodeError, UserError
 from pipebench.model import loading
-from pipebench.model.loading import Loaders
+from pipebench.model.loading import Loaders, Task
 from pipebench.run import trial
 from pipebench.tracking import ui
 from pipebench.tracking.connection import quiet_environment
@@ -58,7 +58,7 @@ def test_a_data_set_that_cannot_be_pickled_is_refused_where_processes_are_spawne
     assert processes is not None
     message = r"can't be given the data set \(\w+Error: .*<lambda>.*loader_processes to 0"
     with pytest.raises(UserCodeError, match=message):
-        next(iter(processes.minibatches("train", ["x"], iter([([0], 0)]))))
+        next(iter(processes.minibatches("train", ["x"], iter([Task([0])]))))
     loaders.close()
 
 

@@ -39,6 +39,17 @@ def _with_collate(split: str, given: Any) -> tuple[Any, Collate]:
     return data, getattr(collates, "collate_fn", None) or default_collate
 
 
+def epoch_setters(data: Any) -> list[Callable[[int], object]]:
+    """Return the `set_epoch` of a data set, or those of the data sets inside of it."""
+    own = getattr(data, "set_epoch", None)
+    if callable(own):
+        return [own]
+    parts = [*vars(data).values()] if isinstance(data, torch.utils.data.Dataset) else []
+    lists = (part if isinstance(part, list) else [part] for part in parts)
+    inside = {id(part): part for each in lists for part in each if isinstance(part, torch.utils.data.Dataset)}
+    return [setter for part in inside.values() for setter in epoch_setters(part)]
+
+
 def _copied(data: Any) -> Any:
     """Return a copy of a data set, and of data sets inside of it.
 

@@ -26,7 +26,7 @@ from pipebench.zoo.measures import (
     loss_of_model,
 )
 from pipebench.zoo.pair_forms import Forms, Seen, form_of
-from pipebench.zoo.pair_sources import Collate, by_split, length_of
+from pipebench.zoo.pair_sources import Collate, by_split, epoch_setters, length_of
 from pipebench.zoo.registry import DataError, Dataset, SetMetric
 from pipebench.zoo.samples import INPUT, TARGET, Fields, Structure, apart, flat, how_to_name, in_words, tensor_names
 from pipebench.zoo.seeding import seeded
@@ -72,6 +72,7 @@ class DatasetPair(Dataset):
         count: Count | None = None,
     ) -> None:
         self._splits = by_split(train, held_out)
+        self._begun: dict[str, int] = {}  # the epoch of the training data set; shared by copies, as that is
         self._fields = Fields() if fields is None and loss is loss_of_model else fields
         self.num_train, self.num_eval = (length_of(split, data) for split, (data, _) in self._splits.items())
         self._loss, self._count = loss, count
@@ -79,6 +80,7 @@ class DatasetPair(Dataset):
         self._of_whole_set = {name: metric for name, metric in metrics.items() if isinstance(metric, OfWholeSet)}
         self.metrics = {name: metric.best for name, metric in metrics.items()}
         self.loader_processes = loader_processes
+        self.begin_epoch(0)
         first = self._collated("train", [0], 0)
         self._inputs, self._target = tuple(tensor_names(INPUT, first[INPUT])), Structure.of(TARGET, first[TARGET])
         self._targets = self._target.fields
@@ -109,6 +111,7 @@ class DatasetPair(Dataset):
     def renew(self) -> None:
         """See `Dataset`; copies by `feeding` share the data sets, and are renewed, too."""
         if self.remake is not None:
+            self._begun.clear()
             self._splits.clear()  # before the new ones are made: memory may be enough for one pair only
             self._splits.update(by_split(*self.remake()))
 
@@ -158,6 +161,13 @@ class DatasetPair(Dataset):
     def example_note(self) -> str:
         """See `Dataset`."""
         return self._forms.note
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Call the training data set's `set_epoch`, if it has one, as `Dataset.begin_epoch` says."""
+        if self._begun.get("train") != epoch:
+            self._begun["train"] = epoch
+            for setter in epoch_setters(self._splits["train"][0]):
+                setter(epoch)
 
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0

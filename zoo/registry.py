@@ -112,6 +112,9 @@ class Dataset(ABC):
         """Return this data set with examples of one of the lengths that it declares."""
         raise NotImplementedError(f"{type(self).__name__} declares no lengths")
 
+    def begin_epoch(self, epoch: int) -> None:  # noqa: B027 (not abstract: most data sets are the same in all epochs)
+        """Prepare for fetching training samples of an epoch, counted from 0; called again if an earlier one follows."""
+
     @abstractmethod
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0

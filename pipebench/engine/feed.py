@@ -13,7 +13,7 @@ import torch
 
 from pipebench.engine.setup import Setup
 from pipebench.engine.streams import StreamSlot
-from pipebench.model.loading import Loaders, Source, onto_device
+from pipebench.model.loading import Loaders, Source, Task, onto_device
 from pipebench.model.sampling import microbatch_sizes, mix, name_hash
 from pipebench.schedule.programs import forward_units
 from pipebench.simulate.costs import shared_loaders
@@ -131,7 +131,7 @@ class Feed:
         """Return what the loss of a unit needs besides the model's output; called once."""
         dataset, fetched = self._setup.dataset, self._loaded.pop((worker, unit), None)
         if fetched is None:
-            fetched = dataset.fetch(self.split, self.indices(unit), dataset.targets, self._draw(unit))
+            fetched = self._task(unit).fetch(dataset, self.split, dataset.targets)
         if dataset.weighs_targets:
             self._weights[unit] = dataset.weigh(fetched)
         return {name: onto_device(value, self._setup.device) for name, value in fetched.items()}
@@ -146,7 +146,7 @@ class Feed:
     def _fetch_ahead(self, stage: int, worker: int, fields: Sequence[str], first: int) -> "_Fetched":
         """Yield a stage's units from `first` on, in the order of their forwards, with their fields."""
         source = Source(self._setup.dataset, self.split, fields, self._setup.device)
-        tasks = ((list(self.indices(unit)), self._draw(unit)) for unit in self._units(stage, worker, first))
+        tasks = map(self._task, self._units(stage, worker, first))
         processes = self._loaders.of((stage, worker), self._num_processes)
         with closing(source.minibatches(tasks, processes)) as minibatches:
             yield from zip(self._units(stage, worker, first), minibatches, strict=True)
@@ -156,7 +156,7 @@ class Feed:
         dataset, pipeline = self._setup.dataset, self._pipeline
         source = Source(dataset, self.split, dataset.targets, self._setup.device)
         units = [[unit for unit in pipeline.units(k) if self.size(unit) > 0] for k in range(self._num_minibatches)]
-        tasks = ((list(self.indices(unit)), self._draw(unit)) for each in units for unit in each)
+        tasks = (self._task(unit) for each in units for unit in each)
         processes = self._loaders.of("weights", min(1, dataset.loader_processes))
         with closing(source.minibatches(tasks, processes)) as fetched:
             for each in units:
@@ -177,8 +177,10 @@ class Feed:
             units = pipeline.own_units(stage, worker, range(count))
         return (unit for unit in dropwhile(first.__ne__, units) if self.size(unit) > 0)
 
-    def _draw(self, unit: int) -> int:
-        return mix(self._setup.seed, name_hash("augmentation"), self.minibatch(unit)[0])
+    def _task(self, unit: int) -> Task:
+        minibatch, _ = self.minibatch(unit)
+        draw = mix(self._setup.seed, name_hash("augmentation"), minibatch)
+        return Task(list(self.indices(unit)), draw, minibatch // self._sampler.minibatches_per_epoch)
 
     def _size(self, unit: int) -> int:
         minibatch, microbatch = self.minibatch(unit)

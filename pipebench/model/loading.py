@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.queues import Queue
 from pickle import PicklingError
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import data
@@ -46,8 +46,21 @@ _ADVICE = {
     "AF_UNIX path too long": "the path of temporary files is too long for a socket: set TMPDIR to a shorter one",
 }
 
-Task = tuple[list[int], int]  # the samples of a minibatch, and the number that seeds their augmentation
 Fields = dict[str, torch.Tensor]
+
+
+class Task(NamedTuple):
+    """A minibatch to fetch."""
+
+    indices: Sequence[int]  # of its samples
+    draw: int = 0  # seeds their augmentation
+    epoch: int = 0  # from 0 on, in training
+
+    def fetch(self, dataset: Dataset, split: str, fields: Sequence[str]) -> Fields:
+        """Return fields of the minibatch."""
+        if split == "train":
+            dataset.begin_epoch(self.epoch)
+        return dataset.fetch(split, self.indices, fields, self.draw)
 
 
 @dataclass(frozen=True)
@@ -76,8 +89,7 @@ class Source:
 
     def fetch(self, task: Task) -> Fields:
         """Return a minibatch."""
-        indices, draw = task
-        return self.dataset.fetch(self.split, indices, self.fields, draw)
+        return task.fetch(self.dataset, self.split, self.fields)
 
     def _in_a_thread(self, tasks: Iterator[Task]) -> Iterator[Fields]:
         """Fetch in a thread, which also copies to pinned memory; torch reuses that memory once the GPU has read it."""
@@ -125,7 +137,7 @@ class LoaderProcesses:
         Raises:
             UserCodeError: reading fails, or a process has ended.
         """
-        self._order.tasks = ((split, fields, *task) for task in tasks)
+        self._order.tasks = ((split, fields, task) for task in tasks)
         try:
             for fetched in self._begun():
                 if isinstance(fetched, _Mistake):
@@ -270,11 +282,11 @@ class _Tasks(data.Dataset[Any]):
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
 
-    def __getitem__(self, task: tuple[str, Sequence[str], list[int], int]) -> Any:
+    def __getitem__(self, asked: tuple[str, Sequence[str], Task]) -> Any:
         """Return a task's minibatch."""
-        split, fields, indices, draw = task
+        split, fields, task = asked
         try:
-            return self._dataset.fetch(split, indices, fields, draw)
+            return task.fetch(self._dataset, split, fields)
         except BaseException as error:  # one that isn't an Exception would end the process without a message
             if advice := _advice(error):
                 return _Mistake(advice)

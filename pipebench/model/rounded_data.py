@@ -37,6 +37,10 @@ class RoundedData(Dataset):
         """Return the data set with rounded examples of a length."""
         return RoundedData(self.exact.of_length(columns), self._low_type)
 
+    def begin_epoch(self, epoch: int) -> None:
+        """See `Dataset`."""
+        self.exact.begin_epoch(epoch)
+
     def fetch(
         self, split: str, indices: Sequence[int], fields: Sequence[str], draw: int = 0
     ) -> dict[str, torch.Tensor]:

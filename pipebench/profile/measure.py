@@ -29,7 +29,7 @@ from pipebench.model.copies import copied
 from pipebench.model.device import torch_settings
 from pipebench.model.graph import LayerGraph
 from pipebench.model.heap import keep_freed_blocks
-from pipebench.model.loading import AHEAD, Source, onto_device
+from pipebench.model.loading import AHEAD, Source, Task, onto_device
 from pipebench.model.memory_format import channels_last, lay_out
 from pipebench.model.optimizer import make_optimizer, state_bytes_per_byte
 from pipebench.model.precision import lower
@@ -308,7 +308,7 @@ class _Passes:
         fetched ahead, aren't counted. No loader processes are started: they are assumed to share the work evenly.
         """
         source = Source(self.dataset, "train", self.dataset.inputs, self.device)
-        tasks = ((self._indices(size, k), 0) for k in count())
+        tasks = (Task(self._indices(size, k)) for k in count())
         arrived_s: list[float] = []
         each_s: list[float] = []
         with closing(source.minibatches(tasks)) as minibatches:
@@ -328,7 +328,7 @@ class _Passes:
 
     def _fetch(self, size: int, k: int, fields: Sequence[str]) -> _Samples:
         """Return the k-th minibatch of the training samples, on the device."""
-        fetched = Source(self.dataset, "train", fields, self.device).fetch((self._indices(size, k), 0))
+        fetched = Source(self.dataset, "train", fields, self.device).fetch(Task(self._indices(size, k)))
         samples = {name: onto_device(value, self.device) for name, value in fetched.items()}
         if self.engine.channels_last:
             samples |= {name: channels_last(samples[name]) for name in self.dataset.inputs if name in samples}

@@ -148,7 +148,7 @@ def test_no_other_file_is_overwritten(folder: Path) -> None:
 
 
 def test_a_picture_in_a_file_has_a_limited_number_of_columns() -> None:
-    """0.2.0: a column was as long as the shortest pass, so that GPT-2's groups of layers had lines of thousands of cells."""
+    """0.2.0: a column was as long as the shortest pass, so GPT-2's groups of layers had lines of thousands."""
     answer = invoke("draw", "gpt2/1x8-b-fsdp")
     assert answer.exit_code == 0, answer.output
     title, first, *_ = answer.stdout.splitlines()

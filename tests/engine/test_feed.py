@@ -135,7 +135,7 @@ def test_loader_processes_stay_between_segments_whatever_is_left_of_one() -> Non
             (found,) = feed.inputs(0, 0, unit, ["x"])
             process, *fetched_for = found.tolist()
             processes.add(process)
-            assert fetched_for == [feed.indices(unit)[0], feed._draw(unit), split == "eval"]
+            assert fetched_for == [feed.indices(unit)[0], feed._task(unit).draw, split == "eval"]
         feed.close()
     assert len(processes) == 2
     assert not any(_is_gone(process) for process in processes)
@@ -158,7 +158,7 @@ def fetch_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 def tasks_of(taken: list[int], count: int) -> Iterator[Task]:
     for k in range(count):
         taken.append(k)
-        yield [4 * k, 4 * k + 1], k
+        yield Task([4 * k, 4 * k + 1], k)
 
 
 def test_a_thread_is_two_minibatches_ahead_and_ends_with_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def test_a_thread_is_two_minibatches_ahead_and_ends_with_its_reader(monkeypatch:
 def test_an_error_in_the_thread_is_raised_where_the_minibatch_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     fetch_in_a_thread(monkeypatch)
     source = Source(Noisy(), "train", ["x"], torch.device("cuda"))
-    minibatches = source.minibatches(iter([([0], 0), ([1 << 40], 0)]))
+    minibatches = source.minibatches(iter([Task([0]), Task([1 << 40])]))
     assert next(minibatches)["x"].shape == (1, 6)
     with pytest.raises(IndexError):
         next(minibatches)
@@ -372,13 +372,13 @@ def test_a_gpu_copies_inputs_and_targets_from_pinned_memory(
 
 STOPPED = """
 import multiprocessing, os, signal, sys
-from pipebench.model.loading import LoaderProcesses
+from pipebench.model.loading import LoaderProcesses, Task
 import torch
 from tests.support import Blobs
 asked = []
 signal.signal(signal.SIGHUP, lambda number, frame: asked.append(number))
 loaders = LoaderProcesses(Blobs(), torch.device("cpu"), 2)
-minibatches = loaders.minibatches("train", ["x"], iter([([k], 0) for k in range(40)]))
+minibatches = loaders.minibatches("train", ["x"], iter([Task([k]) for k in range(40)]))
 found = [next(minibatches), next(minibatches)]  # one of each, which have started
 os.killpg(0, signal.SIGHUP)  # as torchrun
 for each in multiprocessing.active_children():  # as who ends all processes of a job

@@ -4,7 +4,7 @@ import gc
 import os
 import signal
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipebench.errors import UserCodeError
-from pipebench.model.loading import Loaders
+from pipebench.model.loading import Loaders, Task
 from tests.support import Blobs
 
 NO_ROOM = "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)"
@@ -111,7 +111,7 @@ def test_failures_of_loader_processes_are_one_sentence(how: str, sentence: str) 
     loaders = Loaders(data, torch.device("cpu"))
     processes = loaders.of("reader", 1)
     assert processes is not None
-    tasks: Sequence[tuple[list[int], int]] = [([0], 0), ([1], 0)]
+    tasks = [Task([0]), Task([1])]
     with pytest.raises(UserCodeError) as failed:
         list(processes.minibatches("train", ["x"], iter(tasks)))
     loaders.close()
@@ -131,7 +131,7 @@ def test_loader_processes_destroy_nothing_of_the_process_that_started_them() -> 
     loaders = Loaders(Collecting(num_train=8), torch.device("cpu"))
     processes = loaders.of("reader", 1)
     assert processes is not None
-    tasks: Sequence[tuple[list[int], int]] = [([0, 1], 0), ([2, 3], 1)]
+    tasks = [Task([0, 1]), Task([2, 3], 1)]
     garbage = weakref.ref(OfOneProcess())
     found = [*processes.minibatches("train", ["x"], iter(tasks))]
     loaders.close()
@@ -152,7 +152,7 @@ def test_loader_processes_have_places_of_their_own_in_open_files(tmp_path: Path)
     for reader in ("one", "another"):
         processes = loaders.of(reader, 1)
         assert processes is not None
-        found = [*processes.minibatches("train", ["x"], iter([([5], 0), ([6], 1)]))]
+        found = [*processes.minibatches("train", ["x"], iter([Task([5]), Task([6], 1)]))]
         assert [each["x"].tolist() for each in found] == [[5], [6]]
     loaders.close()
     assert os.lseek(descriptor, 0, os.SEEK_CUR) == 2

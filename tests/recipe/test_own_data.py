@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from pipebench.errors import UserCodeError
-from pipebench.model.loading import Loaders
+from pipebench.model.loading import Loaders, Task
 from pipebench.recipe.own_data import own_dataset
 from pipebench.zoo.registry import Dataset as OfTheZoo
 
@@ -115,7 +115,7 @@ def test_loader_processes_share_no_file_that_was_opened_before(target: str) -> N
     loaders = Loaders(data.feeding(["input"]), torch.device("cpu"))
     processes = loaders.of("reader", 2)
     assert processes is not None
-    tasks = (([index], 0) for index in range(4))
+    tasks = (Task([index]) for index in range(4))
     read = [fields["input"][0].tolist() for fields in processes.minibatches("train", ["input"], tasks)]
     loaders.close()
     assert len({reader for _, reader in read}) == 2
