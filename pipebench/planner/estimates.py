@@ -14,6 +14,7 @@ from pipebench.planner.plans import PlanEstimate, StageEstimate
 from pipebench.planner.predict import PlannedWorkload, arrange, arranged, payload, planned_workload, predict, with_sums
 from pipebench.planner.stage_problem import StageProblem, input_bytes_of
 from pipebench.profile.model import LayerProfile, Rows
+from pipebench.schedule.operations import ACTIVATION, GRADIENT
 from pipebench.schedule.placement import places
 from pipebench.schedule.syncs import RING
 from pipebench.simulate.memory import stage_memories
@@ -188,6 +189,19 @@ class Estimator(UnitsInFlight):
         simulate_all(workload, count, Meter(workload.pipeline, meter))
         peaks = [peak.num_bytes for peak in meter.timeline().peaks]
         return [max(peaks[worker] for worker in own) for own in workload.pipeline.places]
+
+    def peaks_over_memory(self, found: PlanEstimate) -> dict[int, int]:
+        """Return the simulated peak bytes of a replica, by stage, where they exceed a device's memory.
+
+        The closed form has room for two transfers each way, and more can wait at a narrow stage behind wide ones.
+        Nothing is simulated if all that is in flight could wait at one worker.
+        """
+        plan, limit = found.plan, self.memory_limit_bytes
+        in_flight = max(plan.depth * plan.replicas[0], found.accumulate * math.lcm(*plan.replicas))
+        waiting = in_flight * sum(found.num_bytes.get(kind, 0.0) for kind in (ACTIVATION, GRADIENT))
+        if not waiting or found.memory_bytes + waiting <= limit:
+            return {}
+        return {stage: peak for stage, peak in enumerate(self.simulated_peaks(found) or ()) if peak > limit}
 
     def estimate_rate(self, found: PlanEstimate, num_instructions: int) -> tuple[float, int]:
         """Estimate a plan's prediction; also return the number of instructions simulated for the estimate."""

@@ -45,6 +45,11 @@ class ModeRequest:
         """Return the same mode for a request that differs in the given fields, but not in the profile."""
         return type(self)(replace(self.request, **changes), self.name, cache=self.cache)
 
+    def keeping(self, policies: tuple[str, ...]) -> Self:
+        """Return the same mode for a plan's activation policies, which its stages may have chosen."""
+        chosen = self.request.chooses and policies != self.memory_policies
+        return self.under(memory=policies) if chosen else self
+
     @property
     def cluster(self) -> Cluster:
         """The cluster with the links that plans of several stages use, or of one stage if the mode has no others."""
@@ -200,8 +205,9 @@ class UnitsInFlight(ModeRequest):
 
     @property
     def _accumulate(self) -> int | None:
-        """Requested minibatches per update; a request without a row was made for another mode."""
-        return self.request.accumulate if self.request.row is not None else None
+        """Requested minibatches per update; 1 in a request for another mode may be that mode's default."""
+        asked = self.request.accumulate
+        return None if self.request.row is None and asked == 1 else asked
 
     def depth_of(self, widths: Sequence[int], depth: int | None = None) -> int:
         """Return the minibatches in flight per input-stage replica.
