@@ -1,4 +1,4 @@
-"""Replicas that don't wait for each other push at the same time at first, and drift apart; predictions wait for that."""
+"""Replicas that don't wait for each other push at once at first, and drift apart; predictions wait for that."""
 
 import pytest
 
@@ -13,7 +13,7 @@ MB = 1_000_000
 
 
 def test_the_prediction_of_asynchronous_replicas_is_that_of_a_long_run() -> None:
-    """Five of six workers push to the sixth, and pull: in step that takes its port 1 s for six minibatches, else 0.5 s."""
+    """Five of six workers push to the sixth, and pull: in step that takes 1 s for six minibatches, else 0.5 s."""
     rows = (
         LayerProfile("layer", "Linear", 1e-3, 2e-3, 100, 100, (), ("x",), {"w": 10 * MB}),
         LayerProfile("loss", "loss", 0.0, 0.0, 0, 0, (0,)),
