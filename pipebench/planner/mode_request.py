@@ -157,7 +157,8 @@ class UnitsInFlight(ModeRequest):
         """Return the bytes of parameters, gradients and optimizer state on a replica with these layer groups."""
         rule, replicas = self.memory(math.inf), self.request.cluster.num_workers
         shards = (rule.num_bytes(self.states, *group, 0, replicas) for group in groups)
-        return sum(shards) + rule.whole_at_once(replicas) * sum(whole_groups(self.states, groups))
+        weights = [self.states.weights(*group) for group in groups]
+        return sum(shards) + sum(rule.whole_bytes(weights, replicas))
 
     @cached_property
     def work(self) -> UnitWork:
@@ -239,6 +240,7 @@ class UnitsInFlight(ModeRequest):
             in_place=self.mode.shape == "one-stage",
             in_flight=in_flight,
             depth_at_most=self.request.depth,
+            reshards=self.mode.reshard_after_forward,
             pushers=0 if SYNCS[self.mode.sync].waits else self.request.cluster.num_workers - 1,
         )
 
@@ -304,15 +306,3 @@ def layer_groups(states: States, most: int) -> list[tuple[int, int]]:
     if len(bounds) > 1 and held[last] == held[bounds[-1]]:
         bounds.pop()
     return [*zip(bounds, [*bounds[1:], last], strict=True)]
-
-
-def whole_groups(states: States, groups: Sequence[tuple[int, int]]) -> list[float]:
-    """Return the parameter bytes per layer group that count for the peak: one is whole while the next is gathered."""
-    return transient_bytes([states.weights(start, stop) for start, stop in groups], 2)
-
-
-def transient_bytes(group_bytes: Sequence[float], at_once: int) -> list[float]:
-    """Return the bytes per group that count for the peak if groups take turns, `at_once` neighbours at a time."""
-    starts = range(max(1, len(group_bytes) - at_once + 1))
-    most = max(starts, key=lambda start: sum(group_bytes[start : start + at_once]))
-    return [size if most <= index < most + at_once else 0.0 for index, size in enumerate(group_bytes)]
