@@ -70,6 +70,7 @@ class MemoryRule:
     in_place: bool = False  # whether all stages are on the same workers, so that nothing is sent between them
     masters: bool = False  # whether the optimizer updates master weights, kept besides the versions
     reshards: bool = True  # whether sharded parameters are freed between a forward and its backward
+    accumulates: bool = False  # whether an update has several minibatches of a replica
     pushers: int = 0  # replicas that push gradients to the first one without waiting: it may receive all at once
 
     def num_bytes(self, states: States, start: int, stop: int, in_flight: int, m: int = 1) -> float:
@@ -85,15 +86,21 @@ class MemoryRule:
         """Return the bytes per group of layers that are whole beside its shards at the peak of one of m replicas.
 
         Groups take turns, two neighbours at a time, and each has gradients and, if parameters are sharded, weights.
-        Weights that stay from forward to backward are there, at the backward of a group, of all groups before it.
+        Gradients of several minibatches stay whole until the last one's backward. Weights that stay from forward to
+        backward are there, at the backward of a group, of all groups before it.
 
         Args:
             groups: bytes of each group's parameters, in order.
             m: number of replicas.
         """
-        sets = {GRADIENTS: 1, PARAMETERS: 2}.get(self.shard, 0) if m > 1 else 0
-        if sets < 2 or self.reshards:
-            return [sets * size for size in transient_bytes(groups, 2)]
+        if m == 1 or self.shard not in (GRADIENTS, PARAMETERS):
+            return [0.0] * len(groups)
+        two = transient_bytes(groups, 2)
+        gradients = groups if self.accumulates else two
+        if self.shard == GRADIENTS:
+            return [*gradients]
+        if self.reshards or self.accumulates:
+            return [sum(pair) for pair in zip(gradients, two if self.reshards else groups, strict=True)]
         most = max(range(len(groups)), key=lambda index: sum(groups[: index + 2]) + groups[index])
         return [size * ((index < most + 2) + (index == most)) for index, size in enumerate(groups)]
 

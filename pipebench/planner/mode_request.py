@@ -241,6 +241,7 @@ class UnitsInFlight(ModeRequest):
             in_flight=in_flight,
             depth_at_most=self.request.depth,
             reshards=self.mode.reshard_after_forward,
+            accumulates=self.accumulated(1) > 1,
             pushers=0 if SYNCS[self.mode.sync].waits else self.request.cluster.num_workers - 1,
         )
 
