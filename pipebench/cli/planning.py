@@ -268,7 +268,8 @@ def _answer(
     planner = Planner(replace(asked, row=row) if best.choices else asked, best.plan.mode)
     waits = best.is_simulated and best.minibatch_s > _DIFFERS * best.bottleneck_s
     spare_s = _one_deeper_s(planner, best) if waits and not row.flush and len(best.stages) > 1 else None
-    return PlanFindings(name, request, row, comparison, says_samples, spare_s, planner.times_of(best))
+    times, over_memory = planner.times_of(best), planner.keeping(best.plan.memory).peaks_over_memory(best)
+    return PlanFindings(name, request, row, comparison, says_samples, spare_s, times, over_memory)
 
 
 def _one_deeper_s(planner: Planner, best: PlanEstimate) -> float | None:

@@ -7,13 +7,14 @@ from dataclasses import replace
 from pipebench.cluster import Cluster
 from pipebench.model.plan import Plan, make_plan
 from pipebench.planner.flat import SearchStage
-from pipebench.planner.memory import MemoryRule
-from pipebench.planner.mode_request import UnitsInFlight, transient_bytes, whole_groups
+from pipebench.planner.memory import MemoryRule, transient_bytes
+from pipebench.planner.mode_request import UnitsInFlight
 from pipebench.planner.placement_costs import Sketch, cut_levels, loops_s, placed_s, spanned
 from pipebench.planner.plans import PlanEstimate, StageEstimate
 from pipebench.planner.predict import PlannedWorkload, arrange, arranged, payload, planned_workload, predict, with_sums
 from pipebench.planner.stage_problem import StageProblem, input_bytes_of
 from pipebench.profile.model import LayerProfile, Rows
+from pipebench.schedule.operations import ACTIVATION, GRADIENT
 from pipebench.schedule.placement import places
 from pipebench.schedule.syncs import RING
 from pipebench.simulate.memory import stage_memories
@@ -119,9 +120,9 @@ class Estimator(UnitsInFlight):
         work, model, found = self.work_of(replicas, depth), self.request.model, list[StageEstimate]()
         cluster = self._cluster_of(stages)
         again = [float(work.states.recomputed_bytes[b] - work.states.recomputed_bytes[a]) for a, b, _ in stages]
-        whole = whole_groups(work.states, [(a, b) for a, b, _ in stages])
         recomputed = transient_bytes(again, 1)
         rules = self.stage_rules(math.inf, replicas, depth)
+        whole = rules[0].whole_bytes([work.states.weights(a, b) for a, b, _ in stages], replicas[0])
         for index, (stage, rule) in enumerate(zip(stages, rules, strict=True)):
             level = cluster.levels[spanned(cluster, devices[index])]
             compute_s, sync_s, transfer_s = map(float, model.parts(work, level, *stage))
@@ -129,7 +130,7 @@ class Estimator(UnitsInFlight):
                 transfer_s = float(max(model.cuts_s(work, *cut_levels(cluster, devices, index), *stage)))
             in_flight = self.in_flight(replicas, index, depth)
             num_bytes, virtual = rule.num_bytes(work.states, *stage[:2], in_flight, stage.replicas), None
-            num_bytes += rule.whole_at_once(stage.replicas) * whole[index]
+            num_bytes += whole[index]
             if self.mode.shape == "one-stage":
                 num_bytes += recomputed[index] - again[index]
             if work.states.activations is not None:
@@ -188,6 +189,19 @@ class Estimator(UnitsInFlight):
         simulate_all(workload, count, Meter(workload.pipeline, meter))
         peaks = [peak.num_bytes for peak in meter.timeline().peaks]
         return [max(peaks[worker] for worker in own) for own in workload.pipeline.places]
+
+    def peaks_over_memory(self, found: PlanEstimate) -> dict[int, int]:
+        """Return the simulated peak bytes of a replica, by stage, where they exceed a device's memory.
+
+        The closed form has room for two transfers each way, and more can wait at a narrow stage behind wide ones.
+        Nothing is simulated if all that is in flight could wait at one worker.
+        """
+        plan, limit = found.plan, self.memory_limit_bytes
+        in_flight = max(plan.depth * plan.replicas[0], found.accumulate * math.lcm(*plan.replicas))
+        waiting = in_flight * sum(found.num_bytes.get(kind, 0.0) for kind in (ACTIVATION, GRADIENT))
+        if not waiting or found.memory_bytes + waiting <= limit:
+            return {}
+        return {stage: peak for stage, peak in enumerate(self.simulated_peaks(found) or ()) if peak > limit}
 
     def estimate_rate(self, found: PlanEstimate, num_instructions: int) -> tuple[float, int]:
         """Estimate a plan's prediction; also return the number of instructions simulated for the estimate."""

@@ -69,6 +69,8 @@ class MemoryRule:
     shard: str = NOT_SHARDED  # what a stage's replicas shard, a name in `syncs.SHARDS`
     in_place: bool = False  # whether all stages are on the same workers, so that nothing is sent between them
     masters: bool = False  # whether the optimizer updates master weights, kept besides the versions
+    reshards: bool = True  # whether sharded parameters are freed between a forward and its backward
+    accumulates: bool = False  # whether an update has several minibatches of a replica
     pushers: int = 0  # replicas that push gradients to the first one without waiting: it may receive all at once
 
     def num_bytes(self, states: States, start: int, stop: int, in_flight: int, m: int = 1) -> float:
@@ -80,9 +82,27 @@ class MemoryRule:
         constant, each, sharded = self._beside(StageGrid(UnitWork(states), np.array([start]), stop))
         return float((constant if sharded is None else constant + sharded.num_bytes(m))[0, 0]), float(each[0, 0])
 
-    def whole_at_once(self, m: int) -> int:
-        """Return the sets of whole parameters that a group in use holds beside its shards: gradients, weights."""
-        return {GRADIENTS: 1, PARAMETERS: 2}.get(self.shard, 0) if m > 1 else 0
+    def whole_bytes(self, groups: Sequence[float], m: int) -> list[float]:
+        """Return the bytes per group of layers that are whole beside its shards at the peak of one of m replicas.
+
+        Groups take turns, two neighbours at a time, and each has gradients and, if parameters are sharded, weights.
+        Gradients of several minibatches stay whole until the last one's backward. Weights that stay from forward to
+        backward are there, at the backward of a group, of all groups before it.
+
+        Args:
+            groups: bytes of each group's parameters, in order.
+            m: number of replicas.
+        """
+        if m == 1 or self.shard not in (GRADIENTS, PARAMETERS):
+            return [0.0] * len(groups)
+        two = transient_bytes(groups, 2)
+        gradients = groups if self.accumulates else two
+        if self.shard == GRADIENTS:
+            return [*gradients]
+        if self.reshards or self.accumulates:
+            return [sum(pair) for pair in zip(gradients, two if self.reshards else groups, strict=True)]
+        most = max(range(len(groups)), key=lambda index: sum(groups[: index + 2]) + groups[index])
+        return [size * ((index < most + 2) + (index == most)) for index, size in enumerate(groups)]
 
     def depth(self, m: int, after: int) -> int:
         """Return the units in flight of a stage with m replicas and `after` workers in later stages."""
@@ -220,3 +240,10 @@ def in_flight_interleaved(order: str, positions: int, chunks: int, num_units: in
         return [num_units] * num_stages
     pipeline = Pipeline((1,) * num_stages, chain(num_stages), order, True, positions, num_units, chunks=chunks)
     return list(most_in_flight(pipeline))
+
+
+def transient_bytes(group_bytes: Sequence[float], at_once: int) -> list[float]:
+    """Return the bytes per group that count for the peak if groups take turns, `at_once` neighbours at a time."""
+    starts = range(max(1, len(group_bytes) - at_once + 1))
+    most = max(starts, key=lambda start: sum(group_bytes[start : start + at_once]))
+    return [size if most <= index < most + at_once else 0.0 for index, size in enumerate(group_bytes)]

@@ -45,6 +45,11 @@ class ModeRequest:
         """Return the same mode for a request that differs in the given fields, but not in the profile."""
         return type(self)(replace(self.request, **changes), self.name, cache=self.cache)
 
+    def keeping(self, policies: tuple[str, ...]) -> Self:
+        """Return the same mode for a plan's activation policies, which its stages may have chosen."""
+        chosen = self.request.chooses and policies != self.memory_policies
+        return self.under(memory=policies) if chosen else self
+
     @property
     def cluster(self) -> Cluster:
         """The cluster with the links that plans of several stages use, or of one stage if the mode has no others."""
@@ -152,7 +157,8 @@ class UnitsInFlight(ModeRequest):
         """Return the bytes of parameters, gradients and optimizer state on a replica with these layer groups."""
         rule, replicas = self.memory(math.inf), self.request.cluster.num_workers
         shards = (rule.num_bytes(self.states, *group, 0, replicas) for group in groups)
-        return sum(shards) + rule.whole_at_once(replicas) * sum(whole_groups(self.states, groups))
+        weights = [self.states.weights(*group) for group in groups]
+        return sum(shards) + sum(rule.whole_bytes(weights, replicas))
 
     @cached_property
     def work(self) -> UnitWork:
@@ -200,8 +206,9 @@ class UnitsInFlight(ModeRequest):
 
     @property
     def _accumulate(self) -> int | None:
-        """Requested minibatches per update; a request without a row was made for another mode."""
-        return self.request.accumulate if self.request.row is not None else None
+        """Requested minibatches per update; 1 in a request for another mode may be that mode's default."""
+        asked = self.request.accumulate
+        return None if self.request.row is None and asked == 1 else asked
 
     def depth_of(self, widths: Sequence[int], depth: int | None = None) -> int:
         """Return the minibatches in flight per input-stage replica.
@@ -233,6 +240,8 @@ class UnitsInFlight(ModeRequest):
             in_place=self.mode.shape == "one-stage",
             in_flight=in_flight,
             depth_at_most=self.request.depth,
+            reshards=self.mode.reshard_after_forward,
+            accumulates=self.accumulated(1) > 1,
             pushers=0 if SYNCS[self.mode.sync].waits else self.request.cluster.num_workers - 1,
         )
 
@@ -298,15 +307,3 @@ def layer_groups(states: States, most: int) -> list[tuple[int, int]]:
     if len(bounds) > 1 and held[last] == held[bounds[-1]]:
         bounds.pop()
     return [*zip(bounds, [*bounds[1:], last], strict=True)]
-
-
-def whole_groups(states: States, groups: Sequence[tuple[int, int]]) -> list[float]:
-    """Return the parameter bytes per layer group that count for the peak: one is whole while the next is gathered."""
-    return transient_bytes([states.weights(start, stop) for start, stop in groups], 2)
-
-
-def transient_bytes(group_bytes: Sequence[float], at_once: int) -> list[float]:
-    """Return the bytes per group that count for the peak if groups take turns, `at_once` neighbours at a time."""
-    starts = range(max(1, len(group_bytes) - at_once + 1))
-    most = max(starts, key=lambda start: sum(group_bytes[start : start + at_once]))
-    return [size if most <= index < most + at_once else 0.0 for index, size in enumerate(group_bytes)]

@@ -188,9 +188,7 @@ class Planner(Estimator):
 
     def times_of(self, found: PlanEstimate) -> tuple[StageTime, ...]:
         """Return how the workers of every stage spend simulated time; empty if the plan isn't simulated."""
-        if self.request.chooses and found.plan.memory != self.memory_policies:
-            return self.under(memory=found.plan.memory).times_of(found)
-        return stage_times(*self.workload(found)) if found.is_simulated else ()
+        return stage_times(*self.keeping(found.plan.memory).workload(found)) if found.is_simulated else ()
 
     def bottleneck_of(self, plan: Plan) -> float:
         """Return the seconds per minibatch of a plan's slowest stage by the cost model, without simulating it.

@@ -31,6 +31,9 @@ from pipebench.simulate.timeline import TENSOR
 
 FILL_ROUNDS = 4  # updates of every stage, at least, before the steady state is measured
 _DEEP_ROUNDS = 8  # times as many, at most, beyond NOAM, where queues take long to fill
+# Replicas that don't wait for each other push at the same time at first, and drift apart slowly. One's minibatch takes
+# longer to simulate the more they are, as all share the server's port: so many minibatches times replicas take seconds
+_MOST_DRIFTING = 1 << 14
 _SETTLED = 1e-4  # relative change of a prediction below which it isn't refined
 
 
@@ -153,7 +156,11 @@ def predict(workload: PlannedWorkload, count: int, hopeless_s: float = math.inf)
         return shorter.end_s
     longer = _twice(workload, shorter, count)
     found, pipeline = (longer.end_s - shorter.end_s) / count, workload.pipeline
-    most = _DEEP_ROUNDS * count if pipeline.depth > noam(pipeline.replicas) else count
+    most = count
+    if pipeline.depth > noam(pipeline.replicas):
+        most = _DEEP_ROUNDS * count
+    elif not SYNCS[pipeline.sync].waits:
+        most = min(_DEEP_ROUNDS * count, _MOST_DRIFTING // pipeline.num_workers)
     while count < most:
         count, shorter, before = 2 * count, longer, found
         longer = _twice(workload, shorter, count)

@@ -27,6 +27,7 @@ from pipebench.schedule.syncs import (
     REDUCE_SCATTER,
     RING,
     SYNCS,
+    algorithm_of,
 )
 
 STASH = "stash"
@@ -91,8 +92,7 @@ class Pipeline:
         """The algorithm by which replicas sum a buffer or, if they are sharded, reduce-scatter and all-gather it."""
         if self.is_sharded:
             return ALL_TO_ALL if self.sums == ORDERED else RING
-        algorithm = SYNCS[self.sync].algorithm
-        return PARAMETER_SERVER if self.sums == ORDERED and algorithm == ALL_REDUCE else algorithm
+        return algorithm_of(self.sync, self.sums)
 
     @property
     def buffer_algorithm(self) -> str:

@@ -54,3 +54,9 @@ SYNCS: Final[dict[str, Sync]] = {
         extension=ASYNCHRONOUS,
     ),
 }
+
+
+def algorithm_of(sync: str, sums: str) -> str:
+    """Return the algorithm by which replicas that aren't sharded sum a buffer, with an order of adding in `SUMS`."""
+    algorithm = SYNCS[sync].algorithm
+    return PARAMETER_SERVER if sums == ORDERED and algorithm == ALL_REDUCE else algorithm

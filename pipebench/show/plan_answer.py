@@ -1,6 +1,7 @@
 """The answer of `pipebench plan` and the bottleneck of a plan, also as plain data with unrounded numbers."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pipebench.model.plan import PARAMETER, shared, stage_of_layers
@@ -8,7 +9,8 @@ from pipebench.model.plan_layers import form_of
 from pipebench.planner.plans import Comparison, PlanEstimate, Request, StageTime
 from pipebench.profile.model import LayerProfile
 from pipebench.schedule.modes import Mode
-from pipebench.schedule.syncs import ALL_REDUCE
+from pipebench.schedule.syncs import algorithm_of
+from pipebench.simulate.costs import loading_stages
 from pipebench.simulate.network import Network
 
 COMPUTE, SYNC, TRANSFER, LOADING = "compute", "sync", "transfer", "loading"
@@ -37,6 +39,8 @@ class PlanFindings:
     spare_s: float | None = None
     # How every stage of the best plan spends its time in the simulator; empty if the plan is too large to simulate
     times: tuple[StageTime, ...] = ()
+    # Simulated peak bytes of a replica of the best plan, by stage, where a device has less
+    over_memory: Mapping[int, int] = field(default_factory=dict)
     given: PlanEstimate | None = None  # the plan that the recipe names; None if it names none
     total_s: float = 0.0  # seconds that the command took until the answer
 
@@ -103,7 +107,8 @@ def bottleneck_of(answer: PlanFindings, found: PlanEstimate) -> Bottleneck:
             return Bottleneck((), RECURRENCE)  # the hierarchical recurrence may count more than the stages' times
         unit_size = -(-answer.request.minibatch_size // found.microbatches)
         load_s = answer.request.profile.load_s.get(unit_size, 0.0) * found.microbatches / found.plan.replicas[index]
-        if answer.request.model.has_ports and 0 < stage_s <= load_s * (1 + ALMOST):
+        loads = answer.request.model.has_ports and index in _loading(answer, found)
+        if loads and 0 < stage_s <= load_s * (1 + ALMOST):
             return Bottleneck(own, LOADING)
         if 0 < stage_s <= parts[TRANSFER] * (1 + ALMOST):
             return Bottleneck(own, TRANSFER)
@@ -115,6 +120,11 @@ def bottleneck_of(answer: PlanFindings, found: PlanEstimate) -> Bottleneck:
             # The rest of the stage's time: transfers with latencies and copies, which ports don't count.
             parts[TRANSFER] = stage_s - parts[COMPUTE] - parts[SYNC]
     return Bottleneck(own, max(parts, key=lambda cause: parts[cause]))
+
+
+def _loading(answer: PlanFindings, found: PlanEstimate) -> tuple[int, ...]:
+    rows = answer.request.profile.rows
+    return loading_stages(found.plan, [*(rows[layer] for layer in found.order), rows[-1]])
 
 
 def depth_is_lowered(answer: PlanFindings) -> bool:
@@ -149,12 +159,13 @@ def ties(answer: PlanFindings) -> list[TiedParameter]:
 
 
 def _tied(answer: PlanFindings, name: str, layers: tuple[str, ...], stages: tuple[int, ...]) -> TiedParameter:
-    plan, cluster = answer.comparison.best.plan, answer.request.cluster
+    plan, request, mode = answer.comparison.best.plan, answer.request, answer.mode
     devices = sorted({device for stage in stages for device in plan.stages[stage].devices})
-    if len(stages) == 1 or len(devices) == 1 or answer.mode.is_sharded:
+    if len(stages) == 1 or len(devices) == 1 or mode.is_sharded:
         return TiedParameter(name, layers, stages, 0, 0.0)
     size = next(row.parameter_sizes[name] for row in answer.rows if name in row.parameter_sizes)
-    seconds = Network(cluster).alone_s(ALL_REDUCE, tuple(devices), size)
+    network = Network(request.model.links(request.cluster.for_stages(len(plan.positions))))
+    seconds = network.alone_s(algorithm_of(mode.sync, mode.sums), tuple(devices), size)
     return TiedParameter(name, layers, stages, 2 * (len(devices) - 1) * size, seconds)
 
 
@@ -174,6 +185,7 @@ def plan_data(answer: PlanFindings) -> dict[str, Any]:
         "plan": form_of(best.plan, answer.layer_names).data(),
         "stages": [asdict(stage) for stage in best.stages],
         "stage_times": [asdict(each) for each in answer.times],
+        "over_memory": [{"stage": stage, "memory_bytes": peak} for stage, peak in answer.over_memory.items()],
         "idle_workers": cluster.num_workers - len(best.plan.devices),
         "noam": best.plan.noam,
         "depth_lowered_for_memory": depth_is_lowered(answer),

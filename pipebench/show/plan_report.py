@@ -9,7 +9,7 @@ from rich.text import Text
 
 from pipebench.cluster import Cluster, Level
 from pipebench.errors import printable
-from pipebench.formats import num_bytes, number, percent, ratio, seconds, shortened
+from pipebench.formats import a_or_an, num_bytes, number, percent, ratio, seconds, shortened
 from pipebench.model.plan import Plan, stay_together
 from pipebench.planner.plans import PlanEstimate, StageTime
 from pipebench.planner.searches import MOST_COMPONENTS, searches_levels
@@ -150,10 +150,23 @@ def _reasons(answer: PlanFindings) -> Iterator[tuple[str, str]]:
         yield "depth", f"{best.plan.depth}, below NOAM's {best.plan.noam}: more in flight doesn't fit in memory"
     elif answer.request.depth is None and best.plan.depth > best.plan.noam:
         yield "depth", f"{best.plan.depth}, more than NOAM's {best.plan.noam}: transfers wait less"
+    if answer.over_memory:
+        yield "memory", _over_memory(answer)
     if best.choices:
         yield "memory binds", _choices(answer, best)
     yield from _activations(best) if any(stage.virtual for stage in best.stages) else _not_kept(best.plan)
     yield from _ties(answer)
+
+
+def _over_memory(answer: PlanFindings) -> str:
+    """Return, as a sentence, which stage needs more than a device has in the simulator."""
+    stage, peak = max(answer.over_memory.items(), key=lambda each: each[1])
+    cluster = answer.request.cluster
+    has = f"{num_bytes(cluster.memory_bytes or 0)} of {a_or_an(cluster.device)}"
+    return (
+        f"does not fit in the simulator, where more transfers can wait than two each way: stage {stage} needs "
+        f"{num_bytes(peak)} of the {has}; pipebench run, with engine.kind=simulated, says what would fit"
+    )
 
 
 def _choices(answer: PlanFindings, best: PlanEstimate) -> str:
@@ -258,10 +271,11 @@ def _parts(found: PlanEstimate, bottleneck: Bottleneck) -> str:
 
 
 def _prediction(found: PlanEstimate) -> str:
-    if not found.is_simulated:
+    if not found.is_simulated and found.minibatch_s == found.bottleneck_s:
         return "the bottleneck, as so large a plan isn't simulated"
+    source = "in the simulator" if found.is_simulated else "by the cost model, as so large a plan isn't simulated"
     times = ratio(quotient(found.minibatch_s, found.bottleneck_s))
-    return f"{seconds(found.minibatch_s)} per minibatch in the simulator, {times} the bottleneck"
+    return f"{seconds(found.minibatch_s)} per minibatch {source}, {times} the bottleneck"
 
 
 def _why_it_differs(answer: PlanFindings, found: PlanEstimate) -> str:

@@ -120,7 +120,7 @@ def plan_request(recipe: Recipe, cluster: Cluster, profile: Profile, dataset: Da
         cluster=with_device_memory(recipe, cluster, profile),
         model=COST_MODELS[parallelism.cost_model],
         minibatch_size=size,
-        microbatches=parallelism.microbatches if cuts else _of_others(cluster.num_workers, size, profile),
+        microbatches=parallelism.microbatches if cuts else _of_others(cluster.num_workers, size, profile, accumulate),
         accumulate=accumulate,
         depth=None if parallelism.depth == AUTO else int(parallelism.depth),
         row=row,
@@ -147,8 +147,13 @@ def shares_norm(train: TrainRecipe) -> bool:
     return train.optimizer.clip_norm is not None or scales(train)
 
 
-def _of_others(num_workers: int, minibatch_size: int, profile: Profile) -> int:
-    """Return the microbatches with which other modes are planned; 1 without times of their size."""
+def _of_others(num_workers: int, minibatch_size: int, profile: Profile, accumulate: int | None) -> int:
+    """Return the microbatches with which other modes are planned.
+
+    It is 1 where they would run whole minibatches, as the recipe accumulates some, and without times of their size.
+    """
+    if accumulate not in (None, 1):
+        return 1
     count = default_microbatches(num_workers, minibatch_size)
     return count if minibatch_size // count in profile.layers else 1
 

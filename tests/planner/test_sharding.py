@@ -9,10 +9,11 @@ import pytest
 import yaml
 
 from pipebench.cluster import Cluster, Level
+from pipebench.errors import PlanError
 from pipebench.planner.compare import compare
 from pipebench.planner.cost_models import COST_MODELS
-from pipebench.planner.memory import MemoryRule
-from pipebench.planner.mode_request import layer_groups, transient_bytes
+from pipebench.planner.memory import MemoryRule, transient_bytes
+from pipebench.planner.mode_request import layer_groups
 from pipebench.planner.planner import Planner
 from pipebench.planner.plans import Request
 from pipebench.planner.state_graph import prefixes
@@ -157,6 +158,28 @@ def test_groups_of_layers_are_computed_again_one_after_the_other(mode: str, reco
     assert max(peaks) <= found.memory_bytes <= 1.08 * max(peaks)
     kept = 8 * 50_000
     assert (found.memory_bytes < kept) is recompute
+
+
+@pytest.mark.parametrize("sizes", [[1000] * 8, [4000, *[500] * 7], [*[500] * 7, 4000], [500, 4000, 500, 500, 2000]])
+@pytest.mark.parametrize(
+    ("mode", "accumulate", "reshards"), [("fsdp", 1, False), ("zero2", 3, True), ("fsdp", 3, True), ("fsdp", 3, False)]
+)
+def test_weights_that_stay_and_gradients_that_accumulate_are_in_memory_at_once(
+    mode: str, accumulate: int, reshards: bool, sizes: list[int]
+) -> None:
+    """Only two groups' were counted, so that plans were said to fit in half of what they need."""
+    given, rows = request_of(None), rows_of(sizes)
+    row = replace(MODES[mode], reshard_after_forward=reshards)
+    given = replace(given, profile=replace(given.profile, layers={4: rows}), row=row, accumulate=accumulate)
+    planner = Planner(given, mode)
+    found = planner.best()
+    peaks = planner.simulated_peaks(found)
+    assert peaks is not None
+    whole = sum(size for row in rows for size in row.parameter_sizes.values())
+    assert whole < max(peaks) <= found.memory_bytes <= 1.17 * max(peaks)
+    limited = replace(given, cluster=replace(given.cluster, memory_bytes=max(peaks) - 1))
+    with pytest.raises(PlanError, match=f"no plan of mode {mode} fits"):
+        Planner(limited, mode).best()
 
 
 def tied_rows(users: list[int], parameters: int, num_layers: int) -> tuple[LayerProfile, ...]:
