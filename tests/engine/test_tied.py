@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
 
@@ -46,10 +47,10 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def plainly(
-    data: Any, groups: Sequence[range], make: MakeOptimizer, clip_norm: float | None
+    data: Any, groups: Sequence[range], make: MakeOptimizer, clip_norm: float | None, kind: type[nn.Module] = TiedEnds
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Train the tied model in a plain loop on groups of minibatches, one update each."""
-    model, sampler = TiedEnds(), Sampler(data.num_train, SIZE, 0)
+    """Train a tied model in a plain loop on groups of minibatches, one update each."""
+    model, sampler = kind(), Sampler(data.num_train, SIZE, 0)
 
     def minibatch(k: int) -> Any:
         fields = data.fetch("train", sampler.indices(k), ["x", "label"])

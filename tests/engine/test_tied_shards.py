@@ -1,6 +1,5 @@
 """Groups of layers whose replicas shard gradients or parameters, and which share weights: each group has a copy."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,13 +17,13 @@ from pipebench.schedule.modes import MODES
 from pipebench.schedule.operations import Op
 from pipebench.simulate.kinds import WHATEVER_SIZE
 from pipebench.simulate.simulation import TimelineEvent
+from tests.engine.test_tied import SIZE, plainly
 from tests.models import WideTied
-from tests.oracles import sequential, sharding
+from tests.oracles import sharding
 from tests.simulate.test_memory import Levels, live
 from tests.support import Blobs, make_engine, make_setup
 
 SHARDS = ("gradients", "parameters")
-SIZE = 4
 WORDS, INNER = 6 * 300, 40 * 40  # elements of the tied weights, more than a shard
 
 
@@ -55,27 +54,6 @@ def engine_of(shard: str, replicas: int, cuts: str = "all", *observers: Any, **g
 
 def state_of(engine: VirtualEngine) -> ModelState:
     return ModelState.joined(ModelState.from_plain(state.to_plain()) for _, state in engine.parts())
-
-
-def plainly(
-    data: Any, groups: Sequence[range], make: MakeOptimizer, clip_norm: float | None
-) -> dict[str, torch.Tensor]:
-    """Train the model in a plain loop on groups of minibatches, one update each."""
-    model, sampler = WideTied(), make_setup(WideTied(), ([], [1]), dataset=data).sampler
-
-    def minibatch(k: int) -> Any:
-        fields = data.fetch("train", sampler.indices(k), ["x", "label"])
-        return (fields["x"],), fields["label"]
-
-    sequential.train(
-        model,
-        make(list(model.parameters())),
-        [[minibatch(k) for k in group] for group in groups],
-        lambda output, target: functional.cross_entropy(output, target, reduction="sum"),
-        lambda target: float(len(target)),
-        clip_norm,
-    )
-    return {name: p.detach() for name, p in model.named_parameters()}
 
 
 def check_copies(engine: VirtualEngine) -> int:
@@ -112,7 +90,7 @@ def test_copies_stay_equal_and_are_those_of_a_plain_loop(
     engine.train(0, 13)
     size = replicas * accumulate
     rounds = [range(first, min(first + size, 13)) for first in range(0, 13, size)]
-    expected = plainly(engine.setup.dataset, rounds, make, clip_norm)
+    expected, _ = plainly(engine.setup.dataset, rounds, make, clip_norm, WideTied)
     found = state_of(engine).parameters
     assert found.keys() == expected.keys()
     for name, value in expected.items():
