@@ -7,8 +7,9 @@ stages, stages merge or split, the depth grows by one, workers change devices.
 The queue is in order of a plan's lower bound times its parent's excess, simulated time over lower bound. A plan is
 simulated unless its bound exceeds the best time, and the search continues around plans nearly as fast as the best,
 until the budget is spent or the queue is empty. A simulation stops at the steady state or after a limited number of
-instructions, which the budget counts, so the time of the search is bounded. The best plans are simulated again like all
-other plans, and win only if they are still faster.
+instructions, which the budget counts, so the time of the search is bounded. Where memory is tight, plans nearly as fast
+as the best are simulated once more for their peak memory; the budget doesn't count it. The best plans are simulated
+again like all other plans, and win only if they are still faster.
 
 A depth of NOAM + 1 hides transfers. It must be clearly faster to be used: predictions include its memory but not the
 effect of its staler gradients.
@@ -233,6 +234,8 @@ class _Climb:
             return None
         minibatch_s, taken = self._estimator.estimate_rate(found, _ESTIMATED)
         self._left -= taken
+        if minibatch_s <= _BEAM * self._best_s and self._estimator.peaks_over_memory(found):
+            return None
         if math.isinf(minibatch_s):
             self._unseen_s = min(self._unseen_s, floor_s)
         self._found[sketch] = replace(found, minibatch_s=minibatch_s)

@@ -144,7 +144,7 @@ class Planner(Estimator):
         self._on_search("simulating")
         if not self.mode.flush and not self.request.model.has_ports:
             allowed = [min(allowed, key=lambda each: each.bottleneck_s)]
-        simulated = _simulated_of(self, allowed, found, others)
+        simulated = _fitting_of(self, allowed, found, others)
         self.predict_s = time.perf_counter() - started - self.search_s
         return simulated
 
@@ -313,6 +313,27 @@ def _is_better(estimator: Estimator, stages: Sequence[SearchStage], than: Sequen
     if found.memory_bytes > max(estimator.memory_limit_bytes, other.memory_bytes):
         return False
     return estimator.with_prediction(found).minibatch_s < _CLEARLY_FASTER * estimator.with_prediction(other).minibatch_s
+
+
+def _fitting_of(
+    estimator: Estimator,
+    allowed: Sequence[PlanEstimate],
+    found: Sequence[PlanEstimate],
+    others: Sequence[Sequence[PlanEstimate]],
+) -> list[PlanEstimate]:
+    """Return `_simulated_of` without the fastest plans that need more than a device's memory in the simulator.
+
+    If no plan is left, the closed form decides: all are returned. Published cost models have the closed form only.
+    """
+    simulated = fastest = _simulated_of(estimator, allowed, found, others)
+    while simulated and estimator.request.model.has_ports:
+        by_time = sorted(simulated, key=lambda each: each.minibatch_s)
+        overflowing = [each.plan for each in itertools.takewhile(estimator.peaks_over_memory, by_time)]
+        if fitting := [each for each in simulated if each.plan not in overflowing]:
+            return fitting
+        allowed = [each for each in allowed if each.plan not in overflowing]
+        simulated = _simulated_of(estimator, allowed, found, others)
+    return fastest
 
 
 def _simulated_of(
