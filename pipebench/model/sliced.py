@@ -204,6 +204,29 @@ class _Piece(torch.autograd.Function):
         return gradient.contiguous()
 
 
+class _RowsOfDevice(torch.autograd.Function):
+    """The product of a piece of x and of a weight, copied as on a device.
+
+    The backward copies the weight again, since some weight policies let it use other weights than the forward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, whole: nn.Linear) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.whole = whole
+        y: torch.Tensor = with_parameters(whole, weight=weight.contiguous(), bias=None)(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad[:2], strict=True)
+        read = [tensor.detach().contiguous().requires_grad_(needed) for tensor, needed in pairs]
+        with torch.enable_grad():
+            y = with_parameters(ctx.whole, weight=read[1], bias=None)(read[0])
+        found = iter(torch.autograd.grad(y, [tensor for tensor in read if tensor.requires_grad], gradient))
+        return *(next(found) if tensor.requires_grad else None for tensor in read), None
+
+
 class CopiesInTurn(nn.Module):
     """Precedes layers that are divided by columns: each device's pieces read, and add gradients to, its own copy."""
 
@@ -251,10 +274,8 @@ class RowsInTurn(_InTurn):
         """Return the product of the whole matrix and x."""
         weights = _pieces(self.weight, 1, self._num_slices)
         read = _pieces(x, self._dimension, self._num_slices)
-        pairs = [(w.contiguous(), own.contiguous()) for w, own in zip(weights, read, strict=True)]  # as on devices
-        y: torch.Tensor = reduce(
-            torch.add, [with_parameters(self._whole[0], weight=w, bias=None)(own) for w, own in pairs]
-        )
+        pairs = [(own.contiguous(), w) for w, own in zip(weights, read, strict=True)]  # contiguous as on devices
+        y: torch.Tensor = reduce(torch.add, [_RowsOfDevice.apply(own, w, self._whole[0]) for own, w in pairs])
         return y if self.bias is None else y + self.bias
 
 

@@ -135,7 +135,19 @@ def _region(module: fx.GraphModule, row: fx.Node, kind: str, taken: set[fx.Node]
                 reading.append(user)
             else:
                 return None
-    return found if found.columns else None
+    return found if _reads_what_it_needs(found) else None
+
+
+def _reads_what_it_needs(region: Slicing) -> bool:
+    """Return whether there are columns, which read whole values, and layers in between read pieces only.
+
+    A whole value beside pieces, such as the one output of a gate, would get a part of its gradient on every device.
+    """
+    pieces = {*region.columns, *region.alone}
+    whole = all(pieces.isdisjoint(node.all_input_nodes) for node in region.columns)
+    return (
+        bool(region.columns) and whole and all(region.rows.keys().isdisjoint(n.all_input_nodes) for n in region.alone)
+    )
 
 
 def _ends(module: fx.GraphModule) -> Iterator[Slicing]:

@@ -77,6 +77,17 @@ def moved(job: Job, engine: VirtualEngine) -> dict[str, torch.Tensor]:
     ],
 )
 def test_slices_train_the_same_weights(parallelism: dict[str, Any], train: dict[str, Any]) -> None:
+    check(parallelism, train)
+
+
+@pytest.mark.parametrize("columns", [{}, {"swap_layers": ["*"]}])
+def test_backwards_of_slices_use_the_weights_that_a_policy_moves(columns: dict[str, Any]) -> None:
+    """Matrices divided by rows used the weights of their forward."""
+    check({"mode": "pipedream", "plan": "1-1", "weights": "none", **columns}, {})
+
+
+def check(parallelism: dict[str, Any], train: dict[str, Any]) -> None:
+    """Compare weights and scores with and without slices."""
     whole, sliced = (ready(tensor, parallelism, **train) for tensor in (1, 2))
     expected, found = moved(*whole), moved(*sliced)
     assert found.keys() == expected.keys()

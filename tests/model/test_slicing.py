@@ -193,6 +193,32 @@ class Gated(Own):
         return narrow
 
 
+class GateOfPieces(Own):
+    """Scales a wide value by one number made of it: no matrix but the gate's could read pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 1)
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        wide = torch.tanh(self.wide(x))
+        narrow: torch.Tensor = self.narrow(wide * torch.sigmoid(self.gate(wide)))
+        return narrow
+
+
+class WideResidual(Own):
+    """Adds a wide value and what a matrix makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.square = nn.Linear(16, 16)
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        wide = self.wide(x)
+        narrow: torch.Tensor = self.narrow(wide + self.square(wide))
+        return narrow
+
+
 OWN: dict[str, Callable[[], Own]] = {
     "plain": Own,
     "one dropout": OneDropout,
@@ -200,6 +226,8 @@ OWN: dict[str, Callable[[], Own]] = {
     "weights in the output": Penalised,
     "one matrix in two roles": Unrolled,
     "gated, a matrix frozen": Gated,
+    "a gate of pieces": GateOfPieces,
+    "a wide residual": WideResidual,
     "a head after a matrix": HeadAfterMatrix,
     "padding": lambda: Own(padding_idx=20),
     "gradients by frequency": lambda: Own(scale_grad_by_freq=True),
