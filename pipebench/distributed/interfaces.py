@@ -34,7 +34,11 @@ def prepare_sockets(environ: MutableMapping[str, str], everyone: Sequence[Mappin
     """
     _allow_files()
     if everyone is None:
-        _stay_on_loopback(environ)
+        names = [name for _, name in socket.if_nameindex()]
+        loopback = next((name for name in ("lo", "lo0") if name in names), None)
+        for variable in INTERFACES:
+            if loopback is not None:
+                environ.setdefault(variable, loopback)
     else:
         choose_interface(environ, everyone)
 
@@ -46,15 +50,6 @@ def _allow_files() -> None:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
             return
-
-
-def _stay_on_loopback(environ: MutableMapping[str, str]) -> None:
-    """Have Gloo and NCCL use the loopback interface, where all workers are on this host."""
-    names = [name for _, name in socket.if_nameindex()]
-    loopback = next((name for name in ("lo", "lo0") if name in names), None)
-    for variable in INTERFACES:
-        if loopback is not None:
-            environ.setdefault(variable, loopback)
 
 
 def address_towards(host: str) -> str:

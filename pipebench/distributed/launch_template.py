@@ -21,7 +21,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from pipebench.distributed.launch_child import end_with
@@ -87,9 +86,7 @@ class Template:
         """Return the template."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """End the template and its workers."""
         self._socket.close()
         self._kill()

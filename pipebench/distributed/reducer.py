@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from pipebench.distributed.instruction_times import HostTimer, Moment
 from pipebench.distributed.launch_join import peers
-from pipebench.distributed.shared_sum import SharedFile, SharedSum, room_bytes
+from pipebench.distributed.message import aligned
+from pipebench.distributed.shared_sum import SharedFile, SharedSum
 from pipebench.model.memory_format import is_channels_last, shaped
 from pipebench.schedule.syncs import ALL_REDUCE, PARAMETER_SERVER
 
@@ -107,7 +108,7 @@ _SUMS: Final[dict[str, type[RingSum] | type[ServerSum]]] = {ALL_REDUCE: RingSum,
 
 def shared_bytes(buckets: Iterable[Iterable[int]], like: Sequence[torch.Tensor]) -> int:
     """Return the size of the file for a replica's buckets; arguments as for `Reducer`."""
-    return sum(room_bytes(sum(like[index].nbytes for index in indices)) for indices in buckets)
+    return sum(aligned(sum(like[index].nbytes for index in indices)) for indices in buckets)
 
 
 class Summing(NamedTuple):

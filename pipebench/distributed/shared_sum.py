@@ -16,6 +16,7 @@ from itertools import combinations
 
 import torch
 
+from pipebench.distributed.message import aligned
 from pipebench.distributed.pipes import PipePair, join_pairs
 from pipebench.distributed.shared_memory import bytes_of, mapped, new_file
 from pipebench.distributed.world import World
@@ -24,7 +25,6 @@ FULL, _ADDED, _READ = b"fad"  # notifications about the next bucket; all replica
 # Distance of two places in a file that are used in turn: more bytes than any tensor has. The hole takes no memory.
 PLACE_BYTES = 1 << 40
 _PIECE_BYTES = 1 << 18  # read and added at once: fits a core's own cache
-_ALIGNED_BYTES = 64
 
 
 class SharedFile:
@@ -55,7 +55,7 @@ class SharedFile:
     def take(self, num_bytes: int) -> int:
         """Reserve the next `num_bytes` bytes of the file; return their start."""
         start = self._end
-        self._end += room_bytes(num_bytes)
+        self._end += aligned(num_bytes)
         return start
 
     def notify(self, what: int) -> None:
@@ -167,11 +167,6 @@ def share(world: World, ranks: Sequence[int], num_bytes: int) -> SharedFile | No
         own.files = {position: line.open(files[ranks[position]]) for position, line in by_position.items()}
     world.barrier()  # files must stay open until all have opened them
     return own
-
-
-def room_bytes(num_bytes: int) -> int:
-    """Return the aligned size of a bucket in a file."""
-    return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
 def read(file: int, into: memoryview, start: int) -> None:

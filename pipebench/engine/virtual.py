@@ -208,7 +208,10 @@ class VirtualEngine(TrainingEngine):
         pipeline, costs = evaluation.pipeline, evaluation.costs(self.setup.costs)
         lists = forward_programs(pipeline, self.setup.held_out.minibatches_per_epoch)
         self._play(Simulation(pipeline, lists, costs, self.network, feed.size, self.clock_s, evaluates=True))
-        self.network.num_bytes = _as_evaluation(bytes_before, self.network.num_bytes)
+        counted = Counter(bytes_before)
+        for (_, level), num_bytes in (self.network.num_bytes - bytes_before).items():
+            counted[EVALUATION, level] += num_bytes
+        self.network.num_bytes = counted
         self._count_slices(0)
 
     def _play(self, simulation: Simulation) -> None:
@@ -284,11 +287,3 @@ def _delivered(messages: Sequence[Message], network: Network, since_s: float) ->
     """Complete transfers before anything else runs; return the end time, at least `since_s`."""
     network.deliver(messages)
     return max([since_s, *(message.arrival_s for message in messages)])
-
-
-def _as_evaluation(before: Counter[tuple[str, str]], after: Counter[tuple[str, str]]) -> Counter[tuple[str, str]]:
-    """Return the bytes sent `after` an evaluation, those since `before` under the kind `evaluation`."""
-    counted = Counter(before)
-    for (_, level), num_bytes in (after - before).items():
-        counted[EVALUATION, level] += num_bytes
-    return counted

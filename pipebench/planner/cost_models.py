@@ -200,22 +200,18 @@ class CostModel(ABC):
 
     def cuts_s(self, work: UnitWork, before: Level, after: Level, start: int, stop: int, m: int) -> tuple[float, float]:
         """Return the cost of the cuts before and after a stage by themselves, each over its own level."""
-        del work, before, after, start, stop, m
         return 0.0, 0.0
 
     def round(self, grid: StageGrid, level: Level) -> Term:
         """Return the term of a replica's round: forward, backward, and what the next forward waits for."""
-        del level
         return Term(grid.compute_s)
 
     def paces(self, grid: StageGrid, level: Level) -> tuple[Term, ...]:
         """Return the terms, besides rounds, that hold for any number of minibatches in flight."""
-        del grid, level
         return ()
 
     def simulated(self, costs: Costs, replicas: Sequence[int]) -> Costs:
         """Return the costs with which a plan is simulated under this model."""
-        del replicas
         return costs
 
     def links(self, cluster: Cluster) -> Cluster:
@@ -407,7 +403,6 @@ class _Alone(_Overlap):
     summary = "a round without its gradient sum, or the sum without the backward"
 
     def terms(self, grid: StageGrid, level: Level, *, first: bool, inner: Inner | None = None) -> StageTerms:
-        del first, inner
         around = grid.weights * (2 / level.sum_bytes_per_s / grid.work.rounds)
         rounds = (Term(grid.compute_s + self._update_s(grid)), Term(self._without_sum_s(grid), around))
         return StageTerms((*self._load(grid), *rounds))
@@ -420,7 +415,6 @@ class _Hidden(_Overlap):
     summary = "overlap without round trips"
 
     def _round_trip_s(self, before: Floats, level: Level) -> Floats:
-        del level
         return np.zeros_like(before)
 
 

@@ -20,13 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pipebench.cluster import Cluster
 from pipebench.errors import DeviceError, Fault, GraphError, PlanError, ProfileError, RecipeError, UserCodeError, shown
 from pipebench.hooks import hooks, with_section
-from pipebench.recipe import (  # noqa: F401 # for the rules that they register
-    rules_cluster,  # first: it makes @cluster
-    rules_named,
-    rules_parallelism,
-    rules_training,
-    rules_zoo,
-)
+from pipebench.recipe import rules_cluster, rules_named, rules_parallelism, rules_training, rules_zoo  # noqa: F401
 from pipebench.recipe.catalog import display, find, find_cluster, find_recipes, recipe_names
 from pipebench.recipe.cluster_files import LEVELS, cluster_files
 from pipebench.recipe.draft import UNUSABLE, Draft, check

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock, Timer
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console, Group
@@ -117,9 +116,7 @@ class RunProgress:
             self._next_redraw_s = self._next_plain_s()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Remove the live line."""
         if self._live is not None:
             self._live.stop()

@@ -9,8 +9,9 @@ import torch
 
 from pipebench.distributed.instruction_times import HostTimer
 from pipebench.distributed.launch_join import PeerLostError
+from pipebench.distributed.message import aligned
 from pipebench.distributed.reducer import Reducer, Summing, shared_bytes
-from pipebench.distributed.shared_sum import SharedSum, room_bytes
+from pipebench.distributed.shared_sum import SharedSum
 from tests.distributed.shared_files import replicas, together
 from tests.patience import PATIENCE_S
 
@@ -27,7 +28,7 @@ def test_every_replica_has_the_sum_in_every_round(count: int) -> None:
         (0, torch.float32),
         (65_536, torch.int64),
     ]
-    shares = replicas(count, sum(room_bytes(size * dtype.itemsize) for size, dtype in sizes))
+    shares = replicas(count, sum(aligned(size * dtype.itemsize) for size, dtype in sizes))
     num_rounds = 6
 
     def given(replica: int, round_index: int, bucket: int) -> torch.Tensor:
@@ -64,7 +65,7 @@ def test_two_replicas_sums_have_the_same_bits_in_any_order() -> None:
     """Two processes have the virtual engine's sums."""
     torch.manual_seed(1)
     own = [torch.randn(10_001), torch.randn(10_001)]
-    shares = replicas(2, room_bytes(40_004))
+    shares = replicas(2, aligned(40_004))
     found: dict[int, torch.Tensor] = {}
 
     def work(replica: int) -> None:
@@ -83,7 +84,7 @@ def test_two_replicas_sums_have_the_same_bits_in_any_order() -> None:
 
 
 def test_a_bucket_is_refilled_only_after_all_have_read_it() -> None:
-    first, second = replicas(2, room_bytes(64))
+    first, second = replicas(2, aligned(64))
     fast, slow = (SharedSum(16, torch.float32, each, 0, 1) for each in (first, second))
     for each in (fast, slow):
         each.free()
@@ -110,7 +111,7 @@ def test_a_bucket_is_refilled_only_after_all_have_read_it() -> None:
 
 
 def test_a_lost_replica_is_reported() -> None:
-    first, second = replicas(2, room_bytes(64))
+    first, second = replicas(2, aligned(64))
     each = SharedSum(16, torch.float32, first, 0, 1)
     each.start()
     second.close()

@@ -8,6 +8,7 @@ searches in test_search_errors.py.
 import pytest
 
 from pipebench.errors import RecipeError
+from pipebench.recipe import draft
 from pipebench.recipe.load import load
 from tests.recipe.conftest import VALID, Write
 
@@ -520,7 +521,11 @@ def test_a_model_by_default_for_other_images_than_the_data_sets_is_refused(write
     assert "model.image_size: is by default 224, and" in size
 
 
-def test_all_faults_are_reported_together(write: Write) -> None:
+@pytest.mark.parametrize("last_first", [False, True])
+def test_all_faults_are_reported_together(write: Write, monkeypatch: pytest.MonkeyPatch, last_first: bool) -> None:
+    """Also in a process that has imported another module of rules before `load`, as the training loop does."""
+    registered = sorted(draft.RULES, key=lambda each: each[1].__module__, reverse=last_first)
+    monkeypatch.setattr(draft, "RULES", registered)
     write("trian: {}\nparallelism: {mode: gpipe, microbatches: 5}\n" + VALID.partition("parallelism")[0], "base.yaml")
     path = write("extends: base.yaml\ntrain: {seed: x, target: {value: 95}}\n")
     with pytest.raises(RecipeError) as caught:
