@@ -171,8 +171,10 @@ def in_words(value: Any) -> str:
     """Describe a value for an error: a tensor's shape and dtype, a container's content, or the class."""
     if isinstance(value, torch.Tensor):
         return f"a tensor {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    name = type(value).__name__
+    kind = f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
     if isinstance(value, tuple | list) and len(value) <= 4:
-        return f"a {type(value).__name__} of {', '.join(in_words(part) for part in value) or 'nothing'}"
+        return f"{kind} of {', '.join(in_words(part) for part in value) or 'nothing'}"
     if isinstance(value, Mapping) and len(value) <= 4:
-        return f"a {type(value).__name__} of {', '.join(f'{key}: {in_words(part)}' for key, part in value.items())}"
-    return "None" if value is None else f"a {type(value).__name__}"
+        return f"{kind} of {', '.join(f'{key}: {in_words(part)}' for key, part in value.items())}"
+    return "None" if value is None else kind

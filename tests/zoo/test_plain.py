@@ -284,7 +284,7 @@ REFUSED: list[tuple[Callable[[int], Any], str]] = [
     (lambda i: {"text": "a", "ids": POINTS[i], "y": 1}, r"is whose in dataset: `inputs: \[ids\], targets: \[y\]`"),
     (lambda i: (POINTS[i], "a"), "target of the samples is a list of a str, needed is a tensor or number|target.0 of"),
     (lambda i: ((POINTS[i], {"x": POINTS[i]}), LABELS[i]), "input.1 of the samples is a dict of x: a tensor"),
-    (lambda i: (POINTS[i], object()), r"sample 0 of train doesn't go into a minibatch .*a tuple of .*, a object"),
+    (lambda i: (POINTS[i], object()), r"sample 0 of train doesn't go into a minibatch .*a tuple of .*, an object"),
     (lambda i: ((), LABELS[i]), "the input of a sample is empty"),
     (
         lambda i: (POINTS[i][: 3 - i // 4], LABELS[i]),
@@ -375,7 +375,7 @@ def test_what_a_collate_fn_never_varied_stays_as_it_was() -> None:
     [
         (lambda samples: 1 / 0, "the collate_fn of train fails on 1 samples"),
         (lambda samples: padded(samples)[0][0], "what the collate_fn of train makes of 1 samples is a tensor .*a pair"),
-        (lambda samples: (padded(samples)[0], [0]), "target.0 in what .* is a int, needed is a tensor with a row per"),
+        (lambda samples: (padded(samples)[0], [0]), "target.0 in what .* is an int, needed is a tensor with a row per"),
         (lambda samples: (torch.zeros(3, 1), torch.zeros(3)), r"input in what .* is a tensor \[3, 1\] float32, needed"),
     ],
 )
