@@ -303,7 +303,7 @@ def _why_idle(answer: PlanFindings, best: PlanEstimate) -> str:
     given, used = answer.given, len(best.plan.devices)
     if given is not None and given.minibatch_s < best.minibatch_s and len(given.plan.devices) > used:
         return f"the recipe's plan uses {len(given.plan.devices):,} and is faster"
-    return "no plan that was found to use more is faster"
+    return "no plan was found that fits, uses more and is faster"
 
 
 def _at_best(answer: PlanFindings, best: PlanEstimate) -> str:
