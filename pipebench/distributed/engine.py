@@ -23,7 +23,7 @@ from pipebench.distributed.slices import combined, connected_slices, joined
 from pipebench.distributed.transport import ChannelTransport
 from pipebench.distributed.warm_up import needs_warm_up, warm_up
 from pipebench.distributed.world import World
-from pipebench.engine.admission import admitted_program
+from pipebench.engine.admission import admitted_program, evaluation_program
 from pipebench.engine.engine import CUDA_LOSS_EVERY, Gather, OnLoss, OnUnit, TrainingEngine
 from pipebench.engine.feed import Feed
 from pipebench.engine.protocols import SegmentExtension, UnitLoss
@@ -185,14 +185,18 @@ class DistributedEngine(TrainingEngine):
         if not self.meter.evaluating:
             self.worker.took(event.instruction, event.end_s - event.start_s)
 
-    def _run_evaluation(self, feed: Feed) -> None:
-        self._feed = feed
+    def _run_evaluation(self, feed: Feed) -> bool:
+        self._feed, control = feed, self._control
         pipeline, num_minibatches = self.setup.evaluation.pipeline, self.setup.held_out.minibatches_per_epoch
         expected, program = (forward_programs(pipeline, num_minibatches)[self.worker.index] for _ in range(2))
         self._transport.expect(expected, lambda unit: False)
-        for instruction in program:
+        if not pipeline.gathers:
+            control.begin(self._segment, num_minibatches)
+            self._segment += 1
+        for instruction in evaluation_program(pipeline, program, num_minibatches, control):
             self._execute(instruction)
         self._settle()
+        return pipeline.gathers or control.limit == num_minibatches
 
     def _settle(self) -> None:
         """Wait until all executed instructions are done, and record their transfers."""

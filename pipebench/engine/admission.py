@@ -11,8 +11,10 @@ no worker has started a minibatch beyond the cut, and all minibatches before the
 No deadlock: control threads take and exchange positions and never wait for a training thread, so the cut becomes known.
 Afterwards nothing blocks, and the workers run the rest of one schedule.
 
-A worker between two segments reports the end of the last one. If all workers do (a stop during an evaluation), the cut
-is that end and later segments are empty. If one has started the next segment, the cut is in that one.
+A worker between two segments reports the end of the last one. If all workers do, the cut is that end and later segments
+are empty. If one has started the next segment, the cut is in that one.
+
+An evaluation is a segment, too. It has no updates, so its minibatches after the cut are simply left out.
 """
 
 import contextlib
@@ -21,7 +23,7 @@ import math
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple
@@ -82,6 +84,27 @@ def admitted_program(
                 return
             admitted = (minibatch // grain + 1) * grain
         yield instruction
+
+
+class EvaluationStoppedError(Exception):
+    """All workers have agreed on a stop that leaves out minibatches of an evaluation."""
+
+
+def evaluation_program(
+    pipeline: Pipeline, program: Iterable[Instruction], num_minibatches: int, admission: "AdmissionControl"
+) -> Iterator[Instruction]:
+    """Yield a worker's instructions for an evaluation, without those of minibatches that aren't admitted.
+
+    Afterwards `admission.limit` is final. Gathers of sharded weights are of no minibatch: where there are some, the
+    evaluation isn't shortened.
+    """
+    if pipeline.gathers:
+        yield from program
+        return
+    for instruction in program:
+        if admission.admit(pipeline.minibatch(instruction.number)[0]):
+            yield instruction
+    admission.admit(num_minibatches - 1)
 
 
 class AdmissionControl:

@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from pipebench.checkpoint.state import ModelState
+from pipebench.engine.admission import EvaluationStoppedError
 from pipebench.engine.feed import Feed
 from pipebench.engine.loss_scale import scale_metrics
 from pipebench.engine.protocols import Collectives, EngineExtension, SegmentExtension
@@ -134,8 +135,8 @@ class TrainingEngine(Engine):
         """Cut this process's stages, with initial weights and nothing in flight."""
 
     @abstractmethod
-    def _run_evaluation(self, feed: Feed) -> None:
-        """Run the minibatches of an evaluation forward."""
+    def _run_evaluation(self, feed: Feed) -> bool:
+        """Run the minibatches of an evaluation forward; return False after an agreed stop."""
 
     @abstractmethod
     def _meter_facts(self) -> dict[str, Any]:
@@ -190,18 +191,35 @@ class TrainingEngine(Engine):
         """Evaluate the newest weights on every held-out sample; return `eval_loss` and the dataset's metrics.
 
         Workers run forward in a pipeline. All processes return the same.
+
+        Raises:
+            EvaluationStoppedError: the workers have agreed to stop before its end.
         """
         setup, before_s, scores = self.setup, self.clock_s, Scores(self.setup.dataset)
+        bytes_before = self.num_bytes.copy()
         feed = Feed(setup, "eval", 0, setup.held_out.minibatches_per_epoch, self.loaders)
         for worker in self.workers:
             worker.begin_evaluation(feed, scores)
         self.meter.evaluating = True
         try:
-            self._run_evaluation(feed)
+            is_complete = self._run_evaluation(feed)
         finally:
             feed.close()
         for worker in self.workers:
             worker.end_evaluation()
+        metrics = self._metrics(scores) if is_complete else None
+        self.sync_clock()
+        self.meter.evaluating = False
+        self._not_training_s += self.clock_s - before_s
+        if metrics is None:  # the run that goes on repeats the evaluation
+            self.num_bytes.clear()
+            self.num_bytes.update(bytes_before)
+            raise EvaluationStoppedError
+        return metrics
+
+    def _metrics(self, scores: Scores) -> dict[str, float]:
+        """Return the metrics of a whole evaluation; all processes call it."""
+        setup = self.setup
         self._complete(scores.whole_set)
         metrics = scores.metrics(self.exchange(scores.share()))
         if setup.loss_scale is not None:
@@ -211,9 +229,6 @@ class TrainingEngine(Engine):
             self.gather_or_free(Op.GATHER, Op.WAIT_GATHER)
             metrics |= self._whole_model_metrics()
             self.gather_or_free(Op.FREE)
-        self.sync_clock()
-        self.meter.evaluating = False
-        self._not_training_s += self.clock_s - before_s
         return metrics
 
     def gather_or_free(self, *ops: Op) -> None:

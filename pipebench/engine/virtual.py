@@ -14,7 +14,7 @@ from typing import Any
 
 from pipebench.checkpoint.handover import keys_of, pieces, requests_of, retained, state_bytes
 from pipebench.checkpoint.state import ModelState
-from pipebench.engine.admission import StopRequest
+from pipebench.engine.admission import StoppableAdmission, StopRequest, evaluation_program
 from pipebench.engine.collectives import InProcessCollectives
 from pipebench.engine.engine import CUDA_LOSS_EVERY, OnLoss, OnUnit, TrainingEngine
 from pipebench.engine.feed import Feed
@@ -201,18 +201,27 @@ class VirtualEngine(TrainingEngine):
         for worker in self.workers:
             worker.end_early(num_minibatches)
 
-    def _run_evaluation(self, feed: Feed) -> None:
-        """Run an evaluation; its bytes are of the kind `evaluation`."""
-        bytes_before = Counter(self.network.num_bytes)
+    def _run_evaluation(self, feed: Feed) -> bool:
+        """See `Engine`; bytes of an evaluation are of the kind `evaluation`. If it stops, it takes no time."""
+        bytes_before, start_s = Counter(self.network.num_bytes), self.clock_s
         evaluation = self.setup.evaluation
         pipeline, costs = evaluation.pipeline, evaluation.costs(self.setup.costs)
-        lists = forward_programs(pipeline, self.setup.held_out.minibatches_per_epoch)
+        num_minibatches = self.setup.held_out.minibatches_per_epoch
+        admission = StoppableAdmission(self._stop, pipeline, num_minibatches, 1, lambda limit: None)
+        lists = [
+            evaluation_program(pipeline, program, num_minibatches, admission)
+            for program in forward_programs(pipeline, num_minibatches)
+        ]
         self._play(Simulation(pipeline, lists, costs, self.network, feed.size, self.clock_s, evaluates=True))
+        if admission.limit < num_minibatches:
+            self.network.num_bytes, self.clock_s = bytes_before, start_s
+            return False
         counted = Counter(bytes_before)
         for (_, level), num_bytes in (self.network.num_bytes - bytes_before).items():
             counted[EVALUATION, level] += num_bytes
         self.network.num_bytes = counted
         self._count_slices(0)
+        return True
 
     def _play(self, simulation: Simulation) -> None:
         """Execute a simulation's events, in order."""

@@ -14,6 +14,7 @@ import torch
 
 from pipebench.checkpoint.progress import CurvePoint, Facts, SavedProgress
 from pipebench.checkpoint.store import Checkpoints
+from pipebench.engine.admission import EvaluationStoppedError
 from pipebench.errors import DivergedError, OutOfMemoryError
 from pipebench.formats import num_epochs
 from pipebench.model.allocator import release_copies
@@ -221,8 +222,12 @@ class TrainingLoop:
 
     def _evaluate(self) -> None:
         when = f"evaluation after {num_epochs(self._epochs(self._samples))}"
-        with self._clock.spending("evaluation_s"), during(when):
-            scores = self._engine.evaluate()
+        try:
+            with self._clock.spending("evaluation_s"), during(when):
+                scores = self._engine.evaluate()
+        except EvaluationStoppedError:  # the run that goes on begins with it
+            self._end_if_stopped()
+            return
         metrics = {"train_loss": self._loss.take_mean(), **scores}
         point = Point(self._samples, self._clock.drained_s, metrics)
         self._curves.add(point, self._clock.training_s, self._clock.checkpoint_s)

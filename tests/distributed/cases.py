@@ -7,6 +7,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 from pipebench.distributed.control import Control
 from pipebench.distributed.engine import DistributedEngine
 from pipebench.distributed.world import World
+from pipebench.engine.admission import EvaluationStoppedError
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.extensions.asynchronous.pushes import Pushes, unpacked
@@ -217,7 +219,8 @@ def in_processes(
         leave_out(engine, setup, left_out, index)
         repartition_before(engine, recuts, index)
         done.append(engine.train(sum(done), count))
-        scores.append(engine.evaluate())
+        with suppress(EvaluationStoppedError):
+            scores.append(engine.evaluate())
     whole(engine)
     replicas = engine.worker.replicas.values()
     tensors = [{name: tensor.detach().cpu().clone() for name, tensor in r.tensors().items()} for r in replicas]

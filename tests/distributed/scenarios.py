@@ -7,7 +7,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +24,7 @@ from pipebench.distributed.launch_join import PeerLostError
 from pipebench.distributed.message import HEADER_BYTES, read_header
 from pipebench.distributed.shared_memory import SharedSender
 from pipebench.distributed.world import World
+from pipebench.engine.admission import EvaluationStoppedError
 from pipebench.engine.setup import Setup
 from pipebench.engine.worker import Worker
 from pipebench.extensions.moves.balancing import RepartitionController
@@ -34,8 +35,8 @@ from pipebench.model.sampling import InOrder
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import Op
 from tests.distributed.cases import Case, Outcome, in_processes, momentum, small_setup
-from tests.patience import PATIENCE_S
-from tests.support import Blobs, make_setup
+from tests.patience import PATIENCE_S, wait_for
+from tests.support import Blobs, Mlp, make_setup
 from tests.unwatched import unwatched
 
 _SIZES = (3, 3, 40, 9, 9, 40, 200, 1, 3, 200, 9, 1)  # rows of every pair of samples: growing, shrinking, again
@@ -211,6 +212,39 @@ def stopped(world: World, case: Case, name: str, after: int, asks: int, by_key: 
     control.close()
     world.barrier()
     return outcome
+
+
+def stopped_in_an_evaluation(world: World, shares_memory: bool, asks: int) -> tuple[int, bool, int]:
+    """Stop when a worker has evaluated two of 400 minibatches.
+
+    Returns how many this worker has evaluated, whether its bytes are those of before, and how many it trains on then.
+    """
+    setup = make_setup(Mlp(), ([2, 4], [1, 1, 1]), dataset=Blobs(num_eval=1600))
+    store = PrefixStore(f"evaluation {shares_memory}", world.store)
+    control = Control(store, world.rank, world.size, setup.pipeline, stall_limit_s=PATIENCE_S)
+    control.start()
+    engine = DistributedEngine(setup, replace(world, shares_memory=shares_memory), control)
+    engine.start_clock()
+    engine.train(0, 4)
+    evaluated, execute, bytes_before = [0], engine.worker.execute, engine.num_bytes.copy()
+
+    def counting(it: Instruction, *others: Any) -> Any:
+        if it.op is Op.FORWARD:
+            evaluated[0] += 1
+            if evaluated[0] == 2 and world.rank == asks:
+                control.request_stop("enough")
+            wait_for(lambda: evaluated[0] < 2 or world.rank != asks or control._answered)
+        return execute(it, *others)
+
+    engine.worker.execute = counting  # type: ignore[method-assign, assignment]
+    with suppress(EvaluationStoppedError):
+        engine.evaluate()
+        raise AssertionError("the evaluation has ended")
+    found = evaluated[0], engine.num_bytes == bytes_before, engine.train(4, 8)
+    control.close()
+    engine.close()
+    world.barrier()
+    return found
 
 
 def balanced(world: World, starts: Sequence[int], live: bool, name: str) -> tuple[Outcome, list[tuple[int, list[int]]]]:

@@ -6,7 +6,8 @@ import random
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -14,11 +15,11 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore  # type: ignore[attr-defined] # torch lists them nowhere
 
 from pipebench.distributed.control import STOP_KEY, Control
-from pipebench.engine.admission import AdmissionControl, Position, admitted_program
+from pipebench.engine.admission import AdmissionControl, Position, admitted_program, evaluation_program
 from pipebench.schedule.instructions import Instruction
 from pipebench.schedule.operations import Op
 from pipebench.schedule.pipeline import Edge, Pipeline, chain, noam
-from pipebench.schedule.programs import programs
+from pipebench.schedule.programs import forward_programs, programs
 from tests.distributed.waiting import straight
 from tests.patience import PATIENCE_S, wait_for
 
@@ -175,7 +176,7 @@ class _Job:
         for segment, length in enumerate(self.lengths):
             control.begin(segment, length)
             self.ran[worker].append([])
-            for instruction in admitted_program(self.pipeline, worker, length, control):
+            for instruction in self.program(worker, length):
                 control.at(instruction)
                 if chance.random() < 0.3:
                     time.sleep(self.pause_s * chance.random())
@@ -185,6 +186,10 @@ class _Job:
             self.limits[worker].append(control.limit)
             self.reasons[segment].add(control.stop_reason)
             self.meet(self.pipeline.num_workers, segment, -2)
+
+    def program(self, worker: int, length: int) -> Iterator[Instruction]:
+        """Return a worker's program of a segment."""
+        return admitted_program(self.pipeline, worker, length, self.controls[worker])
 
     def run(self, meanwhile: Callable[[], None]) -> None:
         threads = [threading.Thread(target=self.work, args=(w,), daemon=True) for w in range(len(self.controls))]
@@ -231,6 +236,40 @@ def test_all_workers_stop_at_the_same_minibatch(
     cuts = [segment for segment, length in enumerate(lengths) if lengths_run[segment] < length]
     assert not cuts or all(limit == 0 for limit in lengths_run[cuts[0] + 1 :])  # once stopped, stopped
     assert all(len(reasons - {None}) <= 1 for reasons in job.reasons)
+
+
+class _Evaluating(_Job):
+    """A job whose segments are evaluations."""
+
+    def program(self, worker: int, length: int) -> Iterator[Instruction]:
+        """Return a worker's program of a segment."""
+        listed = forward_programs(self.pipeline, length)[worker]
+        return evaluation_program(self.pipeline, listed, length, self.controls[worker])
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    pipelines(most_stages=3, most_replicas=3),
+    st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    st.integers(0, 10**6),
+    st.floats(0, 0.15),
+    st.integers(0, 2),
+)
+def test_all_workers_leave_out_the_same_minibatches_of_an_evaluation(
+    pipeline: Pipeline, lengths: list[int], seed: int, pause_s: float, asker: int
+) -> None:
+    pipeline = replace(pipeline, microbatches=1)
+    job = _Evaluating(pipeline, lengths, seed, 0.01)
+
+    def ask() -> None:
+        time.sleep(pause_s)
+        job.controls[asker % pipeline.num_workers].request_stop("enough")
+
+    job.run(ask)
+    for segment, length in enumerate(lengths):
+        (limit,) = {limits[segment] for limits in job.limits}
+        for worker, program in enumerate(forward_programs(pipeline, length)):
+            assert job.ran[worker][segment] == [it for it in program if pipeline.minibatch(it.number)[0] < limit]
 
 
 def test_a_stop_shortens_a_long_segment_and_all_workers_know_the_reason() -> None:

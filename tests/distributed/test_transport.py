@@ -124,13 +124,21 @@ def test_a_stop_ends_all_workers_at_one_minibatch(three: Processes, case: Case, 
     assert done[-1] == 0
     whole = on_virtual_engine(small_setup(case), [count for count in done if count > 0])
     whole.done = done
-    for outcome in found:  # one more evaluation, of the segment that was left out
-        assert outcome.scores[-1] == outcome.scores[-2]
-        outcome.scores.pop()
-    for outcome in (*found, whole):  # that segment drained, too
+    whole.scores.pop()  # after the stop nothing is evaluated
+    for outcome in (*found, whole):  # the segment that was left out drained, too
         kinds = {key: count for key, count in outcome.num_bytes.items() if key[0] not in (EVALUATION, BUFFERS)}
         outcome.num_bytes = kinds
     compare(found, whole, 0.0)
+
+
+@pytest.mark.parametrize(("shares_memory", "asks"), [(True, 0), (False, 2)])
+def test_a_stop_ends_an_evaluation_of_all_workers(three: Processes, shares_memory: bool, asks: int) -> None:
+    """At one minibatch, with the bytes and weights of before."""
+    found = three.run("tests.distributed.scenarios:stopped_in_an_evaluation", shares_memory, asks)
+    counts = {evaluated for evaluated, *_ in found}
+    assert len(counts) == 1
+    assert 1 < counts.pop() < 400
+    assert all(same_bytes and trained == 0 for _, same_bytes, trained in found)
 
 
 @pytest.mark.parametrize("shares_memory", [True, False])

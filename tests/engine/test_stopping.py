@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from pipebench.engine.admission import StopRequest
+from pipebench.engine.admission import EvaluationStoppedError, StopRequest
 from pipebench.engine.setup import Setup
 from pipebench.engine.virtual import VirtualEngine
 from pipebench.simulate.network import Network
 from tests.checkpoint.support import captured, restored
 from tests.checkpoint.test_round_trips import OPTIMIZERS, bits
 from tests.engine.test_streams import text_setup
-from tests.support import Mlp, make_engine, make_setup
+from tests.support import Blobs, Mlp, make_engine, make_setup
 
 COUNT = 12
 SETUPS: dict[str, Callable[[], Setup]] = {
@@ -75,6 +75,31 @@ def test_nothing_is_trained_after_a_stop() -> None:
     assert engine.train(done, COUNT) == 0
     assert (bits(captured(engine)), engine.clock_s) == before
     assert torch.tensor(engine.peak_bytes).min() > 0
+
+
+@pytest.mark.parametrize("cuts", [([2, 4], [1, 1, 1]), ([4], [3, 1]), ([], [3])], ids=["straight", "3-1", "dp"])
+def test_a_stopped_evaluation_takes_no_time_and_counts_no_bytes(cuts: tuple[list[int], list[int]]) -> None:
+    """On the virtual clock; a run that goes on from here repeats it."""
+    setup = make_setup(Mlp(), cuts, weights="one", microbatches=2, dataset=Blobs(num_eval=80))
+    stop, seen = StopRequest(), [0, 10**9]  # events, and after how many of them to stop
+
+    def observe(event: Any) -> None:
+        seen[0] += 1
+        if seen[0] >= seen[1]:
+            stop.reason = "interrupted"
+
+    engine = VirtualEngine(setup, Network(setup.cluster), observe, stop=stop)
+    engine.train(0, setup.pipeline.period)
+    seen[0] = 0
+    expected, num_events = engine.evaluate(), seen[0]
+    before = captured(engine), engine.clock_s, engine.num_bytes.copy(), engine.network.num_bytes.copy()
+    seen[:] = 0, 5
+    with pytest.raises(EvaluationStoppedError):
+        engine.evaluate()
+    assert 5 <= seen[0] < num_events / 2
+    assert (engine.clock_s, engine.num_bytes, engine.network.num_bytes) == before[1:]
+    assert bits(captured(engine)) == bits(before[0])
+    assert restored(setup, before[0]).evaluate() == expected
 
 
 @pytest.mark.sampled(2)

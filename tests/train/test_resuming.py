@@ -17,6 +17,7 @@ from pipebench.checkpoint.store import Checkpoint, CheckpointFile, Checkpoints
 from pipebench.engine.admission import StopRequest
 from pipebench.engine.engine import TrainingEngine
 from pipebench.recipe.schema import PeriodRecipe, TargetRecipe
+from pipebench.schedule.programs import forward_programs
 from pipebench.train.checkpointing import CheckpointPolicy, resume_point
 from pipebench.train.curves import Curves
 from pipebench.train.engines import on_virtual_clock
@@ -255,6 +256,37 @@ def test_a_run_stopped_right_before_an_evaluation_resumes_with_it(tmp_path: Path
     assert (found.step, len(found.progress["points"])) == (step, step // 12 - 1)
     resumed, _ = checkpointed_run(checkpointed(), Checkpoints(tmp_path / "again"), found)
     assert (resumed.points, resumed.sentence) == (whole.points, whole.sentence)
+
+
+@pytest.mark.parametrize("step", [12, 36])
+def test_a_run_stopped_in_an_evaluation_resumes_with_it(tmp_path: Path, step: int) -> None:
+    """With the metrics of an undisturbed run, also the times: the part of the evaluation isn't counted."""
+    whole, _ = checkpointed_run(checkpointed(), Checkpoints(tmp_path / "whole"))
+    given, checkpoints, stop = checkpointed(), Checkpoints(tmp_path / "stopped"), StopRequest()
+
+    def make(*callbacks: Any) -> Any:
+        engine: Any = on_virtual_clock(given, stop)(*callbacks)
+        execute, evaluated = engine._execute, [0]
+
+        def counting(event: Any) -> None:
+            execute(event)
+            evaluated[0] += engine.meter.evaluating
+            if evaluated[0] == 3 + (step // 12 - 1) * per_evaluation:
+                stop.reason = "interrupted"
+
+        per_evaluation = sum(map(len, map(list, forward_programs(given.setup.evaluation.pipeline, 3))))
+        engine._execute = counting
+        return engine
+
+    result, _ = TrainingLoop(given, make, Silent(), lambda point: None, CheckpointPolicy(checkpoints)).run()
+    assert result.outcome == INTERRUPTED
+    found, _ = checkpoints.latest()
+    assert found is not None
+    assert (found.step, len(found.progress["points"])) == (step, step // 12 - 1)
+    resumed, _ = checkpointed_run(checkpointed(), Checkpoints(tmp_path / "again"), found)
+    assert (resumed.points, resumed.sentence) == (whole.points, whole.sentence)
+    same = {name: value for name, value in whole.metrics.items() if name not in ("wall_time_s", "start_time_s")}
+    assert {name: resumed.metrics[name] for name in same} == pytest.approx(same)
 
 
 def test_totals_add_up_over_plans_and_rates_are_of_the_last(tmp_path: Path) -> None:
