@@ -4,6 +4,7 @@ They are neighbours by rank. All of them execute their worker's program, so they
 optimizers in the same order. Each has connections of its own to its counterpart of every other worker.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from pipebench.distributed.shared_memory import bytes_of, write
 from pipebench.distributed.shared_sum import FULL, PLACE_BYTES, SharedFile, read, share
 from pipebench.distributed.world import World
 from pipebench.engine.setup import Setup
-from pipebench.model.slice_modules import Slices
+from pipebench.model.slice_modules import Slices, side_by_side
 from pipebench.simulate.timeline import TENSOR
 
 
@@ -64,7 +65,7 @@ class ProcessSlices:
         self._num_bytes, self._key = num_bytes, (TENSOR, level)
         word = torch.zeros(self.size, device=world.device)
         self.sum(word)  # the first use makes connections
-        self.gather(word)
+        self.gather(word, self.size**2)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -85,14 +86,15 @@ class ProcessSlices:
             self._num_bytes[self._key] += given.itemsize * (given.numel() - own + (self.size - 1) * own)
         return (self._added(given) if self._shared is None and self.size > 2 else self._read(given)).to(tensor.device)
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return all processes' tensors, in their order."""
-        if tensor.is_meta:
-            return [tensor] * self.size
-        given = self._travelling(tensor)
-        if self._counts:
-            self._num_bytes[self._key] += (self.size - 1) * given.nbytes
-        return [each.to(tensor.device) for each in self._all(given)]
+    def gather(self, piece: torch.Tensor, num_features: int) -> torch.Tensor:
+        """Return all processes' pieces side by side; bytes are counted without what pads them to one width."""
+        if self._counts and not piece.is_meta:
+            self._num_bytes[self._key] += (self.size - 1) * piece.nbytes
+        width = math.ceil(num_features / self.size)
+        given = torch.nn.functional.pad(piece, (0, width - piece.shape[-1])) if piece.shape[-1] < width else piece
+        if piece.is_meta:
+            return side_by_side([given] * self.size, num_features)
+        return side_by_side((each.to(piece.device) for each in self._all(self._travelling(given))), num_features)
 
     def close(self) -> None:
         """Disconnect."""

@@ -5,7 +5,7 @@ A device has a copy of a divided module, of the same class, with pieces of its p
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -23,8 +23,8 @@ class SliceGroup(Protocol):
     def sum(self, tensor: torch.Tensor, *, counts: bool = True) -> torch.Tensor:
         """Return the sum over all devices, in their order; `counts`: whether its bytes are recorded as of slices."""
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return all devices' tensors, in their order."""
+    def gather(self, piece: torch.Tensor, num_features: int) -> torch.Tensor:
+        """Return all devices' pieces of features side by side; the last ones may be narrower, or empty."""
 
 
 class Cut(NamedTuple):
@@ -68,9 +68,9 @@ class Alone:
         """Return the tensor."""
         return tensor
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensor as if all devices had it."""
-        return [tensor] * self.size
+    def gather(self, piece: torch.Tensor, num_features: int) -> torch.Tensor:
+        """Return as many features, as if all devices had this piece."""
+        return side_by_side([piece] * self.size, num_features)
 
 
 class _SumForward(torch.autograd.Function):
@@ -103,10 +103,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: SliceGroup, num_features: int) -> torch.Tensor:
-        width = math.ceil(num_features / group.size)
-        ctx.piece = group.rank * width, value.shape[-1]
-        padded = nn.functional.pad(value, (0, width - value.shape[-1])) if value.shape[-1] < width else value
-        return torch.cat(group.gather(padded), -1)[..., :num_features]
+        ctx.piece = group.rank * math.ceil(num_features / group.size), value.shape[-1]
+        return group.gather(value, num_features)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -222,6 +220,11 @@ def cut_of(tensor: torch.Tensor, dimension: int, group: SliceGroup) -> Cut:
 def piece(tensor: torch.Tensor, dimension: int, group: SliceGroup) -> torch.Tensor:
     """Return a device's piece, a view."""
     return cut_of(tensor, dimension, group).of(tensor)
+
+
+def side_by_side(pieces: Iterable[torch.Tensor], num_features: int) -> torch.Tensor:
+    """Return pieces side by side, without what pads the last ones."""
+    return torch.cat([*pieces], -1)[..., :num_features]
 
 
 def with_parameters(module: nn.Module, **parameters: torch.Tensor | None) -> nn.Module:

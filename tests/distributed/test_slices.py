@@ -167,6 +167,11 @@ def test_a_process_holds_a_slice_and_sends_megatron_s_bytes(two: Processes) -> N
     assert first.facts["peak_bytes"] == [MemoryForecast(job_of(given)).memory.peaks[0].num_bytes]
 
 
+def test_bytes_of_gathered_logits_have_no_padding(two: Processes) -> None:
+    """0.2.0 in its beginnings: they had, where slices don't divide the vocabulary, unlike the virtual engine's."""
+    check(two, recipe({"mode": "single"}, 2, model={"vocabulary": VOCABULARY + 1}), 1e-5)
+
+
 def test_checkpoints_go_on_with_and_without_slices(two: Processes) -> None:
     given = recipe({"mode": "single"}, 2, optimizer={"name": "adam", "lr": 0.01})
     before, _ = virtually({**given, "parallelism": {"mode": "single", "tensor": 1}}, SEGMENTS[:1])

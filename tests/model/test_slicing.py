@@ -41,7 +41,10 @@ class Member:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Member":
         return self
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def gather(self, piece: torch.Tensor, num_features: int) -> torch.Tensor:
+        return torch.cat(self.all(piece), -1)
+
+    def all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         self.threads.given[self.rank] = tensor
         self.threads.barrier.wait()
         found = [*self.threads.given]
@@ -49,7 +52,7 @@ class Member:
         return found
 
     def sum(self, tensor: torch.Tensor, *, counts: bool = True) -> torch.Tensor:
-        first, *others = self.gather(tensor)
+        first, *others = self.all(tensor)
         for other in others:
             first = first + other
         return first
