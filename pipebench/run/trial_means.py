@@ -19,6 +19,11 @@ _OF_OTHERS = (
     "the loss of a sample depends on the other samples of its minibatch, of which microbatches have fewer: compute it "
     "from that sample alone, or cut nothing (parallelism.microbatches: 1)"
 )
+_DRAWS = (
+    "the model draws random numbers in evaluation mode, too, so that the loss of some samples can't be compared with "
+    "that of each part of them, as microbatches need: draw only if self.training, leave the draws to the data set, or "
+    "cut nothing (parallelism.microbatches: 1)"
+)
 _COUNTED = 16  # samples in which something has to count
 _FACTORS = (1, 8, 64)  # powers of two, which lose no bit
 
@@ -54,6 +59,8 @@ def refuse_other_means(
         if not is_mean(measure, measured, targets, factor, parameters):
             each = is_models and mean_over == "samples" and torch.as_tensor(loss_of_model(output, None)).dim() == 1
             problem = _OF_OTHERS if each else f"the loss {NO_MEAN}, {_way_out(mean_over)}"
+            if is_models and not torch.equal(measure(fields, targets), measure(fields, targets)):
+                problem = _DRAWS
             raise UserCodeError(problem, "dataset.loss")
 
 

@@ -273,6 +273,12 @@ class Unjudging(Judging):
         return {"scores": output, "row": output[:, 0], "pair": (weighted(output, y), output)}[self.kind]
 
 
+class Noisy(Judging):
+    def forward(self, x, y):
+        output = self.b(self.leaf(torch.tanh(self.a(x + torch.randn_like(x)))))
+        return {"loss": nn.functional.cross_entropy(output, y), "output": output}
+
+
 class Even(Judging):
     def forward(self, x, y):
         output = self.b(self.leaf(torch.tanh(self.a(x))))

@@ -215,6 +215,10 @@ REFUSED: list[tuple[Sequence[str], str]] = [
         "dataset.loss: the loss of some samples isn't the mean of what it is of each part of them, which microbatches",
     ),
     (
+        ["model.target=OWN:Noisy", "dataset.loss=model", "parallelism={mode: gpipe, plan: 1-1, microbatches: 2}"],
+        "dataset.loss: the model draws random numbers in evaluation mode, too, so that the loss of some samples can't",
+    ),
+    (
         ["model.target=OWN:Crowded", "dataset.loss=model", "parallelism={mode: gpipe, plan: 1-1, microbatches: 2}"],
         "dataset.loss: the loss of a sample depends on the other samples of its minibatch, of which microbatches have",
     ),
