@@ -6,7 +6,7 @@ exchange at every drain what decides its course, so that all decide alike.
 
 import logging
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -222,10 +222,10 @@ class TrainingLoop:
 
     def _evaluate(self) -> None:
         when = f"evaluation after {num_epochs(self._epochs(self._samples))}"
-        try:
-            with self._clock.spending("evaluation_s"), during(when):
-                scores = self._engine.evaluate()
-        except EvaluationStoppedError:  # the run that goes on begins with it
+        scores: dict[str, float] | None = None
+        with self._clock.spending("evaluation_s"), during(when), suppress(EvaluationStoppedError):
+            scores = self._engine.evaluate()
+        if scores is None:  # the run that goes on begins with it
             self._end_if_stopped()
             return
         metrics = {"train_loss": self._loss.take_mean(), **scores}
