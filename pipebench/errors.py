@@ -257,10 +257,14 @@ def without_hidden(text: str) -> str:
     "got '${oc.env:TOKEN}', no folder /${oc.env:TOKEN}/data, near ${oc.env:TOKEN}..."
     """
     for form in sorted(_hidden, key=len, reverse=True):  # one may be a prefix of another
-        # As a word; a short value only where quoted or assigned.
-        before = r"(?<!\w)" if len(form) >= _SHORTEST_SECRET else r"(?:(?<=')|(?<=got ))"
-        text = _without_cut(re.sub(rf"{before}{re.escape(form)}(?!\w)", lambda match: _hidden[match[0]], text), form)
+        text = _without_cut(re.sub(_pattern(form), lambda match: _hidden[match[0]], text), form)
     return text
+
+
+def _pattern(form: str) -> str:
+    """Return a pattern of a hidden value as a word; of a short value only where quoted or assigned."""
+    before = r"(?<!\w)" if len(form) >= _SHORTEST_SECRET else r"(?:(?<=')|(?<=got ))"
+    return rf"{before}{re.escape(form)}(?!\w)"
 
 
 def _without_cut(text: str, form: str) -> str:

@@ -259,13 +259,7 @@ class Receiver(ReceivingEnd):
         """Post buffers for future messages, now and as others are received."""
         self._num_unposted += num_messages
         while self._num_unposted > 0 and len(self._posted) < AHEAD:
-            buffer = self._link.buffer(self._capacity.num_bytes)
-            lane = self._link.lanes[self._num_posted % len(self._link.lanes)]
-            self._num_posted += 1
-            with peers():
-                work = dist.irecv(buffer, self._link.peer, group=lane, tag=self._link.tag)
-            self._posted.append((work, buffer, lane))
-            self._num_unposted -= 1
+            self._post()
 
     def receive(self, unit: int | None) -> Received:
         """Wait for the next message; see `ReceivingEnd`."""
@@ -321,3 +315,12 @@ class Receiver(ReceivingEnd):
                 run.record_stream(torch.cuda.current_stream(link.device))
         leaves = zip(layout.tensors, runs, strict=True)
         return [leaf.of(run.cpu() if leaf.on_host else run) for leaf, run in leaves]
+
+    def _post(self) -> None:
+        buffer = self._link.buffer(self._capacity.num_bytes)
+        lane = self._link.lanes[self._num_posted % len(self._link.lanes)]
+        self._num_posted += 1
+        with peers():
+            work = dist.irecv(buffer, self._link.peer, group=lane, tag=self._link.tag)
+        self._posted.append((work, buffer, lane))
+        self._num_unposted -= 1

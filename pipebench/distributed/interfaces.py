@@ -34,11 +34,7 @@ def prepare_sockets(environ: MutableMapping[str, str], everyone: Sequence[Mappin
     """
     _allow_files()
     if everyone is None:
-        names = [name for _, name in socket.if_nameindex()]
-        loopback = next((name for name in ("lo", "lo0") if name in names), None)
-        for variable in INTERFACES:
-            if loopback is not None:
-                environ.setdefault(variable, loopback)
+        _stay_on_loopback(environ)
     else:
         choose_interface(environ, everyone)
 
@@ -50,6 +46,15 @@ def _allow_files() -> None:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
             return
+
+
+def _stay_on_loopback(environ: MutableMapping[str, str]) -> None:
+    """Have Gloo and NCCL use the loopback interface, where all workers are on this host."""
+    names = [name for _, name in socket.if_nameindex()]
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    for variable in INTERFACES:
+        if loopback is not None:
+            environ.setdefault(variable, loopback)
 
 
 def address_towards(host: str) -> str:

@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from pipebench.distributed.channel import LANES, ChannelLink, ChannelSender, Receiver
 from pipebench.distributed.ends import Received, ReceivingEnd, SendingEnd
-from pipebench.distributed.instruction_times import HostTimer
+from pipebench.distributed.instruction_times import HostTimer, Moment
 from pipebench.distributed.launch_join import leave
 from pipebench.distributed.meter import MeasuredMeter
 from pipebench.distributed.shared_memory import connect
@@ -232,14 +232,17 @@ class ChannelTransport:
         number = message.unit if kind == EVALUATION else self._setup.pipeline.label(message.unit)
         label = f"{_LABELS.get(kind, 'F')}{number}"
         workers, times_s = ((channel.sender,), (channel.receiver,)), (message.sent_s, message.arrived_s)
-        transfer = Transfer(kind, label, *workers, level, message.payload_bytes, *times_s)
+        self._arrived(channel, Transfer(kind, label, *workers, level, message.payload_bytes, *times_s), start)
+        return message
+
+    def _arrived(self, channel: Channel, transfer: Transfer, start: Moment) -> None:
+        """Record a message that was waited for since `start`, now or at the next drain."""
         unsettled = self._unsettled.get(channel)
         if unsettled is not None:
             end = self._timer.mark()
             self._timer.then(lambda: unsettled.append(replace(transfer, start_s=start.s, end_s=end.s)))
         elif transfer.kind != CONTROL:
             self._timer.then(lambda: self._record(transfer, transfer.end_s - max(start.s, transfer.start_s), None))
-        return message
 
     def _record(self, transfer: Transfer, stall_s: float, waited_s: float | None) -> None:
         self._meter.stalled(max(0.0, stall_s))

@@ -100,10 +100,7 @@ class BoundaryValues:
         total: Gradients = {}
         for reader in sorted(arriving, reverse=True):
             gradients = arriving[reader]
-            (given,) = gradients.pop(_SCALE, [None])
-            scale = self._scales.get(stage)
-            # A loss scale that arrives is replaced by this stage's.
-            add(total, gradients, 1.0 if scale is None or given is None else float(scale.value / given))
+            add(total, gradients, self._factor(stage, gradients))
         return total
 
     def leave_back(self, stage: int, unit: int, returning: Gradients) -> None:
@@ -152,3 +149,9 @@ class BoundaryValues:
                 flatten(value)
             except CrossingError as error:
                 raise CrossingError(f"layer {self._graph.layers[layer].name}: {error}") from None
+
+    def _factor(self, stage: int, gradients: Gradients) -> float:
+        """Remove the loss scale from gradients that have arrived; return the factor into this stage's scale."""
+        (given,) = gradients.pop(_SCALE, [None])
+        scale = self._scales.get(stage)
+        return 1.0 if scale is None or given is None else float(scale.value / given)

@@ -216,10 +216,7 @@ class VirtualEngine(TrainingEngine):
         if admission.limit < num_minibatches:
             self.network.num_bytes, self.clock_s = bytes_before, start_s
             return False
-        counted = Counter(bytes_before)
-        for (_, level), num_bytes in (self.network.num_bytes - bytes_before).items():
-            counted[EVALUATION, level] += num_bytes
-        self.network.num_bytes = counted
+        self.network.num_bytes = _as_evaluation(bytes_before, self.network.num_bytes)
         self._count_slices(0)
         return True
 
@@ -296,3 +293,11 @@ def _delivered(messages: Sequence[Message], network: Network, since_s: float) ->
     """Complete transfers before anything else runs; return the end time, at least `since_s`."""
     network.deliver(messages)
     return max([since_s, *(message.arrival_s for message in messages)])
+
+
+def _as_evaluation(before: Counter[tuple[str, str]], after: Counter[tuple[str, str]]) -> Counter[tuple[str, str]]:
+    """Return the bytes sent `after` an evaluation, those since `before` under the kind `evaluation`."""
+    counted = Counter(before)
+    for (_, level), num_bytes in (after - before).items():
+        counted[EVALUATION, level] += num_bytes
+    return counted

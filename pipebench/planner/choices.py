@@ -67,6 +67,11 @@ def why_nothing_fits(estimator: Estimator) -> str:
     )
 
 
+def lacks_places(estimator: Estimator) -> bool:
+    """Return whether there are too few workers or places to cut for a mode with several stages per worker."""
+    return estimator.mode.chunks > 1 and math.isinf(least_memory(estimator))
+
+
 def _too_few_places(estimator: Estimator) -> str:
     """Say that there are too few workers, or places to cut, for several stages per worker."""
     workers, stages = estimator.request.cluster.num_workers, len(estimator.work.states) - 1
@@ -137,9 +142,7 @@ def best_choice(estimator: Estimator, best: Best) -> PlanEstimate:
     """
     found = {estimator.mode: _tried(best, estimator.request)}
     own = found[estimator.mode]
-    # With several stages per worker there may be too few workers or places to cut, whatever the memory.
-    lacks_places = isinstance(own, PlanError) and estimator.mode.chunks > 1 and math.isinf(least_memory(estimator))
-    rows = [] if lacks_places else [*open_rows(estimator)]
+    rows = [] if isinstance(own, PlanError) and lacks_places(estimator) else [*open_rows(estimator)]
     closed = replace(estimator.request, may_shard=(), may_recompute=False)
     if rows and (isinstance(own, PlanError) or (not _fits_whole(estimator) and _binds(estimator, best, closed, own))):
         found |= {row: _tried(best, replace(closed, row=row)) for row in rows}

@@ -69,9 +69,8 @@ def refined(
 def cheapest(states: States, count: int) -> list[int]:
     """Return about `count` states: the first, the last, and the one of each group of neighbours that sends least."""
     carried = states.sent_bytes + states.returned_bytes + states.antichain_bytes
-    last = len(states) - 1  # the first and the last state are groups of their own
-    bounds = sorted({0, *np.linspace(1, last, min(count, last)).astype(int).tolist(), len(states)})
-    return [a + int(carried[a:b].argmin()) for a, b in itertools.pairwise(bounds)]
+    bounds = _bounds(len(states), count)
+    return [a + int(carried[a:b].argmin()) for a, b in itertools.pairwise([*bounds, len(states)])]
 
 
 def every_nth(num_states: int, step: int) -> list[int]:
@@ -82,3 +81,9 @@ def every_nth(num_states: int, step: int) -> list[int]:
 def loosened(states: States) -> States:
     """Return groups of states: the smallest bottleneck over these is at most the one over all states."""
     return states.grouped(NUM_GROUPS)
+
+
+def _bounds(num_states: int, count: int) -> list[int]:
+    """Return the first states of about `count` groups; the first and the last state are groups of their own."""
+    inner = np.linspace(1, num_states - 1, min(count, num_states - 1)).astype(int).tolist()
+    return sorted({0, *inner})

@@ -67,8 +67,7 @@ class Floors:
         self._places = [members.bit_count() for members in states.members]  # layers before each state
         self.rows = self._profile.layers[self._size]
         self._stage = cache(self._stage_costs)
-        # Of a place between two layers: the layers before it whose output is read from there on
-        self._crossing = cache(lambda place: np.flatnonzero(self._last_reader[:place] >= place).tolist())
+        self._crossing = cache(self._values_across)
         self._level = cache(lambda one, other: self._cluster.levels[self._cluster.level_between(one, other)])
         self._sum = cache(self._sum_s)
         # By whether a plan has several stages
@@ -121,6 +120,10 @@ class Floors:
     @cached_property
     def _last_reader(self) -> np.ndarray:
         return np.array([readers[-1] if readers else -1 for readers in self._readers])
+
+    def _values_across(self, place: int) -> list[int]:
+        """Return the layers before `place` whose output is read from there on."""
+        return [int(value) for value in np.flatnonzero(self._last_reader[:place] >= place)]
 
     def _edges(self, sketch: Sketch) -> dict[tuple[int, int], _Crossing]:
         """Return what crosses by (source stage, target stage)."""

@@ -72,14 +72,7 @@ class Planner(Estimator):
     def best(self) -> PlanEstimate:
         """Return the best plan; raises a PlanError if none fits in memory."""
         if self.stages_choose:
-            self._on_search("straight")
-            started = time.perf_counter()
-            found = best_virtualised(self)
-            self.search_s = time.perf_counter() - started
-            self._on_search("simulating")
-            best = predicted(self, found)
-            self.predict_s = time.perf_counter() - started - self.search_s
-            return best
+            return self._virtualised()
         return best_choice(self, self._best_of)
 
     def _best_of(self, request: Request) -> PlanEstimate:
@@ -99,6 +92,16 @@ class Planner(Estimator):
             self._on_search("climbing")
             best = climb(self, proposed)
         self.predict_s += time.perf_counter() - started
+        return best
+
+    def _virtualised(self) -> PlanEstimate:
+        self._on_search("straight")
+        started = time.perf_counter()
+        found = best_virtualised(self)
+        self.search_s = time.perf_counter() - started
+        self._on_search("simulating")
+        best = predicted(self, found)
+        self.predict_s = time.perf_counter() - started - self.search_s
         return best
 
     def policies_of(self, replicas: Sequence[int], starts: Sequence[int]) -> tuple[str, ...]:

@@ -55,11 +55,8 @@ class Searches:
         mode, count = self._mode, self._request.cluster.num_workers
         if mode.is_one_stage:
             yield from self._one_stage(rule, 1 if mode.shape == "one" else count)
-        elif mode.chunks > 1:  # on all workers, on half of them, and so on: pipelines of fewer positions fill sooner
-            for width in self._equal_widths:
-                most = self._most_positions(width)
-                for positions in (most >> times for times in range(most.bit_length())):
-                    yield from self._cut_equally(self._estimator.work, rule, width, positions, self._request.model)
+        elif mode.chunks > 1:
+            yield from self._halved(rule)
         elif mode.shape == "any" and mode.depth == 1:
             yield from self._unpipelined(rule)
         elif mode.shape == "any" and not mode.flush:
@@ -130,6 +127,16 @@ class Searches:
         if shape == "straight" or (shape == "any" and not self._mode.is_sharded):
             return [1]
         return [width for width in range(1 + (shape == "even"), count + 1, 1 + (shape == "even")) if count % width == 0]
+
+    def _halved(self, rule: MemoryRule | None) -> Iterator[PlanEstimate]:
+        """Yield plans with several stages per worker on all workers, on half of them, on a quarter, and so on.
+
+        The order of work says on which worker each stage is. Pipelines of fewer positions fill sooner.
+        """
+        for width in self._equal_widths:
+            most = self._most_positions(width)
+            for positions in (most >> times for times in range(most.bit_length())):
+                yield from self._cut_equally(self._estimator.work, rule, width, positions, self._request.model)
 
     def of_other_lengths(self, rule: MemoryRule | None, model: CostModel) -> Iterator[PlanEstimate]:
         """Yield the best plan by `model` for every number of equally wide positions, most first, within a budget.

@@ -101,9 +101,7 @@ def _check_measurable(recipe: Recipe, cluster: Cluster, dataset: Dataset) -> Non
 
 def profile_request(recipe: Recipe, graph: LayerGraph, dataset: Dataset, sizes: Sequence[int]) -> ProfileRequest:
     """Return what to profile for a recipe."""
-    options = ", ".join(f"{key}={value}" for key, value in recipe.model.items() if key not in ("name", "target"))
-    text = f"{recipe.model.get('name') or recipe.model['target']}({options})"
-    return ProfileRequest(graph, dataset, sizes, recipe.train.optimizer, text)
+    return ProfileRequest(graph, dataset, sizes, recipe.train.optimizer, _model_text(recipe))
 
 
 def measured_key(recipe: Recipe, request: ProfileRequest, device: torch.device) -> dict[str, object]:
@@ -169,10 +167,7 @@ def _loaded(recipe: Recipe, path: str, dataset: Dataset) -> Profile:
     found, precision = load_profile(path, recipe.train.minibatch_size), recipe.train.precision
     if _says_samples(found) and found.precision != precision:
         raise ProfileError(f"profile {path} is of precision {found.precision}, train.precision is {precision}")
-    held, wanted = ([(each.columns, each.share) for each in lengths] for lengths in (found.lengths, dataset.lengths))
-    if held != wanted:
-        lengths = (f"lengths {', '.join(str(n) for n, _ in each)}" if each else "one length" for each in (held, wanted))
-        raise ProfileError(f"profile {path} has times of {next(lengths)}, dataset.lengths asks for {next(lengths)}")
+    _check_lengths(found, path, dataset)
     return found
 
 
@@ -236,6 +231,14 @@ def _contradiction(row: LayerProfile, expected: LayerProfile, reads: tuple[list[
     return ""
 
 
+def _check_lengths(profile: Profile, path: str, dataset: Dataset) -> None:
+    """Check that a profile's lengths and their shares are those of the data set."""
+    held, wanted = ([(each.columns, each.share) for each in lengths] for lengths in (profile.lengths, dataset.lengths))
+    if held != wanted:
+        lengths = (f"lengths {', '.join(str(n) for n, _ in each)}" if each else "one length" for each in (held, wanted))
+        raise ProfileError(f"profile {path} has times of {next(lengths)}, dataset.lengths asks for {next(lengths)}")
+
+
 def _with_bytes_of(shapes: Profile, profile: Profile, path: str) -> Profile:
     """Return a `graph.txt`'s profile with the bytes of `shapes`, which was computed from the model.
 
@@ -266,6 +269,11 @@ def _with_bytes_of(shapes: Profile, profile: Profile, path: str) -> Profile:
 def _says_samples(profile: Profile) -> bool:
     """Return whether a profile states its sizes and device, unlike one from a `graph.txt`."""
     return profile.device != UNKNOWN_DEVICE
+
+
+def _model_text(recipe: Recipe) -> str:
+    options = ", ".join(f"{key}={value}" for key, value in recipe.model.items() if key not in ("name", "target"))
+    return f"{recipe.model.get('name') or recipe.model['target']}({options})"
 
 
 def _model_parts(recipe: Recipe, request: ProfileRequest) -> dict[str, object]:

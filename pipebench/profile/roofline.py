@@ -115,13 +115,7 @@ class Roofline(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _cost(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> _Cost:
         """Return the cost of an operation that has returned `out`."""
-        read = [*map(_num_bytes, tensors_in((args, kwargs)))]
-        written = sum(map(_num_bytes, tensors_in(out)))
-        if name in _GATHERS:
-            read[0] = min(read[0], written)
-        if name == "embedding_dense_backward":  # writes zeros, then reads and writes the rows of its first tensor
-            written += 2 * read[0]
-        num_bytes = sum(read) + written + sum(read[: _READ_AGAIN.get(name, 0)])
+        num_bytes = _bytes_of(name, args, kwargs, out)
         count = _flop_counters().get(func.overloadpacket)
         flops = int(count(*args, **kwargs, out_val=out)) if count else 0
         self._dtype = _type_of(out)
@@ -255,6 +249,17 @@ def _flop_counters() -> Mapping[Any, Callable[..., Any]]:
     from torch.utils.flop_counter import flop_registry
 
     return flop_registry
+
+
+def _bytes_of(name: str, args: Any, kwargs: Any, out: Any) -> int:
+    """Return the bytes an operation reads and writes."""
+    read = [*map(_num_bytes, tensors_in((args, kwargs)))]
+    written = sum(map(_num_bytes, tensors_in(out)))
+    if name in _GATHERS:
+        read[0] = min(read[0], written)
+    if name == "embedding_dense_backward":  # writes zeros, then reads and writes the rows of its first tensor
+        written += 2 * read[0]
+    return sum(read) + written + sum(read[: _READ_AGAIN.get(name, 0)])
 
 
 def _type_of(out: Any) -> torch.dtype | None:

@@ -371,17 +371,21 @@ def _called(name: str, values: Sequence[Value]) -> Value:
     if name == "abs":
         return _each(abs, first)
     if name == _CORRELATION:
-        one, other = (value if isinstance(value, Cells) else Cells() for value in values)
-        rows = [row for row in one if row in other]
-        x, y = [one[row] for row in rows], [other[row] for row in rows]
-        if len({*x}) < 2 or len({*y}) < 2:
-            raise NoValueError("it takes two rows that differ")
-        return _applied(lambda *_: statistics.correlation(x, y), [*x, *y])
+        return _correlation(values)
     members = list(first.values()) if isinstance(first, Cells) else [v for v in values if not isinstance(v, Cells)]
     if name == "count":
         return sum(bool(each) if isinstance(each, bool) else 1 for each in members)
     function = {**_OF_NUMBERS, **_OF_TRUTHS}[name]
     return _applied(lambda *each: function(each), members)
+
+
+def _correlation(measures: Sequence[Value]) -> float:
+    one, other = (value if isinstance(value, Cells) else Cells() for value in measures)
+    rows = [row for row in one if row in other]
+    x, y = [one[row] for row in rows], [other[row] for row in rows]
+    if len({*x}) < 2 or len({*y}) < 2:
+        raise NoValueError("it takes two rows that differ")
+    return _applied(lambda *_: statistics.correlation(x, y), [*x, *y])
 
 
 def _explained(node: ast.expr, lookup: Lookup) -> Iterator[str]:

@@ -104,9 +104,13 @@ def _block(block: Block) -> str:
         case Verbatim(text):
             return f"```\n{text}\n```"
         case RenderedTable():
-            sides = ("---" if index < block.left else "--:" for index in range(len(block.headings)))
-            lines = [block.headings, sides, *block.rows]
-            return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+            return _table(block)
+
+
+def _table(table: RenderedTable) -> str:
+    sides = ("---" if index < table.left else "--:" for index in range(len(table.headings)))
+    lines = [table.headings, sides, *table.rows]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
 
 
 def _cell(cell: Cell) -> str:

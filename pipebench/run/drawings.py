@@ -24,6 +24,7 @@ from pipebench.show.sweep_lines import sweeps_of
 from pipebench.show.sweep_picture import sweep_figure
 from pipebench.show.trace import write_trace
 from pipebench.show.verdict import comparison_markdown
+from pipebench.simulate.memory_meter import MemoryTimeline
 from pipebench.simulate.timeline import Timeline
 from pipebench.tracking.run_log import RunLog
 from pipebench.train.job import Job
@@ -41,10 +42,7 @@ def record_run(
     drawn: list[str] = []
     is_drawn = kind.trains or suite.draws
     if is_drawn:
-        memory = None if forecast is None or kind.measures else forecast.memory  # on the same clock
-        drawings = {"timeline.png": writes(timeline_figure, timeline)}
-        drawings["trace.json"] = partial(write_trace, timeline, memory=memory)
-        drawn += record_drawn(log, drawings, "the timeline")
+        drawn += record_timeline(log, timeline, None if forecast is None or kind.measures else forecast.memory)
         if forecast is not None:
             drawn += record_forecast(log, forecast)
     if not suite.brief:
@@ -68,6 +66,13 @@ def _record_page_of(log: RunLog, make: Callable[[], str]) -> None:
         log.text(PAGE, make())
     except Exception as error:  # a page must never cost a result
         _LOG.warning("%s has no page: %s", log.name, error)
+
+
+def record_timeline(log: RunLog, timeline: Timeline, memory: MemoryTimeline | None = None) -> list[str]:
+    """Record a timeline as a picture and a Perfetto trace, with memory on the same clock; return their names."""
+    drawings = {"timeline.png": writes(timeline_figure, timeline)}
+    drawings["trace.json"] = partial(write_trace, timeline, memory=memory)
+    return record_drawn(log, drawings, "the timeline")
 
 
 def record_forecast(log: RunLog, forecast: MemoryForecast) -> list[str]:

@@ -53,17 +53,7 @@ def _own_seeds(loaded: Sequence[LoadedRecipe], seeds: Sequence[int]) -> Iterator
 
 def faults_together(loaded: Sequence[LoadedRecipe]) -> list[Fault]:
     """Return the faults that recipes have only in one command."""
-    first: dict[str, str] = {}
-    faults = []
-    for each in loaded:
-        name = each.run_name
-        if name in first:
-            problem = (
-                f"got {name!r}, which {first[name]} is named already; recipes run together need names of their own"
-            )
-            faults.append(Fault(each.source, "name", problem))
-        first.setdefault(name, each.source)
-    return [*faults, *_other_sizes(loaded)]
+    return [*_same_names(loaded), *_other_sizes(loaded)]
 
 
 def _other_sizes(loaded: Sequence[LoadedRecipe]) -> Iterator[Fault]:
@@ -76,3 +66,18 @@ def _other_sizes(loaded: Sequence[LoadedRecipe]) -> Iterator[Fault]:
         why = f"{PurePath(path).name} holds one size and doesn't say which: it can't be that of both"
         mend = "give each size a file of its own, or a profile in JSON"
         yield Fault(each.origin(_SIZE), _SIZE, f"got {size}, beside {first[str(path)]}, and {why}; {mend}")
+
+
+def _same_names(loaded: Sequence[LoadedRecipe]) -> list[Fault]:
+    """Return a fault per recipe with the name of an earlier one."""
+    first: dict[str, str] = {}
+    faults = []
+    for each in loaded:
+        name = each.run_name
+        if name in first:
+            problem = (
+                f"got {name!r}, which {first[name]} is named already; recipes run together need names of their own"
+            )
+            faults.append(Fault(each.source, "name", problem))
+        first.setdefault(name, each.source)
+    return faults

@@ -16,6 +16,7 @@ from pipebench.files import read_text
 from pipebench.metrics import warn_of_unlisted
 from pipebench.model.device import commit_diff, environment
 from pipebench.model.splitting import unsplit
+from pipebench.planner.plans import Comparison
 from pipebench.profile.stored import write_profile
 from pipebench.recipe.engines import engine_kind
 from pipebench.recipe.load import LoadedRecipe
@@ -87,20 +88,25 @@ def record_inputs(log: RunLog, loaded: LoadedRecipe, job: Job, facts: Mapping[st
     if is_csv(order):
         log.text("order.csv", read_text(order))
     if job.comparison is not None:
-        compared = [
-            {
-                "mode": each.plan.mode,
-                "plan": str(each.plan),
-                "predicted_minibatch_s": each.minibatch_s,
-                "memory_bytes": each.memory_bytes,
-            }
-            for each in (job.comparison.best, *job.comparison.others)
-        ]
-        log.text("modes.json", json.dumps({"compared": compared, "refused": job.comparison.refused}, indent=1))
+        log.text("modes.json", _modes_json(job.comparison))
     log.text("environment.yaml", OmegaConf.to_yaml(OmegaConf.create(dict(facts))))
     difference = commit_diff()
     if difference:
         log.text("changes.diff", difference)
+
+
+def _modes_json(comparison: Comparison) -> str:
+    """Return the planner's result for every mode, if the recipe left the choice to it."""
+    compared = [
+        {
+            "mode": each.plan.mode,
+            "plan": str(each.plan),
+            "predicted_minibatch_s": each.minibatch_s,
+            "memory_bytes": each.memory_bytes,
+        }
+        for each in (comparison.best, *comparison.others)
+    ]
+    return json.dumps({"compared": compared, "refused": comparison.refused}, indent=1)
 
 
 class EndedRunInterrupt(KeyboardInterrupt):

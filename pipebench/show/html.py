@@ -76,8 +76,7 @@ def _block(block: Block, folder: Path, server: str) -> str:
         case Heading(text):
             return f'<h2 id="{_anchor(text)}">{_inline(text)}</h2>'
         case Text(text):
-            written: str = _MARKDOWN.render(text)
-            return written
+            return _paragraphs(text)
         case Image(name, description):
             vector, pixels = folder / f"{name}.svg", folder / f"{name}.png"
             kind, path = ("svg+xml", vector) if vector.is_file() else ("png", pixels)
@@ -122,6 +121,11 @@ def _known(links: Sequence[PageLink], server: str) -> list[str]:
             written.append(f'<a href="{address}" title="{title}">{text}</a>')
         else:
             written.append(f'<span title="{title}">{text}</span>')
+    return written
+
+
+def _paragraphs(text: str) -> str:
+    written: str = _MARKDOWN.render(text)
     return written
 
 

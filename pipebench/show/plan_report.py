@@ -54,26 +54,7 @@ def print_plan(answer: PlanFindings, console: Console) -> None:
 def print_modes(answer: PlanFindings, console: Console) -> None:
     """Print the best plan of every other mode, if planned, and the time that planning took."""
     if answer.comparison.others and not answer.comparison.unplanned:
-        best = answer.comparison.best
-        table = new_table("mode", "plan", f"{answer.units}/s", "of the fastest", "memory", f"bytes/{answer.unit}")
-        for column in table.columns:
-            column.no_wrap = column.header != "plan"
-        fastest_s = min(found.minibatch_s for found in (best, *answer.comparison.others))
-        for found in (best, *answer.comparison.others):
-            update = f", {found.microbatches} microbatches" if found.microbatches > 1 else ""
-            update += f", update per {found.accumulate}" if found.accumulate > 1 else ""
-            counts = str(found.plan) == "straight" or len(found.stages) > 8
-            stages = f" ({len(found.stages)} stages)" if counts else ""
-            table.add_row(
-                found.plan.mode,
-                f"{shortened(str(found.plan), _PLAN_WIDTH)}{stages}{update}",
-                number(_per_s(answer, found)),
-                percent(quotient(fastest_s, found.minibatch_s)),
-                num_bytes(found.memory_bytes),
-                num_bytes(sum(found.num_bytes.values()) / answer.size),
-                style="bold" if found is best else "",
-            )
-        print_table(console, table, indent=2)
+        print_table(console, _mode_table(answer), indent=2)
     print_facts(console, _rest(answer))
 
 
@@ -236,6 +217,29 @@ def _activations(best: PlanEstimate) -> Iterator[tuple[str, str]]:
             parts.append(f"{virtual.recomputed} recomputed: {seconds(virtual.again_s)}")
         yield heading, f"stage {index}: {'; '.join(parts)}"
         heading = ""
+
+
+def _mode_table(answer: PlanFindings) -> Table:
+    best = answer.comparison.best
+    table = new_table("mode", "plan", f"{answer.units}/s", "of the fastest", "memory", f"bytes/{answer.unit}")
+    for column in table.columns:
+        column.no_wrap = column.header != "plan"
+    fastest_s = min(found.minibatch_s for found in (best, *answer.comparison.others))
+    for found in (best, *answer.comparison.others):
+        update = f", {found.microbatches} microbatches" if found.microbatches > 1 else ""
+        update += f", update per {found.accumulate}" if found.accumulate > 1 else ""
+        counts = str(found.plan) == "straight" or len(found.stages) > 8
+        stages = f" ({len(found.stages)} stages)" if counts else ""
+        table.add_row(
+            found.plan.mode,
+            f"{shortened(str(found.plan), _PLAN_WIDTH)}{stages}{update}",
+            number(_per_s(answer, found)),
+            percent(quotient(fastest_s, found.minibatch_s)),
+            num_bytes(found.memory_bytes),
+            num_bytes(sum(found.num_bytes.values()) / answer.size),
+            style="bold" if found is best else "",
+        )
+    return table
 
 
 def _rest(answer: PlanFindings) -> Iterator[tuple[str, str]]:

@@ -58,8 +58,7 @@ def print_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
 
 def print_groups(console: Console, groups: Sequence[tuple[str, Table]]) -> None:
     """Print tables of the same columns below each other, each under its title if any."""
-    together = copy(groups[0][1])
-    together.rows, together.columns = [], [column.copy() for column in together.columns]
+    together = copy_without_rows(groups[0][1])
     for _, table in groups:
         for row in zip(*(column.cells for column in table.columns), strict=True):
             together.add_row(*row)
@@ -70,6 +69,14 @@ def print_groups(console: Console, groups: Sequence[tuple[str, Table]]) -> None:
             if title:
                 print_plain(console, Text(f" {title}", style="bold"))
             print_plain(console, _drawn(table, part))
+
+
+def copy_without_rows(table: Table) -> Table:
+    """Return a table with the same columns and no rows."""
+    new = copy(table)
+    new.rows = []
+    new.columns = [column.copy() for column in table.columns]
+    return new
 
 
 def _fitting(console: Console, table: Table, width: int, left: int) -> tuple[_Padding, list[_Part]]:

@@ -188,6 +188,11 @@ def _ring_part(links: Links, rings: Groups, rounds: int, connections: int = 1) -
     return [Part(share, tuple((links.port(port), weight) for port, weight in weights.items()), latency_s, cap)]
 
 
+def ring_phases(links: Links, ring: Sequence[int], servers: Groups) -> Phases:
+    """Return one ring of all, in which every chunk goes round once."""
+    return [_ring_part(links, [ring], 1)]
+
+
 def ring_latency_s(hops_s: Sequence[float], rounds: int = 2) -> float:
     """Return the latency of the chunk that arrives last, given the latency of every hop around a ring.
 
@@ -224,7 +229,6 @@ def server_phases(links: Links, ring: Sequence[int], servers: Groups) -> Phases:
 ALGORITHMS: Final[dict[str, SumAlgorithm]] = {
     ALL_REDUCE: SumAlgorithm(all_reduce_traffic, all_reduce_phases),
     PARAMETER_SERVER: SumAlgorithm(server_traffic, server_phases),
-    # One ring of all, in which every chunk goes round once
-    RING: SumAlgorithm(ring_traffic, lambda links, ring, servers: [_ring_part(links, [ring], 1)]),
+    RING: SumAlgorithm(ring_traffic, ring_phases),
     ALL_TO_ALL: SumAlgorithm(all_to_all_traffic, lambda links, ring, servers: server_phases(links, ring, servers)[:1]),
 }

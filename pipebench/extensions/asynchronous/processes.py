@@ -64,18 +64,7 @@ class ProcessServer(Server):
     def drained(self) -> Iterator[Sent]:
         """Broadcast the averages of parameters that the server's optimizer keeps for evaluations, if any."""
         for group in self._collectives.stage_groups.values():
-            own = None if self.here is None else self.here.averages
-            device = self._collectives.setup.device if self._collectives.world.direct else torch.device("cpu")
-            there = torch.tensor([own is not None], device=device)
-            averages = [each.detach().to(device, copy=True) for each in own or self._weights.newest.parameters]
-            start = self._collectives.timer.mark()
-            with peers():
-                dist.broadcast(there, self._server_rank, group=group)
-                for average in averages if there else ():
-                    dist.broadcast(average, self._server_rank, group=group)
-            if there and self.here is None:
-                self._weights.take_averages(averages)
-                self._count(BUFFERS, "averages", start, to_server=False)
+            self._broadcast_averages(group)
         yield from ()
 
     def close(self) -> None:
@@ -84,6 +73,20 @@ class ProcessServer(Server):
             self._serving.close()
         else:
             self._link.done()
+
+    def _broadcast_averages(self, group: dist.ProcessGroup) -> None:
+        own = None if self.here is None else self.here.averages
+        device = self._collectives.setup.device if self._collectives.world.direct else torch.device("cpu")
+        there = torch.tensor([own is not None], device=device)
+        averages = [each.detach().to(device, copy=True) for each in own or self._weights.newest.parameters]
+        start = self._collectives.timer.mark()
+        with peers():
+            dist.broadcast(there, self._server_rank, group=group)
+            for average in averages if there else ():
+                dist.broadcast(average, self._server_rank, group=group)
+        if there and self.here is None:
+            self._weights.take_averages(averages)
+            self._count(BUFFERS, "averages", start, to_server=False)
 
     def _links(self, worker: int) -> Iterator[ServerLink]:
         """Make the link between the server and another worker; all processes take part, the two yield it."""

@@ -110,11 +110,7 @@ class MigratingReplica:
             replica, stage = part.replica, part.replica.stage
             reads, own = {layer: values[layer] for layer in stage.reads}, [fields[name] for name in stage.inputs]
             if part.leaves_to is not None:
-                # The state that the forward reads is copied, since it may be overwritten before it is sent.
-                state, at = state_of(replica, self._share), f"{given.place.stream}/{given.place.microbatch}/"
-                carried = {key: value for key, value in state.carried.items() if key.startswith(at)}
-                read = replace(state, optimizer={}, carried=carried)
-                before = ModelState(**tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), vars(read)))
+                before = self._state_before(replica, given.place)
                 transferred = TransferredUnit(given.version, before, own, reads)
                 self._pending_transfers[given.unit, part.leaves_to] = transferred
             head = given.loss if stage.is_last else None
@@ -256,6 +252,13 @@ class MigratingReplica:
         restore(made, state if came is None else ModelState.merge([state, came]), self._share)
         made.weights.renumber(old.weights.newest.number)
         return made
+
+    def _state_before(self, replica: Replica, place: StreamSlot) -> ModelState:
+        """Return copies of the state that a unit's forward reads, since it may be overwritten before it is sent."""
+        state, at = state_of(replica, self._share), f"{place.stream}/{place.microbatch}/"
+        carried = {key: value for key, value in state.carried.items() if key.startswith(at)}
+        read = replace(state, optimizer={}, carried=carried)
+        return ModelState(**tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), vars(read)))
 
     def _all_replicas(self) -> Iterator[Replica]:
         """Yield every replica that holds memory here, once."""

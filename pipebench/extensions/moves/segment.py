@@ -203,16 +203,7 @@ class PhaseCosts:
     def read_bytes(self, it: Instruction) -> int:
         """Return the bytes of the activations and inputs in a unit's data; the rest is the block's state."""
         block = self._phases.moving_block(it.stage, it.peer, self._minibatch(it))
-        setup = self._phases.setup
-        size = self._plain_size(it.number)
-        layers = setup.graph.layers[block.start : block.stop]
-        values = {read for layer in layers for read in layer.reads if not block.start <= read < block.stop}
-        fields = dict(zip(setup.graph.inputs, setup.dataset.inputs, strict=True))
-        read = {fields[name] for layer in layers for name in layer.inputs}
-        dataset = setup.dataset.of_length(size.columns) if isinstance(size, UnitShape) else setup.dataset
-        example = dataset.example(size.num_samples if isinstance(size, UnitShape) else size) if read else {}
-        rows = setup.profile.by_size[size]
-        return sum(rows[value].output_bytes for value in values) + sum(example[name].nbytes for name in read)
+        return _read_bytes(self._phases.setup, block, self._plain_size(it.number))
 
     def _minibatch(self, it: Instruction) -> int:
         return it.number if it.op is Op.GIVE else self._minibatch_of(it.number)
@@ -255,3 +246,15 @@ def _held_bytes(setup: Setup, block: BlockTransfer) -> tuple[int, int]:
     held = tensors_of(setup.graph, setup.graph.layers[block.start : block.stop]).values()
     trained = (tensor for tensor in held if tensor.requires_grad)
     return sum(tensor.nbytes for tensor in held), sum(tensor.nbytes for tensor in trained)
+
+
+def _read_bytes(setup: Setup, block: BlockTransfer, size: Size) -> int:
+    """Return the bytes that a block reads for a unit: outputs of layers outside the block, and model inputs."""
+    layers = setup.graph.layers[block.start : block.stop]
+    values = {read for layer in layers for read in layer.reads if not block.start <= read < block.stop}
+    fields = dict(zip(setup.graph.inputs, setup.dataset.inputs, strict=True))
+    read = {fields[name] for layer in layers for name in layer.inputs}
+    dataset = setup.dataset.of_length(size.columns) if isinstance(size, UnitShape) else setup.dataset
+    example = dataset.example(size.num_samples if isinstance(size, UnitShape) else size) if read else {}
+    rows = setup.profile.by_size[size]
+    return sum(rows[value].output_bytes for value in values) + sum(example[name].nbytes for name in read)
