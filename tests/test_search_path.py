@@ -99,6 +99,7 @@ def test_a_worker_has_the_search_path_of_the_process_that_starts_it(project: Pat
     subprocess.run([sys.executable, "-c", code], env=environment, timeout=PATIENCE_S, check=True)
 
 
+@pytest.mark.slow
 def test_the_server_of_mlflow_s_pages_imports_nothing_from_the_working_directory(project: Path) -> None:
     with StoreConnection(default_uri()).turn():  # which makes the database
         pass

@@ -48,7 +48,7 @@ def test_the_best_of_all_plans_is_found_where_the_first_searches_miss_it(kind: s
     assert "improved by" in found.found_by
 
 
-@pytest.mark.parametrize(("kind", "seed"), [("random", 27), ("CNN-like", 5031)])
+@pytest.mark.parametrize(("kind", "seed"), [pytest.param("random", 27, marks=pytest.mark.slow), ("CNN-like", 5031)])
 def test_the_best_plan_is_found_if_every_neighbour_is_worse(kind: str, seed: int) -> None:
     """Other replicas on other devices, two cuts that move at once: no plan a step away is better."""
     made = Planner(instance(kind, seed).request, MODE)

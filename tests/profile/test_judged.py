@@ -83,6 +83,7 @@ def test_fitted_on_one_profile_the_other_is_within_15_percent() -> None:
     assert 0.85 < factor < 1.15
 
 
+@pytest.mark.slow
 def test_the_convolutions_efficiency_agrees_with_published_rates() -> None:
     logs = [math.log(rate.computed() / rate.published) for rate in FITTED_ON]
     assert abs(sum(logs) / len(logs)) < 0.03

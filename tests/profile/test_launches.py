@@ -40,7 +40,12 @@ def small_transformer() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("make", "dataset"), [(small_bert, wmt16_segments(columns=16)), (small_transformer, wmt16()), (cellnet, mnist5k())]
+    ("make", "dataset"),
+    [
+        pytest.param(small_bert, wmt16_segments(columns=16), marks=pytest.mark.slow),
+        (small_transformer, wmt16()),
+        pytest.param(cellnet, mnist5k(), marks=pytest.mark.slow),
+    ],
 )
 def test_kernels_are_as_many_as_torchs_tracer_finds(make: Callable[[], nn.Module], dataset: Dataset) -> None:
     """A pause of a second per kernel makes seconds their number; backwards differ in how gradients that meet add up."""

@@ -90,7 +90,9 @@ def whole() -> Profile:
 
 
 @pytest.mark.usefixtures("step_one_layer")
-@pytest.mark.parametrize(("layers_held", "num_pieces"), [(100, 1), (14, 2), (8, 4), (4.5, 8)])
+@pytest.mark.parametrize(
+    ("layers_held", "num_pieces"), [(100, 1), (14, 2), pytest.param(8, 4, marks=pytest.mark.slow), (4.5, 8)]
+)
 def test_as_few_pieces_as_fit_are_measured(
     layers_held: float, num_pieces: int, whole: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +119,9 @@ def test_as_few_pieces_as_fit_are_measured(
 
 
 @pytest.mark.usefixtures("step_one_layer")
-@pytest.mark.parametrize(("activations_held", "num_pieces"), [(14, 1), (10, 2), (8, 4)])
+@pytest.mark.parametrize(
+    ("activations_held", "num_pieces"), [(14, 1), (10, 2), pytest.param(8, 4, marks=pytest.mark.slow)]
+)
 def test_activations_that_filled_the_device_are_freed_before_the_next_try(
     activations_held: int, num_pieces: int
 ) -> None:

@@ -212,6 +212,7 @@ rows:
 """
 
 
+@pytest.mark.slow
 def test_trained_results_are_stored_for_other_checkouts(
     make: Make, write: Write, ran: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -314,6 +315,7 @@ def test_pictures_that_the_page_no_longer_shows_are_removed(make: Make, write: W
     assert "removed" not in make("small.yaml")[1]
 
 
+@pytest.mark.slow
 def test_pictures_of_another_report_stay(make: Make, write: Write) -> None:
     one: dict[str, Any] = {"rows": [changed()["rows"][1]], "columns": {"ideal": {}}, "calibration": None}
     write(changed(**one), "other file.yaml")

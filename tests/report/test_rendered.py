@@ -27,7 +27,7 @@ OWN = ROOT / "docs/example/report/rendered/four_modes/report.md"
 
 
 # Pages of a few runs, or of stored runs; the others are made again in slow tests.
-QUICK = {NAME, "four_modes", "quickstart", "figure13"}
+QUICK = {NAME, "quickstart", "figure13"}
 # Of reports that take long, a row that is simulated in a second or less.
 QUICK_ROWS = {
     "figure1": "vgg16-4", "figure14a": "vgg16", "figure14b": "vgg16", "figure15": "plan-16", "figure16": "gnmt8",

@@ -154,6 +154,7 @@ def test_the_planner_s_bench_measures() -> None:
     assert all(value > 0 for value in seconds(chain(20, 0), "overlap", CASES[0].levels))
 
 
+@pytest.mark.slow
 def test_the_page_of_effects_is_current() -> None:
     """Every effect has its lines, and a quick row comes out as the page says."""
     page, row = (Path(effects.__file__).parents[1] / "effects.md").read_text(), "alexnet-2x8-b"
@@ -180,6 +181,7 @@ def test_the_page_of_the_planner_s_seconds_equals_the_script_s() -> None:
     assert " s under `artifact`: less than the paper's 8 s." in said
 
 
+@pytest.mark.slow
 def test_growth_of_the_transformer_is_current() -> None:
     name = next(iter(search_growth.MODELS))
     rows = search_growth.rows(name, search_growth.trace_of(search_growth.MODELS[name]))

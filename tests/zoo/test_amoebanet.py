@@ -141,6 +141,7 @@ def test_initialisation() -> None:
     assert cell.last[1].weight.std().item() == pytest.approx((2 / 32) ** 0.5, rel=0.05)
 
 
+@pytest.mark.slow
 def test_every_cut_computes_the_whole() -> None:
     num_layers = len(trace(make()).layers)
     assert check_every_cut(make(), DATA, 3, apart=4) == num_layers - 1

@@ -68,6 +68,7 @@ def test_without_auxiliary_logits_the_output_is_a_tensor() -> None:
         assert model(torch.empty(2, 3, 299, 299)).shape == (2, 1000)
 
 
+@pytest.mark.slow
 def test_every_cut_computes_what_the_whole_does() -> None:
     """The head's logits cross to the last stage, wherever they are made; five branches cross at once."""
     torch.manual_seed(0)

@@ -117,6 +117,7 @@ print(memory.peak_bytes(make) / many)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not memory.can_measure(), reason="needs Linux's /proc/self/clear_refs")
 def test_peak_memory_is_the_work_s() -> None:
     """In a new process, as the bench measures: this one may reuse memory that it has freed."""
