@@ -133,7 +133,7 @@ def test_a_stop_ends_all_workers_at_one_minibatch(three: Processes, case: Case, 
 
 @pytest.mark.parametrize(("shares_memory", "asks"), [(True, 0), (False, 2)])
 def test_a_stop_ends_an_evaluation_of_all_workers(three: Processes, shares_memory: bool, asks: int) -> None:
-    """At one minibatch, with the bytes and weights of before."""
+    """At one minibatch, with the bytes of before; nothing is trained afterwards."""
     found = three.run("tests.distributed.scenarios:stopped_in_an_evaluation", shares_memory, asks)
     counts = {evaluated for evaluated, *_ in found}
     assert len(counts) == 1
